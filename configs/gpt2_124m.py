@@ -1,0 +1,14 @@
+"""GPT-2 small (Radford et al. 2019): 124 M parameters, on one GPU or more."""
+
+from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.model import DecoderConfig
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=DecoderConfig(vocab_size=50257, seq_len=1024, n_layers=12, d_model=768, n_heads=12),
+        output="runs/gpt2_124m",
+        train=TrainLoop(steps=20_000, global_batch=480, microbatches=15, eval_every=1000),
+        optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=700),
+        data=DataConfig(tokenizer_vocab=16_384),
+    )

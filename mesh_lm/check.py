@@ -1,0 +1,96 @@
+"""Whether a config can run on a number of devices: every contradiction at once, each with what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.step import MANUAL
+from sharding_rules import PRESETS, MeshError, axes_of
+
+
+def check(config: TrainConfig, n_devices: int) -> TrainConfig:
+    """The config with its mesh resolved. Raises ConfigError that lists every problem."""
+    problems = list(_fields(config))
+    try:
+        config = dataclasses.replace(config, mesh=config.mesh.resolve(n_devices))
+        problems += [*_unused_axes(config), *_weights_on_manual_axes(config), *_sizes(config), *_batch(config)]
+    except MeshError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return config
+
+
+def _fields(config: TrainConfig) -> Iterator[str]:
+    """Each section by itself, and the pairs of fields that do not depend on the mesh."""
+    yield from getattr(config.model, "problems", list)()
+    at_least = {
+        "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
+        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0,
+        "data.threads": 1, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
+        "launch.cpu_devices": 0,
+    }  # fmt: skip
+    for field, least in at_least.items():
+        section, name = field.split(".")
+        if (value := getattr(getattr(config, section), name)) < least:
+            yield f"{field}={value} must be at least {least}"
+    for name, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("final_fraction", 0, 1.0001), ("decay_fraction", 0, 1.0001)):
+        if not low <= (value := getattr(config.optimizer, name)) < high:
+            yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
+    if not (math.isfinite(config.optimizer.learning_rate) and config.optimizer.learning_rate >= 0):
+        yield f"optimizer.learning_rate={config.optimizer.learning_rate} must be a number of at least 0"
+    if config.data.tokenizer_vocab > config.model.vocab_size:
+        yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
+
+
+def _unused_axes(config: TrainConfig) -> Iterator[str]:
+    """A mesh axis that cuts no activation repeats the same work on each of its devices, and makes XLA permute arrays along it."""
+    used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
+    for axis, size in config.mesh.sizes().items():
+        if size > 1 and axis not in used:
+            fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
+            more = f" or rules such as {' or '.join(f'{config.rules.name}+{name}' for name in fits[:2])}" if fits else " (no preset cuts along it)"
+            yield f"mesh.{axis}={size}, but rules {config.rules.name!r} cut no activation along {axis}; set mesh.{axis}=1{more}"
+
+
+def _weights_on_manual_axes(config: TrainConfig) -> Iterator[str]:
+    for logical, entry in config.rules.params.items():
+        for axis in axes_of(entry):
+            if axis in MANUAL:
+                yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; to cut them along the batch use the mesh axis 'fsdp'"
+
+
+def _sizes(config: TrainConfig) -> Iterator[str]:
+    mesh, seen = config.mesh.sizes(), set()
+    for kind in ("params", "activations", "gradients", "optimizer"):
+        column = config.rules.column(kind)
+        for logical, (field, size) in config.model.sizes().items():
+            axes = tuple(a for a in axes_of(column.get(logical)) if mesh.get(a, 1) > 1)
+            ways = math.prod(mesh[a] for a in axes)
+            if size % ways and (field, axes) not in seen:
+                seen.add((field, axes))
+                product = " x ".join(f"mesh.{a}={mesh[a]}" for a in axes)
+                hint = f"; mesh.{axes[0]} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
+                yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
+
+
+def _batch(config: TrainConfig) -> Iterator[str]:
+    mesh, train = config.mesh.sizes(), config.train
+    axes = [a for a in axes_of(config.rules.activations.get("batch")) if mesh.get(a, 1) > 1]
+    unit = train.microbatches * math.prod(mesh[a] for a in axes)
+    if train.microbatches > 0 and train.global_batch % unit:
+        product = " x ".join([f"train.microbatches={train.microbatches}", *(f"mesh.{a}={mesh[a]}" for a in axes)])
+        below = train.global_batch // unit * unit
+        fits = f"{below} or {below + unit}" if below else str(unit)
+        yield f"train.global_batch={train.global_batch} is not divisible by {product}; it can be {fits}"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

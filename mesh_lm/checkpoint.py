@@ -1,0 +1,130 @@
+"""Checkpoints: one Orbax composite {state, data, metadata} per step, written in the background, restored onto any mesh.
+
+The tree on disk is plain dicts keyed by parameter names, so that neither Flax, nor optax, nor the mesh is part of the format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig, as_dict
+from mesh_lm.step import State
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gives back."""
+
+    step: int
+    state: State
+    position: int
+    """Global samples consumed: the whole state of the data."""
+    changed: list[str]
+    """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `<output>/checkpoints`. A context manager: leaving it waits for the save in flight."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Raises ConfigError where the directory cannot be written, or holds checkpoints that the config says not to resume."""
+        self.config, self.policy = config, config.checkpoint
+        self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
+        self._manager = _open(self.directory, self.policy)
+        if not self.policy.resume and (step := self.latest()) is not None:
+            self._manager.close()
+            raise ConfigError(f"{self.directory} already holds step {step} and checkpoint.resume is off; set another output, or remove it")
+
+    def latest(self) -> int | None:
+        """Newest complete step."""
+        return self._manager.latest_step()
+
+    def due(self, step: int) -> bool:
+        """Whether the policy saves after this many steps."""
+        return self.policy.every > 0 and step % self.policy.every == 0
+
+    def save(self, step: int, state: State, *, position: int, corpus: str) -> None:
+        """Copies the state off the devices and returns; the write goes on in the background. A step already saved is left alone.
+
+        position: global samples consumed; corpus: the name of what they were samples of.
+        """
+        if step == self.latest():
+            return
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state),  # pyright: ignore[reportCallIssue]
+            data=ocp.args.JsonSave({"position": position, "corpus": corpus}),  # pyright: ignore[reportCallIssue]
+            metadata=ocp.args.JsonSave(self._metadata(state)),  # pyright: ignore[reportCallIssue]
+        )
+        self._manager.save(step, args=items, force=True)
+
+    def restore(self, abstract: State, *, corpus: str) -> Restored | None:
+        """The newest step, with the shapes and shardings of `abstract`; None where there is none.
+
+        Raises ConfigError for a checkpoint of another model or corpus, before any array is read.
+        """
+        if (step := self.latest()) is None:
+            return None
+        described = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), data=ocp.args.JsonRestore()))
+        self._compare_parameters(step, described.metadata["parameters"], _parameters(abstract))
+        if (saved := described.data["corpus"]) != corpus:
+            raise ConfigError(f"{self.directory}/{step} was trained on corpus {saved}, this config reads {corpus}; set another output, or that data")
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)  # pyright: ignore[reportCallIssue]
+        state = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+        return Restored(step, state, described.data["position"], _differences(described.metadata["config"], as_dict(self.config)))
+
+    def _compare_parameters(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+        problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
+                    for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
+        if problems:
+            shown = "\n  - ".join(problems[:8]) + (f"\n  - and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ConfigError(f"{self.directory}/{step} is a checkpoint of another model\n  - {shown}\nset another output, or that model's config")
+
+    def _metadata(self, state: State) -> dict[str, Any]:
+        versions = {"jax": jax.__version__, "orbax": ocp.__version__}
+        return {"format": FORMAT, "config": as_dict(self.config), "parameters": _parameters(state), "versions": versions}
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _open(directory: Path, policy: CheckpointConfig) -> ocp.CheckpointManager:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (probe := directory / f".probe-{jax.process_index()}").touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
+    options = ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.LatestN(policy.keep), enable_async_checkpointing=True)
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True),
+        "data": ocp.JsonCheckpointHandler(),
+        "metadata": ocp.JsonCheckpointHandler(),
+    }
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def _parameters(state: State) -> dict[str, Any]:
+    return {name: [*x.shape, str(x.dtype)] for name, x in state["params"].items()}
+
+
+def _differences(saved: Any, now: Any, path: str = "") -> list[str]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = list(dict.fromkeys([*saved, *now]))
+        return [d for key in keys for d in _differences(saved.get(key), now.get(key), f"{path}.{key}" if path else key)]
+    return [] if saved == now else [f"{path}: {saved} -> {now}"]

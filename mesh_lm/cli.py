@@ -1,0 +1,257 @@
+"""The command line: `--config=FILE.py` chooses the run, `--config.section.field=value` changes it. The only file that knows tyro.
+
+tyro (https://brentyi.github.io/tyro) turns text into the type of a field and prints the help. What a typo looks like is ours: every
+problem at once, in plain lines that stay readable in the log of 128 hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import io
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from mesh_lm.config import ConfigError, TrainConfig
+from sharding_rules import PRESETS, Rules, preset
+
+DEFAULT = "configs/gpt_tiny.py"
+
+
+def parse(argv: list[str], default: str = DEFAULT) -> TrainConfig:
+    """The run that `argv` (without the program's name) asks for.
+
+    Values follow `=` or stand alone as the next word; a tuple is written 1024,0; `-` and `_` in a name are the same.
+
+    Raises:
+        ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.
+        SystemExit: with status 0, after printing the help, where `argv` has --help or -h.
+    """
+    options, problems = _options(argv)
+    files = [value for name, value in options if name == "--config" and value]
+    if len(files) > 1:
+        problems.append(f"--config is given {len(files)} times: {', '.join(files)}")
+    file = files[0] if files else default
+    config = load(file)
+    hints = dict(_hints(config, "--config"))
+    if {"--help", "--h"} & {name for name, _ in options}:
+        _print_help(config, file)
+
+    values: dict[str, Any] = {}
+    for name, text in options:
+        if name == "--config" and text:
+            continue
+        try:
+            values[name] = _value(name, text, hints)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  - ".join(["bad command line", *problems]))
+    try:
+        return _replace(config, values, "--config")
+    except ValueError as error:  # from a __post_init__ of the user's own config class
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def load(file: str) -> TrainConfig:
+    """What get_config() of a Python file returns. A relative path is looked for here, then beside the package mesh_lm.
+
+    Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
+    """
+    path = _find(file)
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config={file}: expected a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # get_type_hints and the help's docstrings find a class's file by its module's name
+    with _user_code(file, path):
+        spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"{file}: no function get_config() -> TrainConfig")
+    with _user_code(file, path):
+        config = module.get_config()
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"{file}: get_config() returned {type(config).__name__}; expected TrainConfig")
+    return config
+
+
+def _find(file: str) -> Path:
+    bases = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[1]])
+    for base in bases:
+        if (base / file).is_file():
+            return (base / file).resolve()
+    beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / file).parent.glob("[!_]*.py")]
+    where = "" if Path(file).is_absolute() else f" in {' or '.join(map(str, bases))}"
+    raise ConfigError(f"--config={file}: no such file{where}{_did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))}")
+
+
+@contextlib.contextmanager
+def _user_code(file: str, path: Path) -> Iterator[None]:
+    """Turns any exception into a ConfigError at the last line of the user's own file, which may be far above the one that raised."""
+    try:
+        yield
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        where = f"{file}:{lines[-1]}" if lines else file
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _options(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """The words of `argv` as (name, value or None), and a problem for each word that belongs to no option."""
+    options: list[tuple[str, str | None]] = []
+    problems = []
+    waiting = False
+    for word in argv:
+        if waiting and not word.startswith("--"):
+            options[-1] = (options[-1][0], word)
+            waiting = False
+        elif word.startswith("-"):
+            name, equals, value = word.partition("=")
+            options.append((f"--{name.lstrip('-').replace('-', '_')}", value if equals else None))
+            waiting = not equals
+        else:
+            problems.append(f"{word}: belongs to no option{f'; did you mean --config={word}?' if word.endswith('.py') else ''}")
+            waiting = False
+    return options, problems
+
+
+def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(--config.section.field, its type) for every field that can be set, following what is there: a model's own class, not ModelConfig."""
+    try:
+        hints = get_type_hints(type(section))
+    except NameError as error:
+        raise ConfigError(f"{type(section).__name__}: {error}; the types of its fields must be imported at run time") from error
+    for field in dataclasses.fields(section):
+        name, value = f"{prefix}.{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
+            yield from _hints(value, name)
+        elif field.init:
+            yield name, hints[field.name]
+
+
+def _value(name: str, text: str | None, hints: Mapping[str, Any]) -> Any:
+    """`text` as the type of the field `name`. Raises ValueError with the line to show."""
+    if inside := [known for known in hints if known.startswith(f"{name}.")]:
+        if name == "--config":
+            raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
+        raise ValueError(f"{name}: a section, not a field; set its fields, as in {inside[0]}")
+    if name not in hints:
+        raise ValueError(f"{name}: no such field{_near_fields(name, [*hints, '--config'])}")
+    hint = hints[name]
+    if text is None:
+        raise ValueError(f"{name}: needs a value; {_expected(hint, '')}")
+    try:
+        return preset(text) if hint is Rules else _read(hint, text)
+    except SystemExit:
+        raise ValueError(f"{name}={text}: {_expected(hint, text)}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}={text}: {error}") from None
+
+
+def _read(hint: Any, text: str) -> Any:
+    """`text` as a value of type `hint`, by tyro, which raises SystemExit where it cannot."""
+    many = any(get_origin(each) in (tuple, list) for each in (hint, *get_args(hint)))
+    words = [word for word in text.split(",") if word] if many else [text]
+    with contextlib.redirect_stderr(io.StringIO()):
+        return tyro.cli(hint, args=["--", *words], registry=_registry())
+
+
+def _expected(hint: Any, text: str) -> str:
+    if hint is bool:
+        return "expected true or false"
+    if get_origin(hint) is Literal:
+        choices = [str(choice) for choice in get_args(hint)]
+        return f"expected one of {', '.join(choices)}{_did_you_mean(difflib.get_close_matches(text, choices, n=1))}"
+    return f"expected {inspect.formatannotation(hint)}"
+
+
+def _near_fields(name: str, known: Iterable[str]) -> str:
+    """The nearest name; failing that, fields of the right name in another section, of nearly that name in any, or all of its section."""
+
+    def last(name: str) -> str:
+        return name.lstrip("-").rpartition(".")[2]
+
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9) or [other for other in known if last(other) == last(name)]
+    if not near and (leaf := difflib.get_close_matches(last(name), map(last, known), n=1, cutoff=0.75)):
+        near = [other for other in known if last(other) == leaf[0]]
+    section = name.rpartition(".")[0]
+    beside = [last(other) for other in known if section and other.rpartition(".")[0] == section]
+    return _did_you_mean(near) or (f"; {section} has {', '.join(beside)}" if beside else "; see --help")
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _replace(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    """`section` with the fields that `values` names, each dataclass rebuilt once, from the leaves up."""
+    changes = {}
+    for field in dataclasses.fields(section):
+        name, value = f"{prefix}.{field.name}", getattr(section, field.name)
+        if name in values:
+            changes[field.name] = values[name]
+        elif any(changed.startswith(f"{name}.") for changed in values):
+            changes[field.name] = _replace(value, values, name)
+    return dataclasses.replace(section, **changes) if changes else section
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommandLine:
+    config: TrainConfig
+
+
+def _print_help(config: TrainConfig, file: str) -> None:
+    """Every field with its docstring and its value in `config`. Ends in SystemExit(0), as tyro's --help does."""
+    tyro.cli(
+        _CommandLine,
+        args=["--help"],
+        default=_CommandLine(config),
+        prog="train.py",
+        description=f"--config=FILE.py chooses the run; the defaults below are those of {file}. Tuples are written 1024,0.",
+        use_underscores=True,
+        # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a second language.
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        registry=_registry(),
+    )
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """How tyro reads and shows the two types that it does not know, or spells in Python."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        if info.type is Rules:
+            return _one_word(f"{{{','.join(PRESETS)}}}[+...]", Rules, preset, lambda rules: rules.name)
+        if info.type is bool:
+            return _one_word("{true,false}", bool, _boolean, lambda value: str(value).lower())
+        return None
+
+    return registry
+
+
+def _one_word(metavar: str, type_: type, read: Any, show: Any) -> tyro.constructors.PrimitiveConstructorSpec:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: isinstance(value, type_),
+        str_from_instance=lambda value: [show(value)],
+    )
+
+
+def _boolean(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise ValueError(word)
+    return word.lower() == "true"

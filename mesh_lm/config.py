@@ -1,0 +1,177 @@
+"""What a run is: frozen dataclasses, one field per decision. No logic lives here but sizes that follow from others.
+
+A config file returns one `TrainConfig`; `mesh_lm.cli` applies the command line's overrides to it; `mesh_lm.check` looks at the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+from sharding_rules import PRESETS, MeshConfig, Rules
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from sharding_rules import Shard
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What every model's config offers to the trainer; the decoder of this project is `mesh_lm.model.DecoderConfig`."""
+
+    vocab_size: int = 4096
+    """Token ids are 0 to vocab_size - 1."""
+    seq_len: int = 256
+    """Tokens in one training sequence."""
+
+    def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        """Builds the module; called under `jax.eval_shape` and `jax.jit` only. See `mesh_lm.model.Model` for what it must offer."""
+        raise NotImplementedError(f"{type(self).__name__}.make")
+
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        """Logical axis -> (the field that sets its size, the size), so that a size that does not divide is reported by field name."""
+        return {}
+
+    def flops_per_token(self) -> float:
+        """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainLoop:
+    """How long, how much at once, and how often to look."""
+
+    steps: int = 1000
+    """Optimizer steps in the whole run."""
+    global_batch: int = 32
+    """Sequences per optimizer step, over all devices."""
+    microbatches: int = 1
+    """Equal parts the global batch is cut into; gradients are accumulated over them in fp32."""
+    eval_every: int = 250
+    """Steps between evaluations on the held-out text; 0: only at the end."""
+    eval_sequences: int = 0
+    """Held-out sequences per evaluation before the last one; 0: all. The last evaluation always reads all of them."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    sample_tokens: int = 128
+    """Length of the text generated at the end; 0: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with global-norm clipping and a learning-rate schedule."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
+    warmup_steps: int = 100
+    """Steps over which the rate rises linearly from 0."""
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """Part of the run that decays, for wsd."""
+    beta1: float = 0.9
+    """Decay rate of the first moment."""
+    beta2: float = 0.95
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.1
+    """Decoupled decay, for matrices only: biases, norms and other vectors (per layer) are left alone."""
+    clip_norm: float = 1.0
+    """Gradients with a larger global L2 norm are scaled down to it; 0: off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What text, and how it becomes sequences."""
+
+    path: str = "stdlib"
+    """A .txt, a .jsonl (field "text"), a directory of text files, or `stdlib`: the source of the running Python's standard library."""
+    tokenizer_vocab: int = 4096
+    """Entries of the byte-level BPE vocabulary trained on the training split."""
+    cache: str = "~/.cache/mesh_lm"
+    """Directory for prepared corpora (tokenizer.json, train and held-out .bin/.idx)."""
+    documents: Literal["joined", "separate"] = "joined"
+    """separate: attention and positions restart at every document (segment ids); joined: a sequence is one stream."""
+    mask_document_start: bool = False
+    """Leave the first token of each document out of the loss."""
+    threads: int = 2
+    """Reader threads (Grain)."""
+    prefetch: int = 4
+    """Batches read ahead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, what to keep."""
+
+    every: int = 250
+    """Steps between saves; 0: only at the end and on SIGTERM."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    resume: bool = True
+    """Continue from the newest checkpoint in the output directory; with no, an output directory that has one is an error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """A jax.profiler trace of a few steps, under <output>/profile (open it in Perfetto or XProf)."""
+
+    start_step: int = 10
+    """First step traced, counted from the start of this process."""
+    steps: int = 0
+    """Steps traced; 0: no trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """The processes and devices of the run."""
+
+    cpu_devices: int = 0
+    """Run on this many CPU devices (to try a mesh on a laptop); 0: the devices that JAX finds."""
+    compile_cache: str = "~/.cache/mesh_lm/xla"
+    """Directory of JAX's persistent compilation cache; empty: off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. See configs/ for examples; every field can be set as --config.section.field=value."""
+
+    model: ModelConfig
+    output: str
+    """Directory for checkpoints, metrics, plots and samples of this run."""
+    mesh: MeshConfig = MeshConfig(data=-1)
+    rules: Rules = PRESETS["ddp"]
+    """Sharding rules: a preset (ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp."""
+    train: TrainLoop = TrainLoop()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
+    launch: LaunchConfig = LaunchConfig()
+    seed: int = 0
+    """Seeds initialisation, dropout and sample order; the same seed gives the same bits on any mesh."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.model.seq_len
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A plain, JSON-ready description of a config, with each class's name, for metadata and logs."""
+    out: dict[str, Any] = {"class": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Rules):
+            value = value.as_dict()
+        elif dataclasses.is_dataclass(value):
+            value = as_dict(value)
+        out[field.name] = list(value) if isinstance(value, tuple) else value
+    return out

@@ -1,0 +1,38 @@
+"""The batches of one run, training and held-out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.sharding import NamedSharding
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.corpus import Corpus
+from mesh_lm.data.loader import Batch, Loader, heldout
+from mesh_lm.data.sequences import Sequences
+
+
+class Batches:
+    """Cuts a corpus into the batches that a config asks for; `sharding` is that of a [M, B, S] leaf (M microbatches of B sequences)."""
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, sharding: NamedSharding) -> None:
+        """Raises ConfigError where the corpus is too small for one batch."""
+        self._config = config
+        data, train, seq_len = config.data, config.train, config.model.seq_len
+        documents = {"documents_mode": data.documents, "mask_document_start": data.mask_document_start, "eod": corpus.tokenizer().eod}
+        self._train = Sequences(corpus.train(), seq_len, seed=config.seed, shuffle=True, **documents)
+        # Every held-out byte must cost its bits, so nothing of that split is masked.
+        documents["mask_document_start"] = False
+        self._heldout = Sequences(corpus.heldout(), seq_len, seed=0, shuffle=False, pad=True, **documents)
+        self._batching = {
+            "global_batch": train.global_batch, "microbatches": train.microbatches, "sharding": sharding,
+            "threads": data.threads, "prefetch": data.prefetch,
+        }  # fmt: skip
+
+    def train(self, position: int) -> Loader:
+        """Endless (position after the batch, batch) from a global sample position on."""
+        return Loader(self._train, position=position, **self._batching)
+
+    def heldout(self, limit: int = 0) -> Iterator[Batch]:
+        """One pass over the first `limit` held-out sequences (0: all)."""
+        return heldout(self._heldout, limit=limit, **self._batching)

@@ -1,0 +1,254 @@
+"""Text to a prepared corpus: a tokenizer trained on it, its tokens in two splits, and how well gzip and xz compress the held-out one.
+
+`gzip -9` and `xz -9` are the baselines that a language model's held-out bits per byte has to beat to have learnt more than repetition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.data import sources
+from mesh_lm.data.atomic import atomic_write, sibling
+from mesh_lm.data.indexed import Documents, write_documents
+from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer
+
+_FORMAT = 1
+"""Raised whenever the same text would be prepared differently: older caches are then left alone."""
+_PIECE = 2**16
+"""Characters in one encoding task: small enough to keep all cores busy to the end."""
+_BATCH = 2**22
+"""Characters encoded at once: the tokenizer needs about 100 bytes of memory per token."""
+_REPORT = 10**8
+"""Characters between two lines of progress."""
+_BPE_CHARACTERS = 2**25
+"""Text that the vocabulary is learnt from. All of it up to here (less costs compression: with a fifth of stdlib, 3% more tokens);
+beyond, a fixed sample of 80 to 100% of this, because the time grows with the text and the vocabulary no longer changes much."""
+_BASELINE_BYTES = 64 * 2**20
+"""Held-out text that gzip and xz are measured on: xz takes about a second per MB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus: the contents of its corpus.json, and the way to its files."""
+
+    directory: Path
+    documents: int
+    """In the training split."""
+    train_tokens: int
+    """Including one EOD per document, as all token counts here."""
+    train_bytes: int
+    """UTF-8 bytes of the training text, without EOD."""
+    heldout_documents: int
+    heldout_tokens: int
+    heldout_bytes: int
+    """UTF-8 bytes of the held-out text, without EOD."""
+    vocab_size: int
+    """Entries of the tokenizer; below the size asked for when the text is small."""
+    gzip_bits_per_byte: float
+    """Of the held-out documents, concatenated (the first 64 MiB)."""
+    xz_bits_per_byte: float
+    settings: dict[str, Any]
+    """What it was made from and how."""
+
+    @property
+    def name(self) -> str:
+        """Changes with the text, the vocabulary and the format: what a position in the data is a position in."""
+        return self.directory.name
+
+    def train(self) -> Documents:
+        return Documents(self.directory / "train")
+
+    def heldout(self) -> Documents:
+        return Documents(self.directory / "heldout")
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.directory / "tokenizer.json")
+
+
+def prepare(config: DataConfig, *, vocab: int, progress: Callable[[str], None] = lambda message: None) -> Corpus:
+    """Finds the corpus of config.path in config.cache, or makes it there.
+
+    One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl), or the last twentieth of a .txt; see
+    `sources`. The byte-level BPE is trained on the training split only. Each document is stored as its tokens followed by EOD.
+
+    The directory <cache>/<name>-<hash of text, vocab and format> is made under another name and renamed when complete, so that a killed
+    process leaves nothing that looks finished, and of several processes that prepare at once the first wins and the others use its files.
+
+    Args:
+      vocab: entries of the vocabulary to train, at least 257.
+      progress: receives a line of text at each stage.
+
+    Raises:
+      ConfigError: path missing or not text, no document in one of the splits, a bad .jsonl line, vocab too small, cache full or not
+        writable.
+    """
+    if vocab < MIN_VOCAB:
+        raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
+    source = sources.find(config.path)
+    settings = {"format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "vocab": vocab}
+    key = hashlib.sha256(f"{_FORMAT} {vocab} {source.digest()}".encode()).hexdigest()[:16]
+    directory = Path(config.cache).expanduser() / f"{source.name}-{key}"
+    try:
+        if not directory.exists():
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = sibling(directory)
+            unfinished.mkdir()
+            try:
+                _build(unfinished, source, settings, progress)
+                _rename(unfinished, directory)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
+            "the path must be readable, and the cache writable with space left"
+        ) from error
+    return _load(directory)
+
+
+def _rename(unfinished: Path, directory: Path) -> None:
+    try:
+        os.rename(unfinished, directory)
+    except OSError:
+        if not directory.exists():
+            raise  # else another process was faster, with the same contents
+
+
+def _load(directory: Path) -> Corpus:
+    try:
+        return Corpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it, and it will be prepared again") from error
+
+
+def _build(directory: Path, source: sources.Source, settings: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """Fills `directory`; corpus.json comes last."""
+    progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
+    sample, heldout, n_bytes = _read(source, settings["path"])
+    with ThreadPoolExecutor(2) as pool:  # both release the GIL
+        compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
+        progress(f"training a byte-level BPE of {settings['vocab']} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
+        tokenizer = Tokenizer.train(sample, settings["vocab"])
+        tokenizer.save(directory / "tokenizer.json")
+        del sample
+        progress("encoding")
+        splits = []
+        for name, is_heldout in (("train", False), ("heldout", True)):
+            texts = (document.text for document in source.documents() if document.heldout == is_heldout)
+            splits.append(write_documents(directory / name, _encode(tokenizer, texts, progress), vocab=tokenizer.vocab_size))
+        gzip_bytes, xz_bytes = (future.result() for future in compressed)
+    facts = {
+        "documents": len(splits[0]),
+        "train_tokens": len(splits[0].tokens),
+        "heldout_documents": len(splits[1]),
+        "heldout_tokens": len(splits[1].tokens),
+        "train_bytes": n_bytes["training"],
+        "heldout_bytes": n_bytes["held-out"],
+        "vocab_size": tokenizer.vocab_size,
+        "gzip_bits_per_byte": 8 * gzip_bytes / len(heldout),
+        "xz_bits_per_byte": 8 * xz_bytes / len(heldout),
+        "settings": settings,
+    }
+    with atomic_write(directory / "corpus.json") as (file,):
+        file.write(json.dumps(facts, indent=1).encode())
+    progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
+
+
+def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict[str, int]]:
+    """One pass: the text to train the BPE on, the held-out bytes (the first 64 MiB), and the number of all bytes by split."""
+    sample: list[tuple[float, str]] = []
+    sample_size, threshold, n_pieces = 0, 1.0, 0
+    heldout = bytearray()
+    counts, n_bytes = {"training": 0, "held-out": 0}, {"training": 0, "held-out": 0}
+    for document in source.documents():
+        split, encoded = "held-out" if document.heldout else "training", document.text.encode()
+        counts[split] += 1
+        n_bytes[split] += len(encoded)
+        if document.heldout:
+            heldout += encoded[: _BASELINE_BYTES - len(heldout)]
+            continue
+        for piece in _pieces(document.text):
+            n_pieces += 1
+            if (mark := _fraction(n_pieces)) < threshold:
+                sample.append((mark, piece))
+                sample_size += len(piece)
+        while sample_size > _BPE_CHARACTERS:
+            threshold *= 0.8
+            sample = [(mark, piece) for mark, piece in sample if mark < threshold]
+            sample_size = sum(len(piece) for _, piece in sample)
+    if not any(counts.values()):
+        raise ConfigError(f"data.path={path} has no text: none of its files is UTF-8 and not empty; give .txt, .md, .py or similar files")
+    for split, count in counts.items():
+        if count == 0:
+            raise ConfigError(
+                f"data.path={path} has too few documents ({sum(counts.values())}): a hash holds out one in 20, and none fell in the "
+                f"{split} split; give more of them, or join them into one .txt"
+            )
+    return [piece for _, piece in sample], heldout, n_bytes
+
+
+def _fraction(number: int) -> float:
+    """A fixed pseudo-random number in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6], "big") / 2**48
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts the text at line ends, or in lines without end anywhere, into pieces of 64 to 128 thousand characters."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE, start + 2 * _PIECE) + 1 or start + 2 * _PIECE
+        yield text[start:end]
+        start = end
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """(piece, whether it ends its text), in lists of about 4 million characters."""
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for text in texts:
+        pieces = list(_pieces(text))
+        for number, piece in enumerate(pieces, 1):
+            batch.append((piece, number == len(pieces)))
+            size += len(piece)
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: Tokenizer, texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[np.ndarray]:
+    """Each text's tokens followed by EOD, int32 [its length + 1]."""
+    document: list[np.ndarray] = []
+    done = reported = 0
+    for batch in _batches(texts):
+        for ids, (piece, is_last) in zip(tokenizer.encode_batch([piece for piece, _ in batch]), batch, strict=True):
+            document.append(ids)
+            done += len(piece)
+            if is_last:
+                yield np.concatenate([*document, np.array([tokenizer.eod], np.int32)])
+                document = []
+        if done - reported >= _REPORT:
+            progress(f"encoded {done / 1e6:.0f} M characters")
+            reported = done
+
+
+def _gzip(data: bytes) -> int:
+    return len(zlib.compress(data, 9, wbits=31))
+
+
+def _xz(data: bytes) -> int:
+    return len(lzma.compress(data, preset=9))

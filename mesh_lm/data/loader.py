@@ -1,0 +1,168 @@
+"""Sequences to sharded batches on the devices. The only file that imports `grain`.
+
+Legend: M microbatches, B sequences in a microbatch (global_batch // M), S sequence length, R rows of the batch that this process holds.
+
+Row (m, b) of a batch that starts at global sample position p holds sample p + m B + b, whatever the mesh and the number of processes. A
+process reads the rows that its own devices hold, as the sharding says: several processes may hold the same rows (pipeline, tensor, sequence
+axes), so its index says nothing. Grain reads ahead in threads; none of its state is kept, since the position is the whole state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh_lm.config import ConfigError
+from mesh_lm.data.sequences import Sequences
+
+Batch = dict[str, jax.Array]
+
+
+class Loader:
+    """Endless iterator of (position after the batch, batch), from a global sample position on.
+
+    A batch has the leaves of `Sequences.rows` as global arrays: [M, B, S] with `sharding`, sample_ids [M, B] with its spec's first two
+    entries. The next batch is already on its way to the devices when one is returned.
+
+    Args:
+      sequences: the training split.
+      global_batch: sequences in a batch, M x B.
+      microbatches: M.
+      sharding: of a [M, B, S] leaf.
+      position: samples consumed so far, the one number of the data state.
+      threads: Grain's reader threads; 0 reads in the caller's.
+      prefetch: batches read ahead by them.
+
+    Raises:
+      ConfigError: the corpus has fewer sequences than a batch, M does not divide the batch, or the sharding does not divide [M, B, S].
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        global_batch: int,
+        microbatches: int,
+        sharding: NamedSharding,
+        position: int,
+        threads: int,
+        prefetch: int,
+    ) -> None:
+        sequences.require(global_batch)
+        self._layout = _Layout.of(global_batch, microbatches, sequences.seq_len, sharding)
+        self._position, self._global_batch = position, global_batch
+        self._batches = _read(_Rows(sequences, self._layout, position, sys.maxsize), threads, prefetch)
+        self._ahead: Batch | None = None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> tuple[int, Batch]:
+        batch = self._ahead or self._layout.place(next(self._batches))
+        self._ahead = self._layout.place(next(self._batches))
+        self._position += self._global_batch
+        return self._position, batch
+
+    def close(self) -> None:
+        """Stops the reader threads."""
+        self._batches.close()
+
+
+def heldout(
+    sequences: Sequences,
+    *,
+    global_batch: int,
+    microbatches: int,
+    sharding: NamedSharding,
+    threads: int,
+    prefetch: int,
+    limit: int = 0,
+) -> Iterator[Batch]:
+    """One pass over the first `limit` sequences (0: all), in batches like `Loader`'s.
+
+    The last batch is filled up with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`,
+    but any number of sequences will do.
+    """
+    layout = _Layout.of(global_batch, microbatches, sequences.seq_len, sharding)
+    stop = min(limit or len(sequences), len(sequences))
+    with contextlib.closing(_read(_Rows(sequences, layout, 0, stop), threads, prefetch)) as batches:
+        for batch in batches:
+            yield layout.place(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Which rows of a [M, B, S] batch live on this process's devices, and how to put them there."""
+
+    shape: tuple[int, int, int]
+    sharding: NamedSharding
+    rows: np.ndarray
+    """m B + b of each row held here, int64 [R], ascending."""
+    places: np.ndarray
+    """Number of row (m, b) among `rows`, int64 [M, B]; -1 where it is not held here."""
+
+    @classmethod
+    def of(cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding) -> _Layout:
+        if global_batch % microbatches:
+            raise ConfigError(f"train.global_batch={global_batch} is not a multiple of train.microbatches={microbatches}; make it one")
+        shape = (microbatches, global_batch // microbatches, seq_len)
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            raise ConfigError(f"a batch of (microbatches, sequences, tokens) = {shape} does not divide: {error}") from error
+        is_here = np.zeros(shape[:2], bool)
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            is_here[(index or ())[:2]] = True
+        places = np.where(is_here, np.cumsum(is_here).reshape(is_here.shape) - 1, -1)
+        return cls(shape, sharding, np.flatnonzero(is_here), places)
+
+    def place(self, batch: dict[str, np.ndarray]) -> Batch:
+        """Global arrays [M, B, ...] from the rows held here [R, ...]; no device sends anything to another."""
+        return {name: self._place(leaf) for name, leaf in batch.items()}
+
+    def _place(self, leaf: np.ndarray) -> jax.Array:
+        def held(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = index or ()
+            return leaf[(self.places[index[:2]], *index[2:])]
+
+        shape = self.shape[: leaf.ndim + 1]
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[: len(shape)]))
+        return jax.make_array_from_callback(shape, sharding, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Grain's source: element `index` is this process's part of that batch, as `Sequences.rows` [R, ...]."""
+
+    sequences: Sequences
+    layout: _Layout
+    start: int
+    """First global sample position."""
+    stop: int
+    """Positions from here on are repeats of the one before, at weight 0."""
+
+    def __len__(self) -> int:
+        return -(-(self.stop - self.start) // self._global_batch)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        indices = self.start + index * self._global_batch + self.layout.rows
+        batch = self.sequences.rows(np.minimum(indices, self.stop - 1))
+        batch["weights"][indices >= self.stop] = 0.0
+        return batch
+
+    @property
+    def _global_batch(self) -> int:
+        return self.layout.shape[0] * self.layout.shape[1]
+
+
+def _read(source: _Rows, threads: int, prefetch: int) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    """The source's elements in order, read ahead by threads."""
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+    return iter(grain.MapDataset.source(source).to_iter_dataset(options))

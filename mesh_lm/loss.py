@@ -1,0 +1,123 @@
+"""Cross-entropy over a sharded vocabulary, a few tokens at a time.
+
+The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k. Here only `chunk` tokens' logits exist
+at once, forward and backward: the gradient is formed while the chunk's logits are there, so nothing is recomputed either (three matmuls in
+all). The head's weight is gathered once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are cut over tokens;
+cut over the vocabulary, tensor parallelism would put an all-to-all and an all-reduce into the loop.
+
+Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a chunk of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh_lm.model.contract import Sums
+from mesh_lm.model.embedding import sum_into
+from sharding_rules import Shard, axes_of
+from sharding_rules.shard import StoredWeight
+
+
+def cross_entropy(
+    x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array, shard: Shard, *,
+    vocab_size: int, chunk: int = 1024, softcap: float = 0.0, z_loss: float = 0.0,
+) -> Sums:  # fmt: skip
+    """Weighted sums over the labels: "loss" (nats), "weight", "z_loss" (log Z squared) where asked for, and the "objective" loss + z_loss.
+
+    x: final activations [B, S, D] in the compute type, cut like the residual stream. head: fp32 [V, D] with logical axes ("vocab",
+    "embed"). labels: int32 [B, S] in [0, vocab_size); weights: float32 [B, S]. Rows of the head from vocab_size on are padding and get
+    probability 0. Only "objective" is differentiable, with respect to x and head.
+    """
+
+    @jax.custom_vjp
+    def f(x: jax.Array, head: jax.Array) -> tuple[jax.Array, Sums]:
+        return run(x, head, with_grads=False)[0]
+
+    def f_fwd(x: jax.Array, head: jax.Array) -> tuple[tuple[jax.Array, Sums], tuple[jax.Array, jax.Array]]:
+        return run(x, head, with_grads=True)
+
+    def f_bwd(grads: tuple[jax.Array, jax.Array], dout: tuple[jax.Array, Sums]) -> tuple[jax.Array, jax.Array]:
+        dx, dhead = grads
+        return (dx * dout[0]).astype(dx.dtype), dhead * dout[0]
+
+    def run(x: jax.Array, head: jax.Array, with_grads: bool):  # noqa: ANN202
+        x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
+        row_spec, scalar, stored = shard.spec("activations", ("batch", "seq")), jax.P(), shard.stored("vocab", "embed")
+        body = partial(
+            _local, stored=stored, batch_by=shard.cut("batch"), seq_by=shard.cut("seq_resid"), vocab_size=vocab_size, chunk=chunk,
+            softcap=softcap, z_loss=z_loss, with_grads=with_grads,
+        )  # fmt: skip
+        in_specs, out_specs = (x_spec, stored.spec, row_spec, row_spec), ((scalar, scalar), (x_spec, stored.spec))
+        return shard.local(body, in_specs, out_specs)(x, head, labels_BS, weights_BS)
+
+    f.defvjp(f_fwd, f_bwd)
+    objective, sums = f(x_BSD, head_VD)
+    return {"objective": objective, **sums}
+
+
+def _local(
+    x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, *,
+    stored: StoredWeight, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
+    chunk: int, softcap: float, z_loss: float, with_grads: bool,
+) -> tuple[tuple[jax.Array, Sums], tuple[jax.Array | None, jax.Array | None]]:  # fmt: skip
+    """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head)."""
+    vocab_by = axes_of(stored.used[0])
+    dtype, out_shape = x.dtype, x.shape
+    x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
+    head_VD = stored.gather(head.astype(dtype))
+    V, D = head_VD.shape
+    ids_V = jnp.arange(V) + (lax.axis_index(vocab_by) * V if vocab_by else 0)
+
+    batch_shape = x.shape
+    T = labels.size
+    n, C = -(-T // chunk), min(chunk, T)
+    rows = [jnp.pad(a.reshape(T, *a.shape[2:]), [(0, n * C - T)] + [(0, 0)] * (a.ndim - 2)) for a in (x, labels, weights)]
+    rows = [a.reshape(n, C, *a.shape[1:]) for a in rows]
+
+    def over_vocab(reduce, value):  # noqa: ANN001, ANN202
+        return reduce(value, vocab_by) if vocab_by else value
+
+    def step(carry, row):  # noqa: ANN001, ANN202
+        sums, dhead = carry
+        x_CD, label_C, weight_C = row
+        raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
+        z = softcap * jnp.tanh(raw / softcap) if softcap else raw
+        z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
+        top = over_vocab(lax.pmax, z.max(-1))
+        exp = jnp.exp(z - top[:, None])
+        total = over_vocab(lax.psum, exp.sum(-1))
+        lse = top + jnp.log(total)
+        hit = ids_V == label_C[:, None]
+        loss = lse - over_vocab(lax.psum, jnp.where(hit, z, 0).sum(-1))
+        sums = {
+            "loss": sums["loss"] + (weight_C * loss).sum(),
+            "weight": sums["weight"] + weight_C.sum(),
+            "z_loss": sums["z_loss"] + (weight_C * lse**2).sum(),
+        }
+        if not with_grads:
+            return (sums, dhead), None
+        dz = (exp / total[:, None]) * (1 + 2 * z_loss * lse)[:, None] - hit
+        if softcap:
+            dz = dz * (1 - jnp.square(jnp.where(ids_V < vocab_size, z, 0) / softcap))
+        dz = (dz * weight_C[:, None]).astype(dtype)
+        dx_CD = jnp.einsum("cv,vd->cd", dz, head_VD)
+        dhead = dhead + jnp.einsum("cv,cd->vd", dz, x_CD, preferred_element_type=jnp.float32)
+        return (sums, dhead), dx_CD
+
+    sums = dict.fromkeys(("loss", "weight", "z_loss"), jnp.zeros((), jnp.float32))
+    dhead = jnp.zeros((V, D) if with_grads else (), jnp.float32)
+    (sums, dhead), dx = lax.scan(step, (sums, dhead), rows) if n > 1 else step((sums, dhead), [a[0] for a in rows])
+
+    if batch_by:
+        sums = lax.psum(sums, batch_by)
+    objective = sums["loss"] + z_loss * sums["z_loss"]
+    if not z_loss:
+        del sums["z_loss"]
+    if not with_grads:
+        return (objective, sums), (None, None)
+    dx = sum_into(dx.reshape(-1, D)[:T].reshape(batch_shape), vocab_by, seq_by)
+    return (objective, sums), (dx.reshape(out_shape), stored.scatter(dhead))

@@ -1,0 +1,9 @@
+"""Models. `Model` is what the trainer asks of any of them; `DecoderConfig` describes this project's own.
+
+The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config costs no Flax import.
+"""
+
+from mesh_lm.model.config import DecoderConfig as DecoderConfig
+from mesh_lm.model.contract import Batch as Batch
+from mesh_lm.model.contract import Model as Model
+from mesh_lm.model.contract import Sums as Sums

@@ -1,0 +1,150 @@
+"""The decoder's shape: GPT-2/3 or Llama by its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from mesh_lm.config import ModelConfig
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from sharding_rules import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """A decoder-only transformer. The defaults are GPT-2's choices."""
+
+    n_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    n_heads: int = 4
+    """Query heads."""
+    n_kv_heads: int = 0
+    """Key and value heads (grouped-query attention, arXiv 2305.13245); 0: as many as query heads."""
+    head_dim: int = 0
+    """Width of a head; 0: d_model / n_heads."""
+    d_ff: int = 0
+    """Width of the MLP; 0: 4 d_model."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """learned: a table of seq_len vectors; rotary: RoPE (arXiv 2104.09864)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: float = 1.0
+    """Llama-3's context extension: long wavelengths are stretched by this factor; 1: off."""
+    rope_original_seq_len: int = 8192
+    """Context length before the extension, in tokens."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each half block and before the head."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    """MLP nonlinearity (tanh GELU as in GPT-2; SwiGLU, arXiv 2002.05202)."""
+    biases: bool = True
+    """Biases in the linear layers and in LayerNorm."""
+    tied: bool = True
+    """The head uses the embedding table."""
+    window: tuple[int, ...] = ()
+    """Sliding-window width by layer, in tokens, repeated down the stack; 0: all earlier tokens; empty: all layers full."""
+    softcap: float = 0.0
+    """Attention logits are squashed to c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
+    head_softcap: float = 0.0
+    """The same for the vocabulary logits; 0: off."""
+    sinks: bool = False
+    """A learned logit per head that takes attention without a value (gpt-oss)."""
+    dropout: float = 0.0
+    """Rate on the embedding and on each half block's output."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; outputs into the residual stream are divided by sqrt(2 n_layers) (GPT-2)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
+    remat: Literal["none", "full", "save_names", "offload"] = "none"
+    """What the backward recomputes. full: each block; save_names: all but q, k, v, attention and MLP hidden; offload: those, kept in host memory."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
+    loss_chunk: int = 1024
+    """Tokens whose vocabulary logits exist at once, per device."""
+    vocab_multiple: int = 128
+    """The vocabulary is padded to a multiple of this, so that it divides over tensor; padded ids have probability 0."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def d_head(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def d_mlp(self) -> int:
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def windows(self) -> tuple[int | None, ...]:
+        """One period of the per-layer window pattern (None: full attention); the stack is whole periods."""
+        return tuple(w or None for w in self.window) or (None,)
+
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        return {
+            "seq": ("seq_len", self.seq_len),
+            "seq_resid": ("seq_len", self.seq_len),
+            "embed": ("d_model", self.d_model),
+            "heads": ("n_heads", self.n_heads),
+            "kv_heads": ("n_kv_heads", self.kv_heads),
+            "mlp": ("d_ff", self.d_mlp),
+            "vocab": ("vocab_size", self.padded_vocab),
+        }
+
+    def problems(self) -> list[str]:
+        """Fields that contradict one another."""
+        found = []
+        if not self.head_dim and self.d_model % self.n_heads:
+            found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; set model.head_dim, or change one")
+        if self.n_heads % self.kv_heads:
+            found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
+        if self.n_layers % len(self.windows()):
+            found.append(f"model.n_layers={self.n_layers} is not a multiple of the {len(self.windows())} entries of model.window")
+        if self.positions == "rotary" and self.d_head % 2:
+            found.append(f"rotary positions need an even head width, not {self.d_head}")
+        if not 0 <= self.dropout < 1:
+            found.append(f"model.dropout={self.dropout} must be in [0, 1)")
+        for field in ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "loss_chunk", "vocab_multiple"):
+            if getattr(self, field) < 1:
+                found.append(f"model.{field}={getattr(self, field)} must be at least 1")
+        return found
+
+    def n_params(self) -> int:
+        """Parameters, without the padding of the vocabulary."""
+        d, h = self.d_model, self.d_head
+        attention = d * h * (2 * self.n_heads + 2 * self.kv_heads)
+        mlp = d * self.d_mlp * (3 if self.activation == "swiglu" else 2)
+        norms = d * (2 if self.norm == "layernorm" and self.biases else 1)
+        block = attention + mlp + 2 * norms + self.n_heads * self.sinks
+        if self.biases:
+            block += h * (self.n_heads + 2 * self.kv_heads) + d + self.d_mlp * (2 if self.activation == "swiglu" else 1) + d
+        tables = self.vocab_size * d * (1 if self.tied else 2) + (self.seq_len * d if self.positions == "learned" else 0)
+        return self.n_layers * block + norms + tables
+
+    def flops_per_token(self) -> float:
+        """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,
+        with T_seen the tokens a query sees on average (PaLM, arXiv 2204.02311, appendix B, there without the causal half)."""
+        h = self.d_head
+        attention = self.d_model * h * (2 * self.n_heads + 2 * self.kv_heads)
+        mlp = self.d_model * self.d_mlp * (3 if self.activation == "swiglu" else 2)
+        weights = self.n_layers * (attention + mlp) + self.vocab_size * self.d_model
+        windows = [min(w or self.seq_len, self.seq_len) for w in self.windows()]
+        seen = sum(w - w * (w - 1) / (2 * self.seq_len) for w in windows) / len(windows)
+        return 6 * weights + 12 * self.n_layers * self.n_heads * h * seen
+
+    def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
+
+        return Decoder(self, shard, rngs)

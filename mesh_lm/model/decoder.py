@@ -1,0 +1,140 @@
+"""The decoder: embed -> n_layers blocks, scanned -> norm -> head. Sizes: B batch, S sequence, D embed, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mesh_lm.loss import cross_entropy
+from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.contract import Batch, Sums
+from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.embedding import lookup
+from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, rope_table
+from sharding_rules import Shard
+
+SAVED_NAMES = ("q", "k", "v", "attention", "mlp_hidden")
+"""What remat=save_names keeps of a block, and remat=offload moves to the host: what is dear to recompute and used by the backward."""
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP. Its parameters carry a leading "layers" dimension; the scan hands it one slice."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.shard, self.rate = shard, config.dropout
+        self.attention_norm, self.attention = Norm(config, weights), Attention(config, weights, shard)
+        self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
+
+    def __call__(
+        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, dropout: Dropout | None
+    ) -> jax.Array:
+        with jax.named_scope("attention"):
+            x_BSD = self._add(x_BSD, self.attention(self._enter(self.attention_norm(x_BSD)), rope, segment_ids, window), dropout, 0)
+        with jax.named_scope("mlp"):
+            return self._add(x_BSD, self.mlp(self._enter(self.mlp_norm(x_BSD))), dropout, 1)
+
+    def _enter(self, x_BSD: jax.Array) -> jax.Array:
+        return self.shard(x_BSD, "batch", "seq", "embed")
+
+    def _add(self, x_BSD: jax.Array, y_BSD: jax.Array, dropout: Dropout | None, site: int) -> jax.Array:
+        y_BSD = self.shard(y_BSD, "batch", "seq_resid", "embed")
+        return x_BSD + (dropout.fold(site)(y_BSD, self.rate) if dropout and self.rate else y_BSD)
+
+
+class Decoder(nnx.Module):
+    """GPT or Llama by its config; fulfils `mesh_lm.model.Model`."""
+
+    def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
+        self.config, self.shard = config, shard
+        weights = Weights(config, rngs)
+        self.embedding = weights((config.padded_vocab, config.d_model), ("vocab", "embed"))
+        if config.positions == "learned":
+            self.positions = weights((config.seq_len, config.d_model), ("position", "embed"))
+        self.blocks = Block(config, Weights(config, rngs, layers=config.n_layers), shard)
+        self.norm = Norm(config, weights)
+        if not config.tied:
+            self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"))
+
+    def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
+        c = self.config
+        x_BSD = self.hidden(batch, dropout)
+        with jax.named_scope("loss"):
+            return cross_entropy(
+                x_BSD, self._head(), batch["labels"], batch["weights"], self.shard,
+                vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap, z_loss=c.z_loss,
+            )  # fmt: skip
+
+    def logits(self, batch: Batch) -> jax.Array:
+        """float32 [B, S, V] without the padding, whole in memory: for short texts."""
+        head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
+        z = jnp.einsum("bsd,vd->bsv", self.hidden(batch, None), head, preferred_element_type=jnp.float32)
+        z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
+        return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
+
+    def hidden(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        """Activations [B, S, D] after the last norm, cut like the residual stream."""
+        with jax.named_scope("embed"):
+            x_BSD = self.embed(batch, dropout)
+        with jax.named_scope("layers"):
+            x_BSD = self.layers(self.blocks, x_BSD, batch, dropout)
+        return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
+
+    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        """Token and, where learned, position vectors [B, S, D]."""
+        c, shard = self.config, self.shard
+        x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), c.dtype)
+        if c.positions == "learned":
+            if "positions" in batch:
+                x_BSD = x_BSD + lookup(self.positions[...], batch["positions"], shard, ("position", "embed"), c.dtype)
+            else:
+                table = shard.weight(self.positions[...].astype(c.dtype), "position", "embed")
+                x_BSD = x_BSD + table[: batch["tokens"].shape[1]]
+        x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
+        return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
+
+    def layers(self, blocks: Block, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0) -> jax.Array:
+        """A run of consecutive blocks, the first of which is number `first` of the model. One scan step is one period of windows."""
+        c, windows = self.config, self.config.windows()
+        S = batch["tokens"].shape[1]
+        rope = rope_table(c, batch.get("positions", jnp.arange(S))) if c.positions == "rotary" else None
+        graph, stacked = nnx.split(blocks)
+        n = jax.tree.leaves(stacked)[0].shape[0]
+        periods = jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
+
+        def block(x: jax.Array, weights: Any, number: jax.Array, window: int | None) -> jax.Array:
+            return nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, dropout.fold(number) if dropout else None)
+
+        def period(x: jax.Array, scanned: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            weights, number = scanned
+            for i, window in enumerate(windows):
+                run = remat(c.remat)(partial(block, window=window))
+                x = run(x, jax.tree.map(lambda w, i=i: w[i], weights), number + i)
+            return x, None
+
+        return lax.scan(period, x_BSD, (periods, first + jnp.arange(0, n, len(windows))))[0]
+
+    def _head(self) -> jax.Array:
+        return self.embedding[...] if self.config.tied else self.head[...]
+
+
+def remat(policy: str) -> Callable[[Callable], Callable]:
+    """What the backward of a block keeps and what it computes again, by name (see DecoderConfig.remat)."""
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        return lambda f: f
+    if policy == "full":
+        return partial(jax.checkpoint, prevent_cse=False)
+    if policy == "save_names":
+        return partial(jax.checkpoint, prevent_cse=False, policy=policies.save_only_these_names(*SAVED_NAMES))
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=list(SAVED_NAMES), offload_src="device", offload_dst="pinned_host"
+    )
+    return partial(jax.checkpoint, prevent_cse=False, policy=offload)
+
+

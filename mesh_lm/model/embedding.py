@@ -1,0 +1,61 @@
+"""Vocabulary-parallel table lookup (Megatron-LM, arXiv 1909.08053): each device looks up the ids it holds, and the results are summed.
+
+Left to XLA, a lookup in a sharded table is a full rematerialisation, and inside a manual region it aborts the process.
+Sizes: B batch, S sequence, V rows of the table, D embed; lower-case v, d: this device's shard.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding_rules import Shard, axes_of
+
+
+def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str, str], dtype: str) -> jax.Array:
+    """Rows of the table for ids int32 [B, S] in [0, V), as `dtype` [B, S, D] cut like the residual stream.
+
+    axes: the table's logical axes, such as ("vocab", "embed"). The gradient is summed over the batch in fp32.
+    """
+    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
+    rows_by = axes_of(stored.used[0])
+    rows = table_VD.shape[0] // shard.ways(rows_by)
+    ids_spec, out_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("batch", "seq_resid", "embed"))
+
+    def mine(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        local = ids - (lax.axis_index(rows_by) * rows if rows_by else 0)
+        return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
+
+    def forward(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
+        table = stored.gather(table_vd.astype(dtype))
+        local, held = mine(ids)
+        out = jnp.where(held[..., None], table[local], 0) if rows_by else table[local]
+        return sum_into(out, rows_by, seq_by)
+
+    def backward(ids: jax.Array, dout: jax.Array) -> jax.Array:
+        dout = lax.all_gather(dout, seq_by, axis=1, tiled=True) if seq_by else dout
+        local, held = mine(ids)
+        dout = jnp.where(held[..., None], dout, 0).astype(jnp.float32)
+        return stored.scatter(jnp.zeros((rows, dout.shape[-1]), jnp.float32).at[local].add(dout))
+
+    @jax.custom_vjp
+    def f(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return shard.local(forward, (stored.spec, ids_spec), out_spec)(table, ids)
+
+    def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, None]:
+        return shard.local(backward, (ids_spec, out_spec), stored.spec)(ids, dout).astype(table_VD.dtype), None
+
+    f.defvjp(lambda table, ids: (f(table, ids), ids), f_bwd)
+    return f(table_VD, ids_BS)
+
+
+def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:
+    """Inside `Shard.local`: partial results summed over mesh axes, and cut along S where the residual stream is."""
+    for axis in over:
+        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in seq_by else lax.psum(x_BSD, axis)
+    for axis in seq_by:
+        if axis not in over:
+            size = x_BSD.shape[1] // lax.axis_size(axis)
+            x_BSD = lax.dynamic_slice_in_dim(x_BSD, lax.axis_index(axis) * size, size, axis=1)
+    return x_BSD

@@ -1,0 +1,173 @@
+"""The parts of a decoder block. Sizes: B batch, S sequence, D embed, N heads, K kv heads, H head dim, F mlp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_lm.model.config import DecoderConfig
+from pallas_kernels import flash_attention
+from sharding_rules import Shard
+
+
+class Weights:
+    """Makes a module's parameters: names the dimensions and, inside a stack of layers, puts the stack's dimension in front."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layers: int = 0) -> None:
+        self.config, self.rngs, self.layers = config, rngs, layers
+
+    def __call__(self, shape: Sequence[int], axes: Sequence[str], std: float | None = None, fill: float | None = None) -> nnx.Param:
+        """Normal with standard deviation `std` (default: the config's), cut at three of them, or constant `fill`."""
+        if self.layers:
+            shape, axes = (self.layers, *shape), ("layers", *axes)
+        if fill is not None:
+            value = jnp.full(shape, fill, jnp.float32)
+        else:
+            value = (self.config.init_std if std is None else std) * jax.random.truncated_normal(self.rngs.params(), -3, 3, tuple(shape))
+        return nnx.Param(value, out_sharding=tuple(axes))
+
+    @property
+    def residual_std(self) -> float:
+        """For matrices that write into the residual stream, so that its variance does not grow with depth (GPT-2)."""
+        return self.config.init_std / math.sqrt(2 * self.config.n_layers)
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over D, computed in fp32, returned in the compute type."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        self.config = config
+        self.scale = weights((config.d_model,), ("norm",), fill=1.0)
+        if config.norm == "layernorm" and config.biases:
+            self.bias = weights((config.d_model,), ("norm",), fill=0.0)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x = x_BSD.astype(jnp.float32)
+        if self.config.norm == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.norm_eps) * self.scale[...]
+        if self.config.norm == "layernorm" and self.config.biases:
+            x = x + self.bias[...]
+        if self.config.dtype == "float32":
+            return x
+        # Without the barrier XLA moves the cast behind the all-gather that follows, which then carries fp32.
+        return lax.optimization_barrier(x.astype(self.config.dtype))
+
+
+class Linear(nnx.Module):
+    """An einsum with a weight that is cast, then gathered, then used, and an optional bias of its output's dimensions."""
+
+    def __init__(
+        self, equation: str, weights: Weights, shape: Sequence[int], axes: Sequence[str], shard: Shard, *, n_in: int = 1,
+        std: float | None = None, bias_axes: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """The first `n_in` dimensions of the weight are contracted; the others, named `bias_axes` in the bias, are the output's."""
+        self.equation, self.shard, self.axes, self.dtype = equation, shard, tuple(axes), weights.config.dtype
+        self.weight = weights(shape, axes, std)
+        self.has_bias = weights.config.biases
+        if self.has_bias:
+            self.bias = weights(shape[n_in:], bias_axes or axes[n_in:], fill=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum(self.equation, x, self.shard.weight(self.weight[...].astype(self.dtype), *self.axes))
+        return y + self.bias[...].astype(self.dtype) if self.has_bias else y
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped queries. q, k and v come from one matmul where they have as many heads."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.config, self.shard = config, shard
+        d, n, k, h = config.d_model, config.n_heads, config.kv_heads, config.d_head
+        # [D, 3, N, H], not [D, 3N, H]: cutting the joint dimension would make XLA gather it before every split.
+        if n == k:
+            self.qkv = Linear("bsd,dfnh->bsfnh", weights, (d, 3, n, h), ("embed", "fused", "heads", "head_dim"), shard)
+        else:
+            self.q = Linear("bsd,dnh->bsnh", weights, (d, n, h), ("embed", "heads", "head_dim"), shard)
+            self.kv = Linear("bsd,dfkh->bsfkh", weights, (d, 2, k, h), ("embed", "fused", "kv_heads", "head_dim"), shard)
+        self.out = Linear(
+            "bsnh,nhd->bsd", weights, (n, h, d), ("heads", "head_dim", "embed"), shard, n_in=2, std=weights.residual_std, bias_axes=("norm",)
+        )
+        if config.sinks:
+            self.sinks = weights((n,), ("heads",), fill=0.0)
+
+    def __call__(self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None) -> jax.Array:
+        shard = self.shard
+        if self.config.n_heads == self.config.kv_heads:
+            fused = shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
+            q, k, v = fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
+        else:
+            q = shard(self.q(x_BSD), "batch", "seq", "heads", "head_dim")
+            kv = shard(self.kv(x_BSD), "batch", "seq", "fused", "kv_heads", "head_dim")
+            k, v = kv[:, :, 0], kv[:, :, 1]
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
+        out = checkpoint_name(self._attend(q, k, v, segment_ids, window), "attention")
+        return self.out(shard(out, "batch", "seq", "heads", "head_dim"))
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None) -> jax.Array:
+        """The kernel, on each device's own sequences and heads."""
+        config, shard = self.config, self.shard
+        heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
+        group = config.n_heads // config.kv_heads
+
+        def kernel(q, k, v, segment_ids, sinks):  # noqa: ANN001, ANN202
+            if heads_by and not kv_by and config.kv_heads > 1:
+                # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
+                first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
+                k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
+            implementation = None if config.attention == "auto" else config.attention
+            softcap = config.softcap or None
+            return flash_attention(
+                q, k, v, window=window, softcap=softcap, segment_ids=segment_ids, sinks=sinks, implementation=implementation
+            )  # fmt: skip
+
+        q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))
+        kv_spec = shard.spec("activations", ("batch", "seq", "kv_heads", "head_dim"))
+        row_spec, sink_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("heads",))
+        sinks = self.sinks[...] if config.sinks else None
+        return shard.local(kernel, (q_spec, kv_spec, kv_spec, row_spec, sink_spec), q_spec)(q, k, v, segment_ids, sinks)
+
+
+class Mlp(nnx.Module):
+    """GELU or SwiGLU between two matmuls; gate and up come from one."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.config, self.shard = config, shard
+        d, f = config.d_model, config.d_mlp
+        if config.activation == "swiglu":
+            self.up = Linear("bsd,dgf->bsgf", weights, (d, 2, f), ("embed", "fused", "mlp"), shard)
+        else:
+            self.up = Linear("bsd,df->bsf", weights, (d, f), ("embed", "mlp"), shard)
+        self.down = Linear("bsf,fd->bsd", weights, (f, d), ("mlp", "embed"), shard, std=weights.residual_std, bias_axes=("norm",))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        up = self.up(x_BSD)
+        h = jax.nn.silu(up[:, :, 0]) * up[:, :, 1] if self.config.activation == "swiglu" else jax.nn.gelu(up)
+        return self.down(checkpoint_name(self.shard(h, "batch", "seq", "mlp"), "mlp_hidden"))
+
+
+def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
+    """Angles float32 [..., H/2] of positions int32 [...], with Llama-3's stretching of long wavelengths where configured."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.d_head, 2, dtype=jnp.float32) / config.d_head)
+    if config.rope_scaling != 1:
+        # Llama 3 (arXiv 2407.21783; constants as released): wavelengths over a quarter of the original context are stretched whole.
+        low, high = 1.0, 4.0
+        turns = config.rope_original_seq_len * frequency / (2 * math.pi)
+        keep = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
+    return positions[..., None].astype(jnp.float32) * frequency
+
+
+def rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
+    """RoPE on the two halves of H, as Llama stores them. angles: [S, H/2] or [B, S, H/2]."""
+    sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
+    a, b = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSNH.dtype)

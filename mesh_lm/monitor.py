@@ -1,0 +1,113 @@
+"""Everything a run shows and records, fed one step late so that the host never makes the devices wait."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import ProfileConfig, TrainConfig
+from mesh_lm.data.corpus import Corpus
+from mesh_lm.evaluate import bits_per_byte
+from mesh_lm.report import Progress, Writer, loss_curve
+
+
+class Monitor:
+    """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
+
+    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, first_step: int) -> None:
+        self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
+        self.speaks = jax.process_index() == 0
+        device = jax.devices()[0]
+        self._progress = Progress(
+            config.train.steps, first_step, log_every=config.train.log_every, tokens_per_step=config.tokens_per_step,
+            flops_per_token=config.model.flops_per_token(), n_devices=jax.device_count(), device_kind=device.device_kind, enabled=self.speaks,
+            bits_per_byte=lambda nats: bits_per_byte(nats, corpus.train_tokens, corpus.train_bytes),
+        )  # fmt: skip
+        self._writer = Writer(self.output if self.speaks else None, first_step)
+        self._profile = Profile(config.profile, self.output / "profile", first_step)
+        self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._opening = [
+            f"{sum(math.prod(s.shape) for s in blueprint.shapes.values()) / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, "
+            f"{jax.device_count()} {device.device_kind} ({config.mesh}), rules {config.rules.name}",
+            f"corpus {corpus.directory.name}: {corpus.train_tokens:,} training tokens, {config.train.steps * config.tokens_per_step / corpus.train_tokens:.2f} epochs",
+        ]
+
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step just dispatched, and reads those of the one before, which is done or about to be."""
+        late, self._late = self._late, (step, metrics)
+        self._profile.step(step)
+        self._read(late)
+
+    def heldout(self, step: int, loss: float) -> None:
+        """Notes a held-out loss in nats per token, beside what general compressors make of the same text."""
+        corpus, bpb = self.corpus, bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
+        self._writer.write(step, {"heldout_loss": loss, "heldout_bpb": bpb})
+        self.note(f"step {step}: held-out {bpb:.3f} bits per byte (gzip -9 {corpus.gzip_bits_per_byte:.3f}, xz -9 {corpus.xz_bits_per_byte:.3f})")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
+        late, self._late = self._late, None
+        self._read(late)
+        with self._progress.paused():
+            yield
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def finish(self, sample: str | None) -> None:
+        """Draws the loss curve and keeps the generated text."""
+        if not self.speaks:
+            return
+        loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte})
+        self.note(f"loss curve: {self.output / 'loss.png'}")
+        if sample is not None:
+            (self.output / "sample.txt").write_text(sample)
+            self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
+
+    def _read(self, late: tuple[int, dict[str, jax.Array]] | None) -> None:
+        if late is None:
+            return
+        jax.block_until_ready(late[1])  # so that the host is never more than one step ahead
+        if row := self._progress.step(*late):
+            self._writer.write(late[0], row)
+
+    def __enter__(self) -> Monitor:
+        self._progress.__enter__()
+        for line in self._opening:
+            self.note(line)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._profile.stop()
+        self._progress.__exit__(kind, value, trace)
+        self._writer.close()
+
+
+class Profile:
+    """A jax.profiler trace of some steps; the model's named scopes appear in it."""
+
+    def __init__(self, config: ProfileConfig, directory: Path, first_step: int) -> None:
+        self.directory, self._tracing = directory, False
+        self._start = first_step + max(1, config.start_step) if config.steps else None
+        self._stop = (self._start or 0) + config.steps
+
+    def step(self, step: int) -> None:
+        """Called after step `step` was dispatched."""
+        if self._tracing and step + 1 >= self._stop:
+            self.stop()
+        elif step + 1 == self._start:
+            jax.profiler.start_trace(str(self.directory))
+            self._tracing = True
+
+    def stop(self) -> None:
+        if self._tracing:
+            jax.effects_barrier()
+            jax.profiler.stop_trace()
+            self._tracing = False

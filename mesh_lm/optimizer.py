@@ -1,0 +1,63 @@
+"""AdamW with clipping and a schedule: optax does the arithmetic, the state is plain dicts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesh_lm.blueprint import Params
+from mesh_lm.config import OptimizerConfig
+
+Moments = dict[str, Params]
+"""{"mu": first moments, "nu": second moments}, each keyed and shaped like the parameters, fp32."""
+
+UNDECAYED = ("bias", "scale", "sinks")
+"""Last parts of the names of parameters that are not decayed; vectors are not either."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """theta <- theta - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay theta), after the gradients are clipped to a global norm."""
+
+    config: OptimizerConfig
+    steps: int
+    """Length of the schedule."""
+
+    def init(self, params: Params) -> Moments:
+        state = self._adam().init(params)
+        return {"mu": dict(state.mu), "nu": dict(state.nu)}  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue, reportArgumentType]
+
+    def update(self, grads: Params, norm: jax.Array, moments: Moments, params: Params, step: jax.Array, count: jax.Array) -> tuple[Params, Moments]:
+        """New parameters and moments. norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far."""
+        c = self.config
+        if c.clip_norm:
+            scale = jnp.minimum(1.0, c.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        direction, state = self._adam().update(grads, optax.ScaleByAdamState(count, moments["mu"], moments["nu"]))
+        rate = self.learning_rate(step)
+        new = {name: p - rate * (direction[name] + (c.weight_decay * p if decays(name, p) else 0)) for name, p in params.items()}
+        return new, {"mu": dict(state.mu), "nu": dict(state.nu)}
+
+    def learning_rate(self, step: jax.Array | int) -> jax.Array:
+        """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
+        c, warm = self.config, self.config.warmup_steps
+        rest, end = max(1, self.steps - warm), self.config.final_fraction
+        shapes = {
+            "cosine": optax.cosine_decay_schedule(1.0, rest, alpha=end),
+            "linear": optax.linear_schedule(1.0, end, rest),
+            "wsd": optax.linear_schedule(1.0, end, max(1, int(c.decay_fraction * self.steps)), max(0, rest - int(c.decay_fraction * self.steps))),
+            "constant": optax.constant_schedule(1.0),
+        }
+        schedule = optax.join_schedules([optax.linear_schedule(0.0, 1.0, max(1, warm)), shapes[c.schedule]], [warm])
+        return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
+
+    def _adam(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(self.config.beta1, self.config.beta2, self.config.eps)
+
+
+def decays(name: str, param: jax.Array) -> bool:
+    """Whether weight decay applies: matrices only."""
+    return param.ndim > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED

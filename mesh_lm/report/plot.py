@@ -1,0 +1,101 @@
+"""The curve of a run, against what a compressor makes of the same text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+TRAIN, HELDOUT = "#2563eb", "#dc5a1c"
+LABEL_GAP = 0.055
+"""Least distance between two labels, as a fraction of the axis' height."""
+
+
+def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
+    """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
+
+    In bits per byte where metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
+    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Draws nothing where there is no loss yet.
+    """
+    rows = [json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
+    bytewise = any("train_bpb" in row for row in rows)
+    unit = "bits per byte" if bytewise else "nats per token"
+    train = _series(rows, "train_bpb" if bytewise else "loss")
+    heldout = _series(rows, "heldout_bpb" if bytewise else "heldout_loss")
+    if not train.size:
+        return
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: 0.3 to 0.5 s that no run needs before its end
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.4), dpi=200, facecolor="white")
+    axes = figure.add_axes((0.065, 0.11, 0.74, 0.76))
+    labels: list[tuple[float, str, str]] = []  # height, text, colour
+
+    smooth = _smooth(train)
+    axes.plot(*train.T, color=TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(*smooth.T, color=TRAIN, linewidth=2, solid_capstyle="round")
+    labels.append((smooth[-1, 1], f"training {smooth[-1, 1]:.3f}", TRAIN))
+    if heldout.size:
+        size = 6 if len(heldout) <= 20 else 3
+        axes.plot(*heldout.T, color=HELDOUT, marker="o", markersize=size, markeredgecolor="white", markeredgewidth=size / 6, linewidth=1)
+        labels.append((heldout[-1, 1], f"held-out {heldout[-1, 1]:.3f}", HELDOUT))
+    for name, value in yardsticks.items() if bytewise else ():
+        axes.axhline(value, color=PALE, linewidth=1.1, dashes=(5, 4), zorder=1)
+        labels.append((value, f"{name} {value:.3f}", PALE))
+
+    _style(axes)
+    figure.text(0.022, 0.945, f"Loss, {unit}", fontsize=13, fontweight="bold", color=INK)
+    subtitle = "lower is better" + ("; dashed: the same text, compressed" if bytewise and yardsticks else "")
+    figure.text(0.022, 0.9, subtitle, fontsize=9.5, color=PALE)
+    _label_right(axes, labels)
+    FigureCanvasAgg(figure).print_png(str(png))
+
+
+def _series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+    """[n, 2] of step and value, where there is one."""
+    return np.array([(row["step"], row[name]) for row in rows if row.get(name) is not None], dtype=float).reshape(-1, 2)
+
+
+def _smooth(points: np.ndarray) -> np.ndarray:
+    """The mean over a fiftieth of the points, around each: over fewer at the start, which falls too fast for it."""
+    n, reach = len(points), len(points) // 100
+    i = np.arange(n)
+    first, last = i - np.minimum(i // 3, reach), np.minimum(i + np.minimum(i // 3, reach), n - 1)
+    totals = np.concatenate([[0.0], np.cumsum(points[:, 1])])
+    return np.stack([points[:, 0], (totals[last + 1] - totals[first]) / (last + 1 - first)], axis=1)
+
+
+def _style(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    # A loss falls fast and then by hundredths; on a linear axis the second part, which is most of the run, would be flat.
+    axes.set_yscale("log")
+    axes.margins(x=0.01, y=0.06)
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.grid(axis="y", color=GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(PALE)
+    axes.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
+    axes.set_xlabel("step", color=INK, fontsize=10)
+
+
+def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
+    """Names each line at its right end, pushing labels apart where they would touch."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    placed = -1.0
+    for value, text, colour in sorted(labels):
+        placed = max(placed + LABEL_GAP, float(to_axes.transform((1.0, value))[1]))
+        axes.text(1.015, placed, text, transform=axes.transAxes, color=colour, fontsize=10, va="center")

@@ -1,0 +1,114 @@
+"""The door to attention: one function, one rule for which implementation serves a call.
+
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, overload
+
+from jax import Array
+
+from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.attention.problem import Problem, describe
+
+# In the order of preference. The last one serves every valid problem.
+IMPLEMENTATIONS = {"cudnn": cudnn, "xla": xla}
+
+
+class Unsupported(ValueError):
+    """The implementation asked for cannot serve this call; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation that serves a problem, and why each of the others cannot."""
+
+    name: str
+    rejected: Mapping[str, str]
+
+
+def choose(problem: Problem) -> Choice:
+    """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons of those that cannot. Pure.
+
+    To ask without arrays: `choose(describe(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
+    """
+    reasons = {name: implementation.why_not(problem) for name, implementation in IMPLEMENTATIONS.items()}
+    name = next(name for name, reason in reasons.items() if reason is None)
+    return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+@overload
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **features: object) -> Array: ...
+@overload
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **features: object) -> tuple[Array, Array]: ...
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    q_offset: int | Array = 0,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    platform: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """Softmax attention with O(S) memory: softmax(scale * q k^T) v over the visible keys of each query.
+
+    Args:
+      q, k, v: [B, S, N, H], [B, T, K, H], [B, T, K, Hv], one floating dtype; any S and T. N is a multiple of K: query
+        head n reads kv head n // (N/K) (grouped-query attention, arXiv 2305.13245).
+      causal: query i sees the keys 0 ... i + q_offset.
+      scale: factor of the logits; None means 1/sqrt(H).
+      window: query i sees only the last `window` of those keys, its own included (Mistral, arXiv 2310.06825).
+      softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
+      segment_ids: integers [B, S]; only keys with the id of the query are seen (packed documents).
+      kv_segment_ids: integers [B, T], where the keys are not those of the queries; None means segment_ids.
+      q_offset: position of query 0 counted from key 0; may be negative or traced. Without `causal` it has no effect.
+      sinks: floats [N], a learned logit of each head that takes part in the softmax but has no value (gpt-oss,
+        arXiv 2508.10925). Give it to one only of the calls that `merge` puts together.
+      return_lse: return the log-sum-exp too.
+      implementation: None lets `choose` decide.
+      platform: as in `describe`.
+
+    Returns:
+      out [B, S, N, Hv] in q's dtype; with `return_lse` also the log-sum-exp of all logits of a query, its sink included,
+      [B, S, N] in fp32. Both are differentiable. A query that sees no key has out 0, log-sum-exp -inf (with a sink: the
+      sink) and zero gradients.
+
+    Shapes are those of one device: under a mesh, call it inside `jax.shard_map`.
+
+    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
+    """
+    problem = describe(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_offset=q_offset,
+        sinks=sinks,
+        return_lse=return_lse,
+        platform=platform,
+    )
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
+    choice = choose(problem)
+    name = implementation or choice.name
+    if name in choice.rejected:
+        raise Unsupported(f"flash_attention: implementation={name!r} cannot serve this call: {choice.rejected[name]}")
+    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+    out, lse = IMPLEMENTATIONS[name].attend(
+        q, k, v, problem, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,144 @@
+"""What an attention call asks for, as plain data: checked once, and all that the choice of an implementation may look at.
+
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call without its arrays. Make it with `describe`, which checks it."""
+
+    platform: str
+    """Platform the program is compiled for: cpu, gpu, ..."""
+    capability: tuple[int, int]
+    """CUDA compute capability, (9, 0) for Hopper. Of meaning on a gpu only."""
+    dtype: str
+    q_shape: tuple[int, int, int, int]
+    k_shape: tuple[int, int, int, int]
+    v_shape: tuple[int, int, int, int]
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    q_offset: int | None = 0
+    """None: traced, not known when compiling."""
+    segments: bool = False
+    sinks: bool = False
+    return_lse: bool = False
+
+
+def describe(
+    q: Array | jax.ShapeDtypeStruct,
+    k: Array | jax.ShapeDtypeStruct,
+    v: Array | jax.ShapeDtypeStruct,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Array | jax.ShapeDtypeStruct | None = None,
+    kv_segment_ids: Array | jax.ShapeDtypeStruct | None = None,
+    q_offset: int | Array = 0,
+    sinks: Array | jax.ShapeDtypeStruct | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Problem:
+    """The arguments of `flash_attention` as a `Problem`; arrays may be `jax.ShapeDtypeStruct`s.
+
+    `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
+    `capability`: None means that of the first GPU here, and (8, 0) without one, as jax itself assumes.
+
+    Raises ValueError with every fault found.
+    """
+    faults = [*_shape_faults(q, k, v), *_feature_faults(causal, scale, window, softcap, q_offset)]
+    if not faults:
+        faults = _side_faults(q.shape, k.shape, segment_ids, kv_segment_ids, sinks)
+    if faults:
+        raise ValueError("flash_attention: " + "; ".join(faults))
+    platform = jax.default_backend() if platform is None else platform
+    return Problem(
+        platform={"cuda": "gpu"}.get(platform, platform),
+        capability=_capability() if capability is None else capability,
+        dtype=str(q.dtype),
+        q_shape=q.shape,
+        k_shape=k.shape,
+        v_shape=v.shape,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        causal=bool(causal),
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+        q_offset=int(q_offset) if isinstance(q_offset, int | np.integer) else None,
+        segments=segment_ids is not None,
+        sinks=sinks is not None,
+        return_lse=bool(return_lse),
+    )
+
+
+def _capability() -> tuple[int, int]:
+    if jax.default_backend() != "gpu":
+        return (8, 0)
+    major, minor = str(getattr(jax.local_devices()[0], "compute_capability", "8.0")).split(".")
+    return int(major), int(minor)
+
+
+def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return [f"q must be [B, S, N, H], k [B, T, K, H] and v [B, T, K, Hv], got {shapes}"]
+    faults = []
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        faults.append(f"every dim must be at least 1, got {shapes}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        faults.append(f"q, k and v must have the same batch size (dim 0), got {shapes}")
+    if k.shape[1:3] != v.shape[1:3]:
+        faults.append(f"k and v must have the same keys and heads (dims 1 and 2), got {shapes}")
+    if q.shape[3] != k.shape[3]:
+        faults.append(f"q and k must have the same head dim (dim 3), got {shapes}")
+    if k.shape[2] and q.shape[2] % k.shape[2]:
+        faults.append(f"{q.shape[2]} query heads do not divide over {k.shape[2]} kv heads")
+    if not q.dtype == k.dtype == v.dtype or str(q.dtype) not in DTYPES:
+        faults.append(f"q, k and v must have one dtype of {', '.join(DTYPES)}, got {q.dtype}, {k.dtype}, {v.dtype}")
+    return faults
+
+
+def _feature_faults(causal: Any, scale: Any, window: Any, softcap: Any, q_offset: Any) -> list[str]:
+    faults = []
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not (isinstance(value, int | float | np.number) and 0 < value < math.inf):
+            faults.append(f"{name} must be a positive Python number, got {value}")
+    if window is not None and not (isinstance(window, int | np.integer) and window >= 1):
+        faults.append(f"window must be a whole number of at least 1 (1: a query sees its own key only), got {window}")
+    if window is not None and not causal:
+        faults.append(f"window={window} needs causal=True: it counts back from the query")
+    if isinstance(q_offset, int | np.integer):
+        return faults
+    if jnp.shape(q_offset) != () or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
+        faults.append(f"q_offset must be one integer, got {jnp.result_type(q_offset)}{list(jnp.shape(q_offset))}")
+    return faults
+
+
+def _side_faults(q_shape: tuple[int, ...], k_shape: tuple[int, ...], segment_ids: Any, kv_segment_ids: Any, sinks: Any) -> list[str]:
+    (B, S, N, _), T = q_shape, k_shape[1]
+    faults = []
+    for name, ids, length in (("segment_ids", segment_ids, S), ("kv_segment_ids", kv_segment_ids, T)):
+        if ids is not None and (ids.shape != (B, length) or not jnp.issubdtype(ids.dtype, jnp.integer)):
+            faults.append(f"{name} must be integers of shape {(B, length)}, got {ids.dtype} {tuple(ids.shape)}")
+    if segment_ids is None and kv_segment_ids is not None:
+        faults.append("kv_segment_ids needs segment_ids, those of the queries")
+    if segment_ids is not None and kv_segment_ids is None and S != T:
+        faults.append(f"segment_ids alone serve keys and queries of one sequence; with {S} queries and {T} keys give kv_segment_ids too")
+    if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        faults.append(f"sinks must be floats of shape {(N,)}, one logit a head, got {sinks.dtype} {tuple(sinks.shape)}")
+    return faults

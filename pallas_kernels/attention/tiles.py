@@ -1,0 +1,152 @@
+"""How the chunked attention of `xla.py` cuts its square into tiles, and what is visible in each.
+
+The queries of one kv head form one matrix (the heads of a group below each other), so that grouped-query attention needs
+no code of its own: each row carries its position and its segment.
+
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, G = N/K, X any other dims,
+n chunks, R rows of a tile (G x chunk), C keys of a tile.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.attention.problem import Problem
+
+_PAD_POSITION = 2**30
+
+
+class Tile(NamedTuple):
+    """Query chunk i against the keys start:stop of key chunk j."""
+
+    i: int | Array
+    j: int | Array
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static about one call: the features, and the cut into chunks.
+
+    `unrolled`: S and T fit one chunk each; then the rows are cut into a few blocks, each against its own range of keys.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    q_offset: int | None
+    S: int
+    T: int
+    q_chunk: int
+    kv_chunk: int
+    unrolled: bool
+
+    @classmethod
+    def of(cls, problem: Problem, q_chunk: int, kv_chunk: int) -> "Plan":
+        S, T = problem.q_shape[1], problem.k_shape[1]
+        unrolled = S <= q_chunk and T <= kv_chunk
+        if unrolled:
+            # Measured on CPU at S = 256: four blocks beat two, and two beat the whole square.
+            skips = problem.causal and problem.q_offset is not None
+            q_chunk, kv_chunk = max(64, -(-S // 4)) if skips else S, T
+        features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
+        return cls(*features, S, T, _even(S, q_chunk), _even(T, kv_chunk), unrolled)
+
+    @property
+    def n_q(self) -> int:
+        return -(-self.S // self.q_chunk)
+
+    @property
+    def n_kv(self) -> int:
+        return -(-self.T // self.kv_chunk)
+
+    def visible_keys(self, i: int) -> tuple[int, int]:
+        """The range of keys that some row of query chunk i may see: all of them when the offset is traced."""
+        if self.q_offset is None or not self.causal:
+            return 0, self.T
+        first = self.q_offset + i * self.q_chunk
+        last = self.q_offset + min((i + 1) * self.q_chunk, self.S) - 1
+        start = 0 if self.window is None else max(first - self.window + 1, 0)
+        return start, min(last + 1, self.T)
+
+    def tiles(self) -> list[Tile]:
+        """The tiles in which something is visible, row by row."""
+        ranges = [(i, *self.visible_keys(i)) for i in range(self.n_q)]
+        ranges = [(i, start, stop) for i, start, stop in ranges if start < stop]
+        if self.unrolled:
+            return [Tile(i, 0, start, stop) for i, start, stop in ranges]
+        c = self.kv_chunk
+        return [Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))]
+
+
+def _even(length: int, chunk: int) -> int:
+    """The chunk size that cuts `length` into as few pieces as `chunk` does, with little padding; matmuls like 16s."""
+    n = -(-length // chunk)
+    return length if n == 1 else min(chunk, -(-length // (16 * n)) * 16)
+
+
+def take(x: Array, i: int | Array) -> Array:
+    """x[i], for a static or a traced index."""
+    return x[i] if isinstance(i, int) else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def to_rows(x_BSNX: Array, K: int, chunk: int) -> Array:
+    """[B, S, N, ...] to [n, B, K, R, ...], padded with zeros. Keys are the case N = K."""
+    B, S, N, *X = x_BSNX.shape
+    n = -(-S // chunk)
+    x = jnp.pad(x_BSNX, [(0, 0), (0, n * chunk - S)] + [(0, 0)] * (1 + len(X)))
+    x = x.reshape(B, n, chunk, K, N // K, *X)
+    return jnp.moveaxis(x, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4)).reshape(n, B, K, N // K * chunk, *X)
+
+
+def from_rows(x_nBKRX: Array, S: int, N: int) -> Array:
+    """The inverse of `to_rows`."""
+    n, B, K, R, *X = x_nBKRX.shape
+    x = x_nBKRX.reshape(n, B, K, N // K, R * K // N, *X)
+    return jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2)).reshape(B, -1, N, *X)[:, :S]
+
+
+class Side(NamedTuple):
+    """Where the rows (or the keys) are: positions [n, R] and segments [n, B, R] of all chunks, or one chunk's."""
+
+    position: Array
+    segment: Array | None
+
+    def take(self, i: int | Array, start: int = 0, stop: int | None = None) -> "Side":
+        return Side(*(x if x is None else take(x, i)[..., start:stop] for x in self))
+
+
+def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array | None) -> tuple[Side, Side]:
+    """Rows and keys of all chunks; `q_offset` where the plan has none."""
+
+    def cut(x: Array | None, n: int, chunk: int, fill: int, repeat: int) -> Array | None:
+        if x is None:
+            return None
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill)
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
+        return jnp.concatenate([x] * repeat, axis=-1)
+
+    first = plan.q_offset if q_offset is None else q_offset
+    rows = first + jnp.arange(plan.S, dtype=jnp.int32)
+    keys = jnp.arange(plan.T, dtype=jnp.int32)
+    return (
+        Side(*(cut(x, plan.n_q, plan.q_chunk, 0, G) for x in (rows, q_segments))),
+        Side(*(cut(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION, 1) for x in (keys, kv_segments))),
+    )
+
+
+def visible(plan: Plan, rows: Side, keys: Side) -> Array | None:
+    """Mask of one tile, broadcastable to [B, K, R, C]; None: everything is visible."""
+    r, c = rows.position[:, None], keys.position
+    conditions = [r >= c] if plan.causal else [c < plan.T] if plan.T % plan.kv_chunk else []
+    if plan.window is not None:
+        conditions.append(r - c < plan.window)
+    if rows.segment is not None and keys.segment is not None:
+        conditions.append(rows.segment[:, None, :, None] == keys.segment[:, None, None, :])
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None

@@ -1,0 +1,212 @@
+"""Flash attention in plain JAX: O(S) memory forward and backward, on any platform.
+
+FlashAttention-2 (Dao, arXiv 2307.08691): online softmax over tiles of keys; the backward pass recomputes the
+probabilities from the log-sum-exp. Written by hand under `jax.custom_vjp`, since autodiff would keep every tile.
+
+Two walks over the same tiles (`tiles.py`):
+- S and T fit one chunk each: a few blocks of rows, each against its static range of keys, unrolled. No loop.
+- else one loop over the tiles in which something is visible. With a static `q_offset` that list is known when tracing,
+  so causal and windowed calls skip the others; with a traced one all tiles are walked. The trip count is static in both.
+
+A `jax.checkpoint` policy can keep what the backward pass needs by the names "attention_out" and "attention_lse".
+
+Shape suffixes: those of `tiles.py`, H head dim (that of v for v and out).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.tiles import Plan, Side, Tile, from_rows, sides, take, to_rows, visible
+
+# Below every logit, yet finite: a maximum that starts here never makes inf - inf, even in rows that see no key.
+_FLOOR = -1e30
+_T = TypeVar("_T")
+
+
+def why_not(problem: Problem) -> str | None:
+    """The reason why this implementation cannot serve a valid problem: there is none."""
+    return None
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    *,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    q_offset: int | Array = 0,
+    sinks: Array | None = None,
+    q_chunk: int = 512,
+    kv_chunk: int = 512,
+) -> tuple[Array, Array]:
+    """Serves a checked `problem`. Arrays as in `flash_attention`; `q_chunk` and `kv_chunk` are in positions.
+
+    Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32 (fp64 for fp64).
+    """
+    plan = Plan.of(problem, q_chunk, kv_chunk)
+    sinks = None if sinks is None else sinks.astype(_accum(q))
+    offset = jnp.asarray(q_offset, jnp.int32) if problem.q_offset is None else None
+    return _attention(plan, q, k, v, sinks, segment_ids, kv_segment_ids, offset)
+
+
+class _Inputs(NamedTuple):
+    """Primal inputs of the custom_vjp after q, k, v."""
+
+    sinks: Array | None
+    segment_ids: Array | None
+    kv_segment_ids: Array | None
+    q_offset: Array | None
+
+
+def _accum(x: Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _dot(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=_accum(a))
+
+
+class _State(NamedTuple):
+    """Online softmax of some rows: running maximum and sum [..., R], output before its division [..., R, H]."""
+
+    m: Array
+    l: Array
+    acc: Array
+
+    def add(self, s_BKRC: Array, v_BKCH: Array) -> "_State":
+        m = jnp.maximum(self.m, s_BKRC.max(-1))
+        p, keep = jnp.exp(s_BKRC - m[..., None]), jnp.exp(self.m - m)
+        pv = _dot("bkrc,bkch->bkrh", p.astype(v_BKCH.dtype), v_BKCH)
+        return _State(m, self.l * keep + p.sum(-1), self.acc * keep[..., None] + pv)
+
+    def finish(self) -> tuple[Array, Array]:
+        """Output and log-sum-exp: 0 and -inf for rows that saw nothing."""
+        l = jnp.where(self.l == 0, 1, self.l)
+        return self.acc / l[..., None], jnp.where(self.l == 0, -jnp.inf, self.m + jnp.log(l))
+
+
+def _sinks_of_rows(plan: Plan, sinks_N: Array, K: int) -> Array:
+    return jnp.repeat(sinks_N.reshape(K, -1), plan.q_chunk, axis=1)
+
+
+def _start(plan: Plan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
+    """A sink is a key without a value: the state that its rows start from."""
+    B, K, R, _ = q_BKRH.shape
+    acc = jnp.zeros((B, K, R, H), _accum(q_BKRH))
+    if sinks_N is None:
+        return _State(jnp.full_like(acc[..., 0], _FLOOR), jnp.zeros_like(acc[..., 0]), acc)
+    sink = jnp.broadcast_to(_sinks_of_rows(plan, sinks_N, K), (B, K, R))
+    m = jnp.maximum(sink, _FLOOR)
+    return _State(m, jnp.exp(sink - m), acc)
+
+
+def _logits(plan: Plan, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
+    """Masked logits [B, K, R, C], and the slope of the soft cap where there is one."""
+    s, slope = _dot("bkrh,bkch->bkrc", q_BKRH, k_BKCH) * plan.scale, None
+    if plan.softcap is not None:
+        t = jnp.tanh(s / plan.softcap)
+        s, slope = plan.softcap * t, 1 - t * t
+    mask = visible(plan, rows, keys)
+    return s if mask is None else jnp.where(mask, s, -jnp.inf), slope
+
+
+def _walk(plan: Plan, add: Callable[[Tile, _T], _T], sums: _T) -> _T:
+    """Adds every tile to `sums` in a loop."""
+    tiles = np.array([(tile.i, tile.j) for tile in plan.tiles()], np.int32).reshape(-1, 2)
+    return jax.lax.scan(lambda y, ij: (add(Tile(ij[0], ij[1], 0, plan.kv_chunk), y), None), sums, tiles)[0]
+
+
+def _after(x: _T, previous: object) -> _T:
+    """x, not to be used before `previous` is there: so that unrolled tiles come one by one and share their memory."""
+    return jax.lax.optimization_barrier((x, previous))[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, q: Array, k: Array, v: Array, *inputs: Array | None) -> tuple[Array, Array]:
+    return _forward(plan, q, k, v, *inputs)[0]
+
+
+def _forward(plan: Plan, q: Array, k: Array, v: Array, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple]:
+    x = _Inputs(*inputs)
+    N, K = q.shape[2], k.shape[2]
+    rows, keys = sides(plan, N // K, x.segment_ids, x.kv_segment_ids, x.q_offset)
+    qs, ks, vs = to_rows(q, K, plan.q_chunk), to_rows(k, K, plan.kv_chunk), to_rows(v, K, plan.kv_chunk)
+    start = _start(plan, qs[0], v.shape[-1], x.sinks)
+
+    def add(tile: Tile, q_i: Array, state: _State) -> _State:
+        i, j, a, b = tile
+        s, _ = _logits(plan, q_i, take(ks, j)[:, :, a:b], rows.take(i), keys.take(j, a, b))
+        return state.add(s, take(vs, j)[:, :, a:b])
+
+    def add_in_place(tile: Tile, state: _State) -> _State:
+        row = add(tile, take(qs, tile.i), _State(*(take(y, tile.i) for y in state)))
+        return _State(*(jax.lax.dynamic_update_index_in_dim(y, z, tile.i, 0) for y, z in zip(state, row, strict=True)))
+
+    if plan.unrolled:
+        done: list[_State] = [start] * plan.n_q
+        for tile in plan.tiles():
+            done[tile.i] = add(tile, _after(qs[tile.i], done[tile.i - 1]), start)
+        state = _State(*map(jnp.stack, zip(*done, strict=True)))
+    else:
+        state = _walk(plan, add_in_place, jax.tree.map(lambda y: jnp.broadcast_to(y, (plan.n_q, *y.shape)), start))
+    out, lse = (from_rows(y, plan.S, N) for y in state.finish())
+    out, lse = checkpoint_name(out.astype(q.dtype), "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, x, out, lse)
+
+
+def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    q, k, v, x, out, lse = residuals
+    # Without it XLA would keep the logits of the forward pass rather than compute equal ones here.
+    q, lse = jax.lax.optimization_barrier((q, lse))
+    dout, dlse = cotangents
+    N, K = q.shape[2], k.shape[2]
+    empty = lse == -jnp.inf
+    lse_safe = jnp.where(empty, 0, lse)
+    # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1) - jnp.where(empty, 0, dlse)
+    rows, keys = sides(plan, N // K, x.segment_ids, x.kv_segment_ids, x.q_offset)
+    qs, douts, lses, deltas = (to_rows(y, K, plan.q_chunk) for y in (q, dout, lse_safe, delta))
+    ks, vs = (to_rows(y, K, plan.kv_chunk) for y in (k, v))
+
+    def grads(tile: Tile, q_i: Array, dout_i: Array) -> tuple[Array, Array, Array]:
+        i, j, a, b = tile
+        k_j, v_j = take(ks, j)[:, :, a:b], take(vs, j)[:, :, a:b]
+        s, slope = _logits(plan, q_i, k_j, rows.take(i), keys.take(j, a, b))
+        p = jnp.exp(s - take(lses, i)[..., None])
+        ds = p * (_dot("bkrh,bkch->bkrc", dout_i, v_j) - take(deltas, i)[..., None])
+        ds = (ds if slope is None else ds * slope).astype(q.dtype)
+        dv = _dot("bkrc,bkrh->bkch", p.astype(q.dtype), dout_i)
+        return _dot("bkrc,bkch->bkrh", ds, k_j), _dot("bkrc,bkrh->bkch", ds, q_i), dv
+
+    def add_in_place(tile: Tile, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        parts = grads(tile, take(qs, tile.i), take(douts, tile.i))
+        places = zip(sums, parts, (tile.i, tile.j, tile.j), strict=True)
+        return tuple(jax.lax.dynamic_update_index_in_dim(y, take(y, at) + part, at, 0) for y, part, at in places)
+
+    zeros = [jnp.zeros(y.shape, lse.dtype) for y in (qs, ks, vs)]
+    if plan.unrolled:
+        dqs, part = list(zeros[0]), ()
+        dk, dv = zeros[1:]
+        for tile in plan.tiles():
+            part = grads(tile, *_after((qs[tile.i], douts[tile.i]), part))
+            pad = [(0, 0), (0, 0), (tile.start, plan.T - tile.stop), (0, 0)]
+            dqs[tile.i], dk, dv = part[0], dk + jnp.pad(part[1], pad), dv + jnp.pad(part[2], pad)
+        dq = jnp.stack(dqs)
+    else:
+        dq, dk, dv = _walk(plan, add_in_place, tuple(zeros))
+    dq, dk, dv = from_rows(dq, plan.S, N) * plan.scale, from_rows(dk, plan.T, K) * plan.scale, from_rows(dv, plan.T, K)
+    dsinks = None if x.sinks is None else -(jnp.exp(x.sinks - lse_safe) * delta).sum((0, 1))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None, None
+
+
+_attention.defvjp(_forward, _backward)

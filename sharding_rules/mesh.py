@@ -1,0 +1,77 @@
+"""One mesh for every strategy, its axes ordered from the slowest network to the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
+"""Outermost to innermost: neighbours along the last axis are neighbours in a node, inside the NVLink domain."""
+
+
+class MeshError(ValueError):
+    """Mesh sizes that do not fit the devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis. One of them may be -1: whatever is left."""
+
+    pipeline: int = 1
+    """Stages that hold different layers."""
+    data: int = 1
+    """Replicas that see different sequences; gradients are summed once per step."""
+    fsdp: int = 1
+    """Replicas that also share the weights between them, gathered layer by layer."""
+    expert: int = 1
+    """Groups that hold different experts."""
+    sequence: int = 1
+    """Parts of each sequence (context parallelism)."""
+    tensor: int = 1
+    """Parts of each matmul; keep it inside a node."""
+
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "1 device"
+
+    def resolve(self, n_devices: int) -> MeshConfig:
+        """The same mesh with -1 replaced. Raises MeshError, with the nearest sizes that would work, where it cannot hold n_devices."""
+        sizes = self.sizes()
+        if wrong := [f"mesh.{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]:
+            raise MeshError(f"{', '.join(wrong)}: sizes are 1 or more, or -1 on one axis for whatever is left")
+        free = [axis for axis, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise MeshError(f"only one mesh axis can be -1, not {' and '.join(free)}")
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if free and n_devices % fixed == 0:
+            return dataclasses.replace(self, **{free[0]: n_devices // fixed})
+        if fixed == n_devices and not free:
+            return self
+        raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible{self._nearest(n_devices)}")
+
+    def _nearest(self, n_devices: int) -> str:
+        choices = []
+        for axis, size in self.sizes().items():
+            others = math.prod(s for a, s in self.sizes().items() if a != axis and s != -1)
+            if n_devices % others == 0 and size != n_devices // others:
+                choices.append(f"mesh.{axis}={n_devices // others}")
+        return f"; {' or '.join(choices)} would fit" if choices else ""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all), which `config` must fill exactly (MeshError).
+
+    Devices are ordered by the fast domain they sit in (slice, then process, then id), so the innermost axes stay inside a node.
+    All axes are `AxisType.Auto`: XLA propagates shardings and inserts the collectives.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = config.resolve(len(devices)).sizes()
+    devices.sort(key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index, d.id))
+    return Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))

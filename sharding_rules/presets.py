@@ -1,0 +1,70 @@
+"""Named strategies. Read down a table to see one; read across two to see how they differ.
+
+Logical axes: batch, seq, seq_resid (the residual stream's sequence, between the matmul pairs), embed, heads, kv_heads, head_dim, mlp,
+vocab, layers (the stack), fused (matrices stored side by side: q k v, gate and up), position (rows of a learned position table), norm
+(scales and biases of the residual stream: too small to be worth a gather).
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from sharding_rules.mesh import AXES
+from sharding_rules.rules import Column, Kind, MeshAxes, Rules, ShardingRuleError, axes_of, did_you_mean
+
+_WEIGHTS: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "fused", "position", "norm"))
+_ACTS: Column = dict.fromkeys(("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "fused"))
+_TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_BY_DATA: Column = {**_WEIGHTS, "embed": "data"}
+_DATA: Column = {**_ACTS, "batch": "data"}
+
+PRESETS: dict[str, Rules] = {
+    rules.name: rules
+    for rules in (
+        # Data parallel: everything replicated, gradients all-reduced once per step.
+        Rules("ddp", params=_WEIGHTS, activations=_DATA),
+        # ZeRO stages 1 and 2 (Rajbhandari et al., arXiv 1910.02054): the moments, then also the gradients, live on one data rank each.
+        Rules("zero1", params=_WEIGHTS, activations=_DATA, gradients=_WEIGHTS, optimizer=_BY_DATA),
+        Rules("zero2", params=_WEIGHTS, activations=_DATA, gradients=_BY_DATA, optimizer=_BY_DATA),
+        # ZeRO-3 / FSDP (arXiv 2304.11277): weights too; each layer gathers its own when it runs.
+        Rules("fsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": "fsdp"}),
+        # Hybrid: FSDP inside a group, replicas of the group along data.
+        Rules("hsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": ("data", "fsdp")}),
+        # Tensor parallel (Megatron-LM, arXiv 1909.08053), with data parallel replicas.
+        Rules("megatron", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR}),
+        # Megatron's sequence parallelism (arXiv 2205.05198): the residual stream is cut along the sequence between the matmul pairs.
+        Rules("megatron_sp", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR, "seq_resid": "tensor"}),
+    )
+}
+
+
+def preset(name: str) -> Rules:
+    """A preset, or a product of some: preset("hsdp+megatron_sp"). Raises ShardingRuleError for an unknown name."""
+    first, *rest = (part.strip() for part in name.split("+"))
+    for part in (first, *rest):
+        if part not in PRESETS:
+            raise ShardingRuleError(f"no rules preset {part!r}{did_you_mean(part, list(PRESETS))}")
+    rules = PRESETS[first]
+    for part in rest:
+        rules = product(rules, PRESETS[part])
+    return rules
+
+
+def product(a: Rules, b: Rules) -> Rules:
+    """Both strategies at once: each row is cut over the mesh axes of either."""
+
+    def both(kind: Kind) -> Column | None:
+        if getattr(a, kind) is None and getattr(b, kind) is None:
+            return None
+        left, right = a.column(kind), b.column(kind)
+        return {row: union(row, left, right, first=() if kind == "activations" else params[row]) for row in {**left, **right}}
+
+    def union(row: str, left: Column, right: Column, first: MeshAxes) -> MeshAxes:
+        # Mesh order, but moments and gradients refine the cut of their weight: the other order costs two permutes a step (measured).
+        used = {*axes_of(left.get(row)), *axes_of(right.get(row))}
+        axes = sorted(used, key=lambda axis: (axis not in axes_of(first), AXES.index(axis)))
+        return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+    params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
+    columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
+    return Rules(f"{a.name}+{b.name}", params=params, **columns)  # pyright: ignore[reportArgumentType]

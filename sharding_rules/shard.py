@@ -1,0 +1,114 @@
+"""Rules bound to a mesh: the one object through which a model speaks of sharding. Passed down as an argument; there is no global."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding_rules.rules import Kind, Rules, ShardingRuleError, axes_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """`shard(x, "batch", "seq", "embed")` pins an activation; the other methods place weights and run code on local shards.
+
+    Works the same at the top level of a jitted function and inside a `shard_map` that is manual over some mesh axes (the microbatch
+    engine's data axis, for one): axes that are manual where it is called are left out, because the arrays there are already local to them.
+    """
+
+    rules: Rules
+    mesh: Mesh
+
+    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Constrains an activation to its rules. Raises ShardingRuleError as `Rules.spec` does."""
+        return self.constrain(x, "activations", axes)
+
+    def weight(self, w: jax.Array, *axes: str | None) -> jax.Array:
+        """A weight as a layer uses it: gathered over the axes that cut the batch. Cast it first, so that the gather moves fewer bytes."""
+        return self.constrain(w, "gathered", axes)
+
+    def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
+        """Pins x to the spec of any kind of tensor."""
+        spec = self.spec(kind, axes)
+        # In a manual region the constraint must name the region's own mesh, which a bare spec does.
+        return lax.with_sharding_constraint(x, spec if _manual() else NamedSharding(self.mesh, spec))
+
+    def sharding(self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), name: str = "tensor") -> NamedSharding:
+        """Where a whole array of this kind lives, for use outside any manual region."""
+        return self.rules.sharding(kind, axes, self.mesh, shape, name)
+
+    def spec(self, kind: Kind, axes: Sequence[str | None]) -> PartitionSpec:
+        """The rules' spec without the axes that are manual where this is called, and without those of size 1."""
+        return self.only(self.rules.spec(kind, axes, mesh=self.mesh), self._auto())
+
+    def only(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
+        """`spec` restricted to some mesh axes, those of size 1 left out."""
+        kept = (tuple(a for a in axes_of(entry) if a in keep and self.mesh.shape[a] > 1) for entry in spec)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+
+    # Code that runs on local shards: kernels, and collectives that must happen once and where we say.
+
+    def local(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`f` on each device's shards, manual over every mesh axis that is not manual already. Specs as from `Shard.spec`.
+
+        A kernel called under plain jit is silently replicated; called through here it sees local shapes.
+        """
+        outside = {"mesh": self.mesh} if not _manual() else {}
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self._auto()), check_vma=False, **outside)
+
+    def stored(self, *axes: str | None) -> StoredWeight:
+        """How a weight's shards become the weight as used, by explicit collectives inside `local`. Call it outside."""
+        spec, used = self.spec("params", axes), self.spec("gathered", axes)
+        gathered = []
+        for logical, have, want in zip(axes, map(axes_of, spec), map(axes_of, used), strict=True):
+            if have[: len(want)] != want:
+                raise ShardingRuleError(f"rules.gathered[{logical!r}]={want or None} must be the leading part of rules.params[{logical!r}]={have or None}")
+            gathered.append(have[len(want) :])
+        batch = axes_of(self.spec("activations", ("batch",))[0])
+        return StoredWeight(spec, used, tuple(gathered), tuple(a for a in batch if not any(a in names for names in gathered)))
+
+    def cut(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes that cut this axis of the activations here: those a `local` function must reduce or gather over."""
+        return axes_of(self.spec("activations", (logical,))[0])
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Into how many parts these mesh axes cut."""
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _auto(self) -> frozenset[str]:
+        return frozenset(self.mesh.axis_names) - _manual()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeight:
+    """FSDP by hand, for code inside `Shard.local`."""
+
+    spec: PartitionSpec
+    """As stored: what goes into `local`, and the gradient's spec on the way out."""
+    used: PartitionSpec
+    """As used by the layer."""
+    _gathered: tuple[tuple[str, ...], ...]
+    _rest: tuple[str, ...]
+
+    def gather(self, w: jax.Array) -> jax.Array:
+        """A device's shard as stored -> as used."""
+        for dim, names in enumerate(self._gathered):
+            w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
+        return w
+
+    def scatter(self, dw: jax.Array) -> jax.Array:
+        """A gradient shaped as used, of this device's part of the batch -> the whole batch's, a shard as stored."""
+        for dim, names in enumerate(self._gathered):
+            dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
+        return lax.psum(dw, self._rest) if self._rest else dw
+
+
+def _manual() -> frozenset[str]:
+    """The mesh axes that are manual where the caller is being traced."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,0 +1,248 @@
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.data import corpus, sources
+from mesh_lm.data.corpus import prepare
+
+
+def is_heldout(key: str) -> bool:
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 20 == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """80 text files in two levels, and files that must be passed over."""
+    root = tmp_path / "text"
+    (root / "sub" / ".hidden").mkdir(parents=True)
+    for i in range(80):
+        name = f"sub/{i}.md" if i % 2 else f"{i}.txt"
+        # Held-out files repeat something that the training text lacks, to see which the vocabulary was learnt from.
+        (root / name).write_bytes(f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode())
+    (root / "empty.txt").touch()
+    (root / "binary.txt").write_bytes(b"\xff\xfe\x00abc")
+    (root / ".hidden.txt").write_text("secret")
+    (root / "sub" / ".hidden" / "x.txt").write_text("secret")
+    os.mkfifo(root / "pipe")
+    return root
+
+
+def config(path: Path | str, tmp_path: Path) -> DataConfig:
+    return DataConfig(path=str(path), cache=str(tmp_path / "cache"))
+
+
+def decoded(documents, tokenizer) -> list[str]:
+    assert all(d[-1] == tokenizer.eod and tokenizer.eod not in d[:-1] for d in documents)
+    return [tokenizer.decode(d[:-1]) for d in documents]
+
+
+def test_directory(folder: Path, tmp_path: Path):
+    made = prepare(config(folder, tmp_path), vocab=280)
+    names = sorted([f"{i}.txt" for i in range(0, 80, 2)] + [f"sub/{i}.md" for i in range(1, 80, 2)])
+    train = [(folder / n).read_bytes().decode() for n in names if not is_heldout(n)]
+    heldout = [(folder / n).read_bytes().decode() for n in names if is_heldout(n)]
+    tokenizer = made.tokenizer()
+    assert decoded(made.train(), tokenizer) == train
+    assert decoded(made.heldout(), tokenizer) == heldout
+    joined = "".join(heldout).encode()
+    assert (made.documents, made.heldout_documents, made.heldout_bytes) == (len(train), len(heldout), len(joined))
+    assert (made.train_tokens, made.heldout_tokens) == (len(made.train().tokens), len(made.heldout().tokens))
+    assert made.vocab_size == tokenizer.vocab_size <= 280
+    assert made.gzip_bits_per_byte == 8 * len(gzip.compress(joined, 9, mtime=0)) / len(joined)
+    assert made.xz_bits_per_byte == 8 * len(lzma.compress(joined, preset=9)) / len(joined)
+    assert len(tokenizer.encode_batch(["the cat"])[0]) < 7
+    assert len(tokenizer.encode_batch(["zqj" * 50])[0]) == 150  # the vocabulary has not seen the held-out text
+
+
+def test_second_call_only_loads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = config(folder, tmp_path)
+    made = prepare(settings, vocab=280)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "_build", None)
+        for path in folder.rglob("*"):
+            os.utime(path)  # the contents count, not their date
+        assert prepare(settings, vocab=280) == made
+    assert prepare(settings, vocab=281).directory != made.directory
+    (folder / "new.txt").write_text("new")
+    assert prepare(settings, vocab=280).documents == made.documents + 1
+    monkeypatch.setattr(corpus, "_FORMAT", 2)
+    assert prepare(settings, vocab=280).directory.name not in {made.directory.name}
+    assert len(os.listdir(tmp_path / "cache")) == 4
+
+
+def test_large_sources_are_known_by_size_and_date(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "_DIGEST_CONTENTS", 10)
+    before = sources.find(str(folder)).digest()
+    assert sources.find(str(folder)).digest() == before
+    os.utime(folder / "0.txt", (1, 1))
+    assert sources.find(str(folder)).digest() != before
+
+
+def test_pieces_batches_and_samples_change_nothing_else(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = prepare(config(folder, tmp_path / "a"), vocab=280)
+    lines: list[str] = []
+    sampled: list[int] = []
+    train = corpus.Tokenizer.train
+    monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab))
+    monkeypatch.setattr(corpus, "_PIECE", 5)
+    monkeypatch.setattr(corpus, "_BATCH", 17)
+    monkeypatch.setattr(corpus, "_REPORT", 500)
+    monkeypatch.setattr(corpus, "_BPE_CHARACTERS", 1000)
+    monkeypatch.setattr(corpus, "_BASELINE_BYTES", 100)
+    cut = prepare(config(folder, tmp_path / "b"), vocab=280, progress=lines.append)
+    assert decoded(cut.train(), cut.tokenizer()) == decoded(whole.train(), whole.tokenizer())
+    assert decoded(cut.heldout(), cut.tokenizer()) == decoded(whole.heldout(), whole.tokenizer())
+    assert cut.heldout_bytes == whole.heldout_bytes
+    assert any("encoded" in line for line in lines)
+    assert 750 < sampled[0] <= 1000
+
+
+def test_jsonl(tmp_path: Path):
+    texts = [f"line {i}\nof a document" for i in range(1, 201)]
+    rows = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
+    rows[4] = "  "  # a blank line keeps its number and is no document
+    (tmp_path / "a b.jsonl").write_text("\n".join(rows) + "\n")
+    made = prepare(config(tmp_path / "a b.jsonl", tmp_path), vocab=257)
+    tokenizer = made.tokenizer()
+    numbers = [i for i in range(1, 201) if i != 5]
+    assert decoded(made.train(), tokenizer) == [texts[i - 1] for i in numbers if not is_heldout(str(i))]
+    assert decoded(made.heldout(), tokenizer) == [texts[i - 1] for i in numbers if is_heldout(str(i))]
+    assert made.directory.name.startswith("a_b-")
+
+
+@pytest.mark.parametrize("text, share", [("".join(f"line {i}\n" for i in range(1000)), 0.05), ("a" * 50 + "\n" + "b" * 950 + "\n", 0.95)])
+def test_txt(tmp_path: Path, text: str, share: float):
+    (tmp_path / "book.txt").write_text(text)
+    made = prepare(config(tmp_path / "book.txt", tmp_path), vocab=257)
+    (train,), (heldout,) = decoded(made.train(), made.tokenizer()), decoded(made.heldout(), made.tokenizer())
+    assert train + heldout == text
+    assert train.endswith("\n")
+    assert len(heldout) / len(text) == pytest.approx(share, abs=0.01)
+
+
+def test_stdlib_is_found_without_its_tests():
+    found = sources.find("stdlib")
+    assert len(found.files) > 300
+    assert "argparse.py" in found.files
+    assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in found.files)
+    assert any(is_heldout(name) for name in found.files)
+
+
+def test_several_processes_at_once_use_the_first_result(folder: Path, tmp_path: Path):
+    inner = []
+
+    def other_process(message: str) -> None:
+        if message == "encoding" and not inner:
+            inner.append(prepare(config(folder, tmp_path), vocab=280))
+            stamps.update({p: p.stat().st_mtime_ns for p in inner[0].directory.iterdir()})
+
+    stamps: dict[Path, int] = {}
+    assert prepare(config(folder, tmp_path), vocab=280, progress=other_process) == inner[0]
+    assert stamps == {p: p.stat().st_mtime_ns for p in inner[0].directory.iterdir()}
+    assert len(os.listdir(tmp_path / "cache")) == 1
+
+
+KILLED = """
+import sys, time
+from mesh_lm.config import DataConfig
+from mesh_lm.data.corpus import prepare
+def wait_at_encoding(message):
+    if message == "encoding":
+        print(message, flush=True)
+        time.sleep(60)
+prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]), vocab=280, progress=wait_at_encoding)
+"""
+
+
+def test_killed_preparation_leaves_no_corpus(folder: Path, tmp_path: Path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", KILLED, folder, tmp_path / "cache"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"encoding\n"
+        process.send_signal(signal.SIGKILL)
+    assert all(name.startswith(".") for name in os.listdir(tmp_path / "cache"))
+    assert prepare(config(folder, tmp_path), vocab=280).documents > 0
+
+
+def test_exception_leaves_nothing(folder: Path, tmp_path: Path):
+    def stop(message: str) -> None:
+        if message == "encoding":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(folder, tmp_path), vocab=280, progress=stop)
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_incomplete_corpus_is_named(folder: Path, tmp_path: Path):
+    made = prepare(config(folder, tmp_path), vocab=280)
+    (made.directory / "corpus.json").write_text('{"documents":')
+    with pytest.raises(ConfigError, match=rf"{made.directory.name} is not a complete corpus.*remove it"):
+        prepare(config(folder, tmp_path), vocab=280)
+
+
+def heldout_line(is_held: bool) -> int:
+    return next(i for i in range(1, 1000) if is_heldout(str(i)) == is_held)
+
+
+BAD_LINES = {
+    "not JSON": "{text}",
+    "no text": '{"content": "x"}',
+    "not an object": "[1]",
+    "text is no string": '{"text": 3}',
+    "lone surrogate": '{"text": "\\ud800"}',
+    "not UTF-8": b'{"text": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_bad_jsonl_lines_are_numbered(tmp_path: Path, bad: str):
+    line = BAD_LINES[bad]
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n\n' + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ConfigError, match=r"x\.jsonl, line 3"):
+        prepare(config(tmp_path / "x.jsonl", tmp_path), vocab=257)
+
+
+def test_errors(tmp_path: Path):
+    def fails(path: Path | str, message: str, cache: Path = tmp_path / "cache", vocab: int = 257) -> None:
+        with pytest.raises(ConfigError, match=message):
+            prepare(DataConfig(path=str(path), cache=str(cache)), vocab=vocab)
+        assert not cache.is_dir() or os.listdir(cache) == []
+
+    fails(tmp_path / "missing", "no such file or directory")
+    fails("stdlib", "data.tokenizer_vocab=256.*257", vocab=256)
+    for name, contents, message in [
+        ("a.txt", b"", "is empty"),
+        ("b.txt", b"one line", "single line"),
+        ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
+        ("d.parquet", b"PAR1", r"type \.parquet"),
+        ("e.jsonl", b"\n\n", "no text"),
+        ("f.jsonl", b'{"text": ""}\n', "no text"),
+        ("g.jsonl", b"\n" * (heldout_line(False) - 1) + b'{"text": "a"}', "held-out split"),
+        ("h.jsonl", b"\n" * (heldout_line(True) - 1) + b'{"text": "a"}', "training split"),
+    ]:
+        (tmp_path / name).write_bytes(contents)
+        fails(tmp_path / name, message)
+    (tmp_path / "folder").mkdir()
+    fails(tmp_path / "folder", "no files")
+    (tmp_path / "folder" / "x.txt").write_bytes(b"\xff")
+    fails(tmp_path / "folder", "no text")
+    (tmp_path / "ok.txt").write_text("a\nb\n")
+    fails(tmp_path / "ok.txt", "data.cache=.*Not a directory", cache=tmp_path / "a.txt" / "cache")
+
+
+def test_vocabulary_above_uint16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The type in the file follows the vocabulary in use, not the one asked for."""
+    (tmp_path / "x.txt").write_text("ab\n" * 40)
+    assert prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype == np.uint16

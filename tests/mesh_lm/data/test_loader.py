@@ -1,0 +1,186 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mesh_lm.config import ConfigError
+from mesh_lm.data.loader import Loader, heldout
+from mesh_lm.data.sequences import Sequences
+
+SEQ_LEN = 8
+DATA = ("data", "fsdp")
+SHARDINGS = {
+    "data": ((1, 4, 2, 1), PartitionSpec(None, DATA, "sequence")),
+    "data, pipeline": ((4, 2, 1, 1), PartitionSpec(None, DATA, "sequence")),
+    "data, sequence": ((1, 2, 2, 2), PartitionSpec(None, DATA, "sequence")),
+    "replicated": ((1, 2, 2, 2), PartitionSpec()),
+    "short spec": ((1, 8, 1, 1), PartitionSpec(None, "data")),
+}
+
+
+def make_sharding(shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(jax.make_mesh(shape, ("pipeline", "data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 4), spec)
+
+
+def make_sequences(n_tokens: int = 1000, mode="separate", **changes) -> Sequences:
+    tokens = np.random.default_rng(0).integers(0, 9, n_tokens).astype(np.uint16)
+    settings = {"seed": 3, "shuffle": True, "documents_mode": mode, "mask_document_start": True, "eod": 0, **changes}
+    return Sequences(SimpleNamespace(tokens=tokens), SEQ_LEN, **settings)
+
+
+def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatches=2, threads=2, prefetch=3) -> Loader:
+    return Loader(
+        sequences,
+        global_batch=global_batch,
+        microbatches=microbatches,
+        sharding=sharding,
+        position=position,
+        threads=threads,
+        prefetch=prefetch,
+    )
+
+
+def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
+    assert set(batch) == set(expected)
+    for name, leaf in batch.items():
+        assert (np.asarray(leaf).reshape(expected[name].shape) == expected[name]).all(), name
+        assert leaf.dtype == expected[name].dtype, name
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_rows_are_those_of_the_positions_on_every_sharding(name: str):
+    sharding = make_sharding(*SHARDINGS[name])
+    sequences = make_sequences()
+    loader = make_loader(sequences, sharding, position=5)
+    for step in range(12):  # beyond one epoch of 125 sequences
+        position, batch = next(loader)
+        assert position == 5 + 16 * (step + 1)
+        assert_equal(batch, sequences.rows(np.arange(position - 16, position)))
+        assert batch["tokens"].shape == (2, 8, SEQ_LEN)
+        assert batch["tokens"].sharding == sharding
+        assert batch["sample_ids"].sharding.is_equivalent_to(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2])), 2)
+    loader.close()
+
+
+@pytest.mark.parametrize("threads, prefetch", [(0, 0), (0, 4), (1, 1), (4, 0), (8, 2)])
+def test_threads_and_prefetch_change_nothing(threads: int, prefetch: int):
+    sequences, sharding = make_sequences(mode="joined"), make_sharding(*SHARDINGS["data"])
+    loader = make_loader(sequences, sharding, threads=threads, prefetch=prefetch)
+    for step in range(4):
+        assert_equal(next(loader)[1], sequences.rows(np.arange(16 * step, 16 * step + 16)))
+    loader.close()
+
+
+def test_resuming_equals_continuing_also_with_another_batch_and_mesh():
+    loader = make_loader(make_sequences(), make_sharding(*SHARDINGS["data"]))
+    stream = [next(loader) for _ in range(6)]
+    position = stream[1][0]
+    assert position == 32
+    resumed = make_loader(make_sequences(), make_sharding(*SHARDINGS["data"]), position=position)
+    for expected_position, expected in stream[2:]:
+        position, batch = next(resumed)
+        assert position == expected_position
+        assert_equal(batch, {name: np.asarray(leaf) for name, leaf in expected.items()})
+    elastic = make_loader(make_sequences(), make_sharding(*SHARDINGS["data, sequence"]), position=32, global_batch=32, microbatches=4)
+    tokens = np.concatenate([np.asarray(next(elastic)[1]["tokens"]).reshape(-1, SEQ_LEN) for _ in range(2)])
+    assert (tokens == np.concatenate([np.asarray(b["tokens"]).reshape(-1, SEQ_LEN) for _, b in stream[2:]])).all()
+
+
+@pytest.mark.parametrize("limit", [0, 3, 16, 20, 10_000])
+def test_heldout_is_one_pass_of_equal_batches(limit: int):
+    sharding = make_sharding(*SHARDINGS["data, sequence"])
+    sequences = make_sequences(299, shuffle=False, pad=True)  # 38 sequences, the last of them partial
+    used = min(limit or 38, 38)
+    batches = list(heldout(sequences, global_batch=16, microbatches=2, sharding=sharding, threads=2, prefetch=2, limit=limit))
+    assert len(batches) == -(-used // 16)
+    rows = {name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches]) for name in batches[0]}
+    for batch in batches:
+        assert batch["tokens"].shape == (2, 8, SEQ_LEN)
+        assert batch["tokens"].sharding == sharding
+    expected = sequences.rows(np.arange(used))
+    for name in rows:
+        assert (rows[name][:used] == expected[name].reshape(used, -1)).all()
+    assert (rows["weights"][used:] == 0).all()
+    assert (rows["tokens"][used:] == expected["tokens"][-1]).all()
+
+
+def test_errors():
+    sharding = make_sharding(*SHARDINGS["data"])
+    with pytest.raises(ConfigError, match=r"12 sequences of 8 tokens.*global_batch=16"):
+        make_loader(make_sequences(100), sharding)
+    with pytest.raises(ConfigError, match=r"global_batch=16.*microbatches=3"):
+        make_loader(make_sequences(), sharding, microbatches=3)
+    with pytest.raises(ConfigError, match=r"\(4, 4, 8\) does not divide"):
+        make_loader(make_sequences(), sharding, microbatches=4)
+
+
+def test_errors_of_the_reader_threads_arrive():
+    class Broken(Sequences):
+        def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+            raise OSError("disk gone")
+
+    documents = SimpleNamespace(tokens=np.zeros(1000, np.uint16))
+    sequences = Broken(documents, 8, seed=0, shuffle=False, documents_mode="joined", mask_document_start=False, eod=0)
+    with pytest.raises(OSError, match="disk gone"):
+        next(make_loader(sequences, make_sharding(*SHARDINGS["data"])))
+
+
+TWO_PROCESSES = """
+import json, sys
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from test_loader import SHARDINGS, make_loader, make_sequences, make_sharding
+from mesh_lm.data.sequences import Sequences
+
+class Recording(Sequences):
+    def rows(self, indices):
+        self.asked = sorted(indices.tolist())
+        return super().rows(indices)
+
+out = {}
+for name, (shape, spec) in SHARDINGS.items():
+    sequences = make_sequences()
+    sequences.__class__ = Recording
+    loader = make_loader(sequences, make_sharding(shape, spec), position=32, threads=0)
+    _, batch = next(loader)
+    sequences.asked = None
+    next(loader)  # makes the third batch, 64 to 79
+    expected = make_sequences().rows(np.arange(32, 48))
+    for leaf in batch:
+        whole = expected[leaf].reshape(2, 8, *expected[leaf].shape[1:])
+        for shard in batch[leaf].addressable_shards:
+            assert (np.asarray(shard.data) == whole[shard.index]).all(), (name, leaf)
+    out[name] = [i - 64 for i in sequences.asked]
+print(json.dumps(out), flush=True)
+"""
+
+
+def test_two_processes_read_the_rows_of_their_devices():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    path = os.pathsep.join([os.path.dirname(__file__), *(p for p in sys.path if p)])
+    env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(i)], stdout=subprocess.PIPE, env=env) for i in range(2)
+    ]
+    try:
+        first, second = (json.loads(p.communicate(timeout=60)[0].splitlines()[-1]) for p in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    everything = list(range(16))
+    # jax.make_mesh puts the first half of the devices into process 0; rows m * 8 + b with b in the first half of the batch are theirs.
+    assert first["data"] == first["short spec"] == first["data, sequence"] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert second["data"] == second["short spec"] == second["data, sequence"] == [4, 5, 6, 7, 12, 13, 14, 15]
+    for name in ("replicated", "data, pipeline"):  # both processes hold the same rows
+        assert first[name] == second[name] == everything

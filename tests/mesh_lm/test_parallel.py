@@ -1,0 +1,64 @@
+"""Every strategy equals one device: loss and all gradients, initial bits, dropout masks, with unequal label counts and microbatches."""
+
+import jax
+import numpy as np
+import pytest
+from support import GPT, LLAMA, assert_same_gradients, gradients, reference, shard_on
+
+from mesh_lm.model.dropout import Dropout
+
+COMPILE_BUDGET = 130
+
+CASES = [
+    ("ddp", {"data": 8}, 1),
+    ("ddp", {"data": 4}, 4),
+    ("zero1", {"data": 8}, 2),
+    ("zero2", {"data": 8}, 1),
+    ("fsdp", {"fsdp": 8}, 2),
+    ("hsdp", {"data": 2, "fsdp": 4}, 1),
+    ("megatron", {"data": 2, "tensor": 4}, 2),
+    ("megatron_sp", {"data": 2, "tensor": 4}, 1),
+    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2),
+    ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1),
+]
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(("rules", "mesh", "microbatches"), CASES, ids=lambda value: str(value).replace("'", ""))
+def test_equals_one_device(config, rules: str, mesh: dict[str, int], microbatches: int) -> None:
+    shard = shard_on(rules, **mesh)
+    if mesh.get("tensor", 1) > config.kv_heads:  # then the kv heads are replicated, and each device takes its own
+        rows = {"kv_heads": None}
+        shard = shard_on(shard.rules.replace(params=rows, activations=rows), **mesh)
+    params, sums, grads = gradients(config, shard, microbatches)
+    wanted_params, wanted_sums, wanted_grads = reference(config)
+    for name, value in wanted_params.items():
+        np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
+    assert sums["weight"] == wanted_sums["weight"]
+    assert sums == pytest.approx(wanted_sums, rel=1e-6)
+    assert_same_gradients(grads, wanted_grads)
+
+
+def test_separate_documents_equal_one_device() -> None:
+    _, sums, grads = gradients(GPT, shard_on("hsdp+megatron_sp", data=2, fsdp=2, tensor=2), 2, separate=True)
+    _, wanted_sums, wanted_grads = reference(GPT, separate=True)
+    assert sums == pytest.approx(wanted_sums, rel=1e-6)
+    assert_same_gradients(grads, wanted_grads)
+    assert abs(sums["loss"] - reference(GPT)[1]["loss"]) > 1e-3, "segment ids and positions changed nothing"
+
+
+@pytest.mark.parametrize(("rules", "mesh"), [("hsdp", {"data": 2, "fsdp": 4}), ("megatron_sp", {"data": 2, "tensor": 4})])
+def test_dropout_masks_do_not_depend_on_the_mesh(rules: str, mesh: dict[str, int]) -> None:
+    x = np.ones((8, 16, 32), np.float32)
+    ids = np.arange(8, dtype=np.uint32)
+
+    def mask(x, ids):
+        return Dropout.of(jax.random.key(1), ids).fold(3).fold(1)(x, 0.25)
+
+    shard = shard_on(rules, **mesh)
+    places = (shard.sharding("activations", ("batch", "seq_resid", "embed")), shard.sharding("activations", ("batch",)))
+    alone, sharded = np.asarray(jax.jit(mask)(x, ids)), jax.jit(mask, in_shardings=places, out_shardings=places[0])(x, ids)
+    np.testing.assert_array_equal(alone, np.asarray(sharded))
+    assert 0.2 < (alone == 0).mean() < 0.3
+    assert not np.array_equal(alone[0], alone[1]), "two samples share a mask"

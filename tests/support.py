@@ -1,0 +1,84 @@
+"""Tiny models, batches and the comparison that every parallel form must pass. Shared by the numerics tests; compiles each program once a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh_lm import step
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.model import DecoderConfig
+from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
+
+SEQ, VOCAB, BATCH = 16, 250, 16
+
+_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "vocab_multiple": 16, "seq_len": SEQ, "n_layers": 2, "d_model": 32, "dtype": "float32", "loss_chunk": 24}
+GPT = DecoderConfig(**_SIZES, n_heads=4, dropout=0.1)
+"""Learned positions, LayerNorm, GELU, biases, tied head, dropout; a loss chunk that does not divide the tokens."""
+LLAMA = DecoderConfig(
+    **_SIZES, n_heads=8, n_kv_heads=2, positions="rotary", rope_scaling=8.0, norm="rmsnorm", activation="swiglu", biases=False, tied=False,
+    z_loss=1e-3, head_softcap=5.0, softcap=4.0, window=(4, 0), sinks=True, remat="full",
+)  # fmt: skip
+"""Everything GPT is not: grouped queries, a window on every other layer, both softcaps, sinks, z-loss, untied head, remat."""
+
+
+def shard_on(rules: Rules | str, **mesh: int) -> Shard:
+    """Rules on a mesh of the first CPU devices: shard_on("megatron", data=2, tensor=4)."""
+    config = MeshConfig(**mesh)
+    rules = preset(rules) if isinstance(rules, str) else rules
+    return Shard(rules, make_mesh(config, jax.devices()[: math.prod(config.sizes().values())]))
+
+
+def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict[str, np.ndarray]:
+    """Leaves [M, B, S] of one global batch of BATCH sequences, the same for any M, with label counts from few to all by sample."""
+    random = np.random.default_rng(seed)
+    text = random.integers(0, VOCAB, (BATCH, SEQ + 1))
+    batch = {
+        "tokens": text[:, :-1].astype(np.int32),
+        "labels": text[:, 1:].astype(np.int32),
+        "weights": (random.random((BATCH, SEQ)) < np.linspace(0.1, 1, BATCH)[:, None]).astype(np.float32),
+        "sample_ids": np.arange(BATCH, dtype=np.uint32) + 7,
+    }
+    if separate:
+        starts = random.random((BATCH, SEQ)) < 0.2
+        batch["segment_ids"] = np.cumsum(starts, 1).astype(np.int32)
+        places = np.arange(SEQ)
+        batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), 1)).astype(np.int32)
+    return {name: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:]) for name, x in batch.items()}
+
+
+def on_devices(batch: dict[str, np.ndarray], blueprint: Blueprint) -> dict[str, jax.Array]:
+    spec = step.batch_sharding(blueprint).spec
+    return {name: jax.device_put(x, jax.NamedSharding(blueprint.shard.mesh, jax.P(*spec[: x.ndim]))) for name, x in batch.items()}
+
+
+Outcome = tuple[dict[str, np.ndarray], dict[str, float], dict[str, np.ndarray]]
+"""Initial parameters, sums and gradients, as NumPy."""
+
+
+def gradients(config: DecoderConfig, shard: Shard, microbatches: int = 1, separate: bool = False) -> Outcome:
+    """One call of the engine from the seed-0 initialisation."""
+    blueprint = Blueprint.of(config, shard)
+    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(0))
+    batch = on_devices(host_batch(microbatches, separate=separate), blueprint)
+    sums, grads = jax.jit(step.value_and_grad(blueprint))(params, batch, jax.random.key(3))
+    return jax.tree.map(np.asarray, params), {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, grads)
+
+
+@functools.cache
+def reference(config: DecoderConfig, separate: bool = False) -> Outcome:
+    """The same on one device, in one microbatch."""
+    return gradients(config, shard_on("ddp"), separate=separate)
+
+
+def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+    """Per leaf, max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves): a leaf whose gradient is 0 in exact arithmetic is all noise."""
+    top = max(np.abs(w).max() for w in wanted.values())
+    errors = {name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top) for name, w in wanted.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    assert found.keys() == wanted.keys()
+    assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e}"

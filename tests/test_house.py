@@ -1,0 +1,65 @@
+"""The house rules: imports point one way, outside libraries stay behind one door each, and no file outgrows a sitting."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "pallas_kernels": set(),
+    "sharding_rules": set(),
+    "mesh_lm": {"pallas_kernels", "sharding_rules"},
+    "configs": {"mesh_lm", "sharding_rules"},
+    "train": {"mesh_lm", "sharding_rules"},
+}
+ONE_DOOR = {"tyro": "mesh_lm/cli.py", "grain": "mesh_lm/data/loader.py", "tensorboardX": "mesh_lm/report/writer.py", "tokenizers": "mesh_lm/data/tokenizer.py"}
+FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *ROOT.glob(f"{top}.py")))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, top-level package) of every import in a file, deferred ones too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            yield getattr(node, "lineno", 0), name.split(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    home = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for line, top in imports(path):
+        assert top not in MAY_IMPORT or top == home or top in MAY_IMPORT[home], f"{path}:{line}: {home} must not import {top}"
+        assert top not in ONE_DOOR or str(path.relative_to(ROOT)) == ONE_DOOR[top], f"{path}:{line}: only {ONE_DOOR[top]} imports {top}"
+
+
+def test_each_door_is_used() -> None:
+    for package, path in ONE_DOOR.items():
+        assert package in {top for _, top in imports(ROOT / path)}, f"{path} does not import {package}"
+
+
+def test_files_are_short() -> None:
+    tests = ROOT.glob("tests/**/*.py")
+    too_long = {str(p): n for p in (*FILES, *tests) if (n := p.read_text().count("\n")) > 400}
+    assert not too_long
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import sharding_rules", ["mesh_lm", "pallas_kernels", "flax", "optax"]),
+        ("import pallas_kernels", ["mesh_lm", "sharding_rules", "flax", "optax"]),
+        ("import configs.gpt_tiny, configs.gpt_175b", ["tyro", "grain", "tensorboardX", "flax", "optax"]),
+        (
+            "import mesh_lm.model.decoder, mesh_lm.step, mesh_lm.checkpoint, mesh_lm.check, mesh_lm.data.sequences",
+            ["tyro", "grain", "tensorboardX", "tokenizers", "rich", "matplotlib"],
+        ),
+    ],
+)
+def test_what_an_import_brings(statement: str, absent: list[str]) -> None:
+    code = f"{statement}; import sys; print([m for m in {absent!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stdout + out.stderr

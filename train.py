@@ -1,0 +1,77 @@
+"""Train a language model: python train.py --config=configs/gpt_tiny.py [--config.model.n_layers=6 ...]
+
+Reads top to bottom. Every object a run needs is made here, once, and passed down; there is no global state and no branch per strategy:
+how a run is parallel is in its mesh and its rules.
+"""
+
+import sys
+
+import jax
+
+from mesh_lm import cli, launch
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.config import ConfigError
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import prepare
+from mesh_lm.evaluate import mean_loss, sample
+from mesh_lm.monitor import Monitor
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import abstract_state, batch_sharding, evaluate, init_state, train_step
+from sharding_rules import Shard, ShardingRuleError, make_mesh
+
+
+def main(argv: list[str]) -> int:
+    # 1. Config: one frozen dataclass. What cannot run stops here, with every reason at once.
+    config = cli.parse(argv)
+    launch.start(config.launch)
+    config = check(config, jax.device_count())
+
+    # 2. Mesh and rules, bound into the one object through which the model speaks of sharding.
+    shard = Shard(config.rules, make_mesh(config.mesh))
+
+    # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
+    blueprint = Blueprint.of(config.model, shard)
+    optimizer = AdamW(config.optimizer, config.train.steps)
+    step = train_step(blueprint, optimizer, config.seed)
+    evaluation = jax.jit(evaluate(blueprint))
+
+    with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
+        # 4. Data: text, tokens, sequences. The position in them is one number.
+        corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, progress=launch.say)
+        batches = Batches(config, corpus, batch_sharding(blueprint))
+
+        # 5. State: restored onto whatever mesh this run has, or initialised sharded in place.
+        restored = checkpoints.restore(abstract_state(blueprint, optimizer), corpus=corpus.name)
+        state = restored.state if restored else init_state(blueprint, optimizer, config.seed)
+        first, position = (restored.step, restored.position) if restored else (0, 0)
+
+        # 6. The loop.
+        with Monitor(config, blueprint, corpus, first) as monitor:
+            if restored:
+                monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in restored.changed))
+            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), batches.train(position), strict=False):
+                state, metrics = step(state, batch)
+                monitor.step(n, metrics)
+                last = n == config.train.steps
+                if last or (config.train.eval_every and n % config.train.eval_every == 0):
+                    with monitor.paused():
+                        heldout = batches.heldout(limit=0 if last else config.train.eval_sequences)
+                        monitor.heldout(n, mean_loss(evaluation, state["params"], heldout))
+                if last or stop.requested or checkpoints.due(n):
+                    checkpoints.save(n, state, position=position, corpus=corpus.name)
+                if stop.requested:
+                    monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
+                    return launch.EXIT_PREEMPTED
+
+            # 7. What it came to: a plot and a text.
+            monitor.finish(sample(blueprint, state["params"], corpus.tokenizer(), config.train.sample_tokens, config.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ConfigError, ShardingRuleError) as error:
+        sys.exit(f"error: {error}")
