@@ -135,7 +135,7 @@ class LaunchConfig:
     """The processes and devices of the run."""
 
     cpu_devices: int = 0
-    """Run on this many CPU devices (to try a mesh on a laptop); 0: the devices that JAX finds."""
+    """Devices to cut the CPU into where there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
     compile_cache: str = "~/.cache/mesh_lm/xla"
     """Directory of JAX's persistent compilation cache; empty: off."""
 

@@ -44,9 +44,9 @@ def generate(blueprint: Blueprint, params: Params, prompt: list[int], n_tokens: 
 
     Every step runs the whole sequence through the model: right and simple, for the sample at the end of a run.
     """
-    length = min(len(prompt) + n_tokens, blueprint.config.seq_len)
-    ways = blueprint.shard.ways(blueprint.shard.cut("batch"))
-    tokens = jnp.zeros((ways, length), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
+    shard, last = blueprint.shard, min(len(prompt) + n_tokens, blueprint.config.seq_len)
+    rows, parts = (shard.ways(shard.cut(axis)) for axis in ("batch", "seq_resid"))
+    tokens = jnp.zeros((rows, -(-last // parts) * parts), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
 
     @partial(jax.jit, static_argnames=("first", "last"))
     def run(params: Params, tokens: jax.Array, first: int, last: int) -> jax.Array:
@@ -58,4 +58,4 @@ def generate(blueprint: Blueprint, params: Params, prompt: list[int], n_tokens: 
 
         return lax.fori_loop(first, last, step, tokens)
 
-    return np.asarray(run(params, tokens, len(prompt), length))[0].tolist()
+    return np.asarray(run(params, tokens, len(prompt), last))[0, :last].tolist()

@@ -21,6 +21,7 @@ class Batches:
         data, train, seq_len = config.data, config.train, config.model.seq_len
         documents = {"documents_mode": data.documents, "mask_document_start": data.mask_document_start, "eod": corpus.tokenizer().eod}
         self._train = Sequences(corpus.train(), seq_len, seed=config.seed, shuffle=True, **documents)
+        self._train.require(train.global_batch)
         # Every held-out byte must cost its bits, so nothing of that split is masked.
         documents["mask_document_start"] = False
         self._heldout = Sequences(corpus.heldout(), seq_len, seed=0, shuffle=False, pad=True, **documents)

@@ -5,7 +5,7 @@ Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from jax import Array
 
@@ -38,10 +38,25 @@ def choose(problem: Problem) -> Choice:
     return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
 
 
+class Features(TypedDict, total=False):
+    """The keywords of `flash_attention` but `return_lse`, for type checkers."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    segment_ids: Array | None
+    kv_segment_ids: Array | None
+    q_offset: int | Array
+    sinks: Array | None
+    implementation: Literal["xla", "cudnn"] | None
+    platform: str | None
+
+
 @overload
-def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **features: object) -> Array: ...
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **features: Unpack[Features]) -> Array: ...
 @overload
-def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **features: object) -> tuple[Array, Array]: ...
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **features: Unpack[Features]) -> tuple[Array, Array]: ...
 def flash_attention(
     q: Array,
     k: Array,

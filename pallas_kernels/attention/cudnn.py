@@ -20,7 +20,7 @@ def why_not(problem: Problem) -> str | None:
         f"it needs an NVIDIA GPU, and the platform is {problem.platform}": problem.platform != "gpu",
         f"it needs compute capability 8.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": problem.capability < (8, 0),
         f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
-        f"its head dim is a multiple of 8 up to {widest} (256 from Hopper on), not {H}": H % 8 != 0 or H > widest,
+        f"its head dim is a multiple of 8 up to {widest} (256 from Hopper on), not {H}": H % 8 != 0 or widest < H,
         f"jax takes only values as wide as the keys for it: {Hv} is not {H}": Hv != H,
         "it has no soft cap": problem.softcap is not None,
         "jax has no sinks for it": problem.sinks,

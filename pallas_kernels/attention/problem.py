@@ -5,6 +5,7 @@ Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, 
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -24,9 +25,9 @@ class Problem:
     capability: tuple[int, int]
     """CUDA compute capability, (9, 0) for Hopper. Of meaning on a gpu only."""
     dtype: str
-    q_shape: tuple[int, int, int, int]
-    k_shape: tuple[int, int, int, int]
-    v_shape: tuple[int, int, int, int]
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
     scale: float
     causal: bool = True
     window: int | None = None
@@ -89,8 +90,9 @@ def describe(
 def _capability() -> tuple[int, int]:
     if jax.default_backend() != "gpu":
         return (8, 0)
-    major, minor = str(getattr(jax.local_devices()[0], "compute_capability", "8.0")).split(".")
-    return int(major), int(minor)
+    # An AMD GPU gives a name here, such as gfx942: it has none.
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:

@@ -50,7 +50,7 @@ class Plan:
     @classmethod
     def of(cls, problem: Problem, q_chunk: int, kv_chunk: int) -> "Plan":
         S, T = problem.q_shape[1], problem.k_shape[1]
-        unrolled = S <= q_chunk and T <= kv_chunk
+        unrolled = max(S - q_chunk, T - kv_chunk) <= 0
         if unrolled:
             # Measured on CPU at S = 256: four blocks beat two, and two beat the whole square.
             skips = problem.causal and problem.q_offset is not None
@@ -119,26 +119,28 @@ class Side(NamedTuple):
     segment: Array | None
 
     def take(self, i: int | Array, start: int = 0, stop: int | None = None) -> "Side":
-        return Side(*(x if x is None else take(x, i)[..., start:stop] for x in self))
+        segment = None if self.segment is None else take(self.segment, i)[..., start:stop]
+        return Side(take(self.position, i)[..., start:stop], segment)
 
 
-def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array | None) -> tuple[Side, Side]:
-    """Rows and keys of all chunks; `q_offset` where the plan has none."""
+def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array) -> tuple[Side, Side]:
+    """Rows and keys of all chunks; `q_offset` counts where the plan has none."""
 
-    def cut(x: Array | None, n: int, chunk: int, fill: int, repeat: int) -> Array | None:
-        if x is None:
-            return None
+    def cut(x: Array, n: int, chunk: int, fill: int) -> Array:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill)
-        x = jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
-        return jnp.concatenate([x] * repeat, axis=-1)
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
 
-    first = plan.q_offset if q_offset is None else q_offset
-    rows = first + jnp.arange(plan.S, dtype=jnp.int32)
-    keys = jnp.arange(plan.T, dtype=jnp.int32)
-    return (
-        Side(*(cut(x, plan.n_q, plan.q_chunk, 0, G) for x in (rows, q_segments))),
-        Side(*(cut(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION, 1) for x in (keys, kv_segments))),
-    )
+    def rows(x: Array) -> Array:
+        return jnp.concatenate([cut(x, plan.n_q, plan.q_chunk, 0)] * G, axis=-1)
+
+    def keys(x: Array) -> Array:
+        return cut(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION)
+
+    first = q_offset if plan.q_offset is None else plan.q_offset
+    row_positions, key_positions = rows(first + jnp.arange(plan.S, dtype=jnp.int32)), keys(jnp.arange(plan.T, dtype=jnp.int32))
+    if q_segments is None or kv_segments is None:
+        return Side(row_positions, None), Side(key_positions, None)
+    return Side(row_positions, rows(q_segments)), Side(key_positions, keys(kv_segments))
 
 
 def visible(plan: Plan, rows: Side, keys: Side) -> Array | None:

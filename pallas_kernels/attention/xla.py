@@ -55,17 +55,16 @@ def attend(
     """
     plan = Plan.of(problem, q_chunk, kv_chunk)
     sinks = None if sinks is None else sinks.astype(_accum(q))
-    offset = jnp.asarray(q_offset, jnp.int32) if problem.q_offset is None else None
-    return _attention(plan, q, k, v, sinks, segment_ids, kv_segment_ids, offset)
+    return _attention(plan, q, k, v, _Inputs(sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32)))
 
 
 class _Inputs(NamedTuple):
-    """Primal inputs of the custom_vjp after q, k, v."""
+    """What else is traced."""
 
     sinks: Array | None
     segment_ids: Array | None
     kv_segment_ids: Array | None
-    q_offset: Array | None
+    q_offset: Array
 
 
 def _accum(x: Array) -> jnp.dtype:
@@ -95,17 +94,13 @@ class _State(NamedTuple):
         return self.acc / l[..., None], jnp.where(self.l == 0, -jnp.inf, self.m + jnp.log(l))
 
 
-def _sinks_of_rows(plan: Plan, sinks_N: Array, K: int) -> Array:
-    return jnp.repeat(sinks_N.reshape(K, -1), plan.q_chunk, axis=1)
-
-
 def _start(plan: Plan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
     """A sink is a key without a value: the state that its rows start from."""
     B, K, R, _ = q_BKRH.shape
     acc = jnp.zeros((B, K, R, H), _accum(q_BKRH))
     if sinks_N is None:
         return _State(jnp.full_like(acc[..., 0], _FLOOR), jnp.zeros_like(acc[..., 0]), acc)
-    sink = jnp.broadcast_to(_sinks_of_rows(plan, sinks_N, K), (B, K, R))
+    sink = jnp.broadcast_to(jnp.repeat(sinks_N.reshape(K, -1), plan.q_chunk, axis=1), (B, K, R))
     m = jnp.maximum(sink, _FLOOR)
     return _State(m, jnp.exp(sink - m), acc)
 
@@ -132,12 +127,11 @@ def _after(x: _T, previous: object) -> _T:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array, *inputs: Array | None) -> tuple[Array, Array]:
-    return _forward(plan, q, k, v, *inputs)[0]
+def _attention(plan: Plan, q: Array, k: Array, v: Array, x: _Inputs) -> tuple[Array, Array]:
+    return _forward(plan, q, k, v, x)[0]
 
 
-def _forward(plan: Plan, q: Array, k: Array, v: Array, *inputs: Array | None) -> tuple[tuple[Array, Array], tuple]:
-    x = _Inputs(*inputs)
+def _forward(plan: Plan, q: Array, k: Array, v: Array, x: _Inputs) -> tuple[tuple[Array, Array], tuple]:
     N, K = q.shape[2], k.shape[2]
     rows, keys = sides(plan, N // K, x.segment_ids, x.kv_segment_ids, x.q_offset)
     qs, ks, vs = to_rows(q, K, plan.q_chunk), to_rows(k, K, plan.kv_chunk), to_rows(v, K, plan.kv_chunk)
@@ -206,7 +200,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> 
         dq, dk, dv = _walk(plan, add_in_place, tuple(zeros))
     dq, dk, dv = from_rows(dq, plan.S, N) * plan.scale, from_rows(dk, plan.T, K) * plan.scale, from_rows(dv, plan.T, K)
     dsinks = None if x.sinks is None else -(jnp.exp(x.sinks - lse_safe) * delta).sum((0, 1))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), _Inputs(dsinks, None, None, np.zeros((), jax.dtypes.float0))
 
 
 _attention.defvjp(_forward, _backward)

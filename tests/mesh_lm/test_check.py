@@ -1,0 +1,67 @@
+"""Bad configs: every problem at once, each with what would work."""
+
+import dataclasses
+
+import pytest
+
+from mesh_lm.check import check
+from mesh_lm.cli import load, parse
+from mesh_lm.config import ConfigError
+
+TINY = "configs/gpt_tiny.py"
+
+
+def problems(*overrides: str, devices: int = 8, file: str = TINY) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(parse([f"--config={file}", *(f"--config.{override}" for override in overrides)]), devices)
+    head, *lines = str(caught.value).split("\n  - ")
+    assert head == "this config cannot run"
+    return lines
+
+
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt2_124m", "gpt_1_3b", "llama3_8b", "gpt_175b"])
+def test_configs_can_run_somewhere(name: str) -> None:
+    devices = {"gpt_tiny": 1, "gpt2_124m": 8, "gpt_1_3b": 8, "llama3_8b": 64, "gpt_175b": 1024}[name]
+    config = check(load(f"configs/{name}.py"), devices)
+    assert -1 not in config.mesh.sizes().values()
+
+
+def test_all_problems_at_once() -> None:
+    assert problems("model.n_heads=6", "model.positions=learned", "model.d_ff=510", "mesh.tensor=4", "mesh.data=2", "rules=megatron", "train.global_batch=9", "train.steps=0") == [
+        "model.d_model=128 is not divisible by model.n_heads=6; set model.head_dim, or change one",
+        "train.steps=0 must be at least 1",
+        "model.n_heads=6 is not divisible by mesh.tensor=4 (rules.params: heads -> tensor); mesh.tensor can be 1, 2, 3, 6",
+        "model.n_kv_heads=6 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2, 3, 6",
+        "model.d_ff=510 is not divisible by mesh.tensor=4 (rules.params: mlp -> tensor); mesh.tensor can be 1, 2, 3, 5, 6, 10, 15, 17, ...",
+        "train.global_batch=9 is not divisible by train.microbatches=1 x mesh.data=2; it can be 8 or 10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["mesh.data=3"], "mesh has 3 devices (data=3) but 8 are visible; mesh.data=8 would fit"),
+        (
+            ["mesh.data=2", "mesh.tensor=4"],
+            "mesh.tensor=4, but rules 'ddp' cut no activation along tensor; set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
+        ),
+        (["mesh.data=4", "mesh.pipeline=2"], "mesh.pipeline=2, but rules 'ddp' cut no activation along pipeline; set mesh.pipeline=1 (no preset cuts along it)"),
+        (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
+        (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),
+        (["model.window=64,0,0"], "model.n_layers=4 is not a multiple of the 3 entries of model.window"),
+        (["model.n_kv_heads=3"], "model.n_heads=4 is not divisible by model.n_kv_heads=3"),
+        (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
+        (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),
+        (["optimizer.learning_rate=nan"], "optimizer.learning_rate=nan must be a number of at least 0"),
+        (["data.threads=0"], "data.threads=0 must be at least 1"),
+    ],
+)
+def test_one_problem(overrides: list[str], problem: str) -> None:
+    assert problems(*overrides) == [problem]
+
+
+def test_weights_along_the_batch_belong_on_fsdp() -> None:
+    config = load(TINY)
+    config = dataclasses.replace(config, rules=config.rules.replace(params={"embed": "data"}))
+    with pytest.raises(ConfigError, match=r"rules.params\['embed'\]='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'"):
+        check(config, 8)

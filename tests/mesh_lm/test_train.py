@@ -1,0 +1,169 @@
+"""train.py as a user runs it: on 8 devices, killed and continued, stopped by SIGTERM, and given bad input."""
+
+import argparse
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import train
+
+COMPILE_BUDGET = 400
+ROOT = Path(__file__).parents[2]
+SHRUNK = {
+    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dtype": "float32",
+    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 0,
+    "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.cpu_devices": 0, "checkpoint.every": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(inspect.getsource(argparse))
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments(text: Path):
+    """Command lines for a tiny run; keywords change fields, with __ for the dot."""
+
+    def make(output: Path, file: str = "gpt_tiny", **changes: object) -> list[str]:
+        fields = SHRUNK | {"data.path": text, "data.cache": text.parent / "cache", "output": output}
+        fields |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [f"--config={ROOT}/configs/{file}.py", *(f"--config.{name}={value}" for name, value in fields.items())]
+
+    return make
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in metrics(output) if "loss" in row]
+
+
+def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, read with Orbax alone."""
+    tree = ocp.PyTreeCheckpointer().restore(output.absolute() / "checkpoints" / str(step) / "state")
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def spawn(arguments: list[str], **options) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, **options)
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shrink = {"mesh__fsdp": 2, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2, "train__sample_tokens": 8}
+    assert train.main(arguments(tmp_path, "gpt_175b", **shrink)) == 0
+    found = losses(tmp_path)
+    assert len(found) == 4 and found[-1] < found[0] < 1.1 * np.log(512)
+    assert [row for row in metrics(tmp_path) if "heldout_bpb" in row][-1]["step"] == 4
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").exists()
+    out = capsys.readouterr().out
+    assert "rules hsdp+megatron_sp" in out and "data=2 x fsdp=2 x tensor=2" in out and "gzip -9" in out
+
+
+def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
+    """20 steps straight equal 10 steps, kill -9, and 10 more: all leaves, dropout and data order included."""
+    changes = {"train__steps": 20, "checkpoint__every": 10, "model__dropout": 0.1, "mesh__data": 4, "mesh__tensor": 2, "rules": "megatron_sp+zero1"}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert train.main(arguments(straight, **changes)) == 0
+
+    process = spawn(arguments(killed, **changes))
+    wait_for(lambda: process.poll() is not None or (killed / "checkpoints" / "10").exists())
+    process.kill()
+    process.wait()
+    assert not (killed / "checkpoints" / "20").exists(), "the run ended before it could be killed; make it longer"
+    assert (killed / "checkpoints" / "10").exists(), process.stdout.read()
+
+    assert train.main(arguments(killed, **changes)) == 0
+    wanted, found = leaves(straight, 20), leaves(killed, 20)
+    assert found.keys() == wanted.keys() and len(wanted) > 20
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 21))
+
+
+def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) -> None:
+    changes = {"train__steps": 8, "checkpoint__every": 4, "checkpoint__keep": 5}
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert train.main(arguments(whole, **changes, mesh__data=8)) == 0
+    shutil.copytree(whole / "checkpoints" / "4", moved / "checkpoints" / "4")
+    assert train.main(arguments(moved, **changes, mesh__data=2, mesh__fsdp=2, mesh__tensor=2, rules="hsdp+megatron", train__microbatches=2)) == 0
+    np.testing.assert_allclose(losses(moved), losses(whole)[4:], rtol=1e-6)
+
+
+def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
+    process = spawn(arguments(tmp_path, train__steps=100_000))
+    wait_for(lambda: process.poll() is not None or ((tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2))
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 99, out
+    (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
+    assert leaves(tmp_path, step)["['step']"] == step
+
+
+def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
+    assert train.main(arguments(tmp_path, train__steps=1)) == 0
+    for changes, message in (
+        ({"model__d_model": 64}, r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 4, 8, 32, 'float32'\] in the"),
+        ({"model__tied": "false"}, "head: absent in the checkpoint"),
+        ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
+        ({"checkpoint__resume": "false"}, "already holds step 1 and checkpoint.resume is off"),
+    ):
+        with pytest.raises(train.ConfigError, match=message):
+            train.main(arguments(tmp_path, train__steps=2, **changes))
+    assert train.main(arguments(tmp_path, train__steps=2)) == 0, "a refused run damaged the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__path": "/no/such/text"}, "data.path=/no/such/text"),
+        ({"train__global_batch": 4000}, "fewer than train.global_batch=4000"),
+        ({"output": "/proc/no"}, "cannot write checkpoints to /proc/no/checkpoints"),
+        ({"model__d_mode": 3}, "--config.model.d_mode: no such field; did you mean --config.model.d_model?"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, message: str) -> None:
+    process = spawn(arguments(**{"output": tmp_path} | changes))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out.splitlines()[-1].startswith(("error: ", "  - ")) and message in out and "Traceback" not in out
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [("ddp", {"data": 8}), ("zero1", {"data": 8}), ("zero2", {"data": 8}), ("fsdp", {"fsdp": 8, "data": 1}), ("hsdp", {"data": 2, "fsdp": 4}),
+     ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}), ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
+)  # fmt: skip
+def test_every_preset_by_command_line(arguments, tmp_path: Path, rules: str, mesh: dict[str, int]) -> None:
+    assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0
+    alone = tmp_path / "alone"
+    process = spawn(arguments(alone, launch__cpu_devices=1))
+    assert process.wait(timeout=120) == 0, process.stdout.read()
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-6)
