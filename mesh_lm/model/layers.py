@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +49,30 @@ class Norm(nnx.Module):
             self.bias = weights((config.d_model,), ("norm",), fill=0.0)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x = x_BSD.astype(jnp.float32)
-        if self.config.norm == "layernorm":
-            x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.config.norm_eps) * self.scale[...]
-        if self.config.norm == "layernorm" and self.config.biases:
-            x = x + self.bias[...]
-        if self.config.dtype == "float32":
-            return x
+        bias = self.bias[...] if self.config.norm == "layernorm" and self.config.biases else None
+        x_BSD = _normalise(x_BSD, self.scale[...], bias, self.config)
         # Without the barrier XLA moves the cast behind the all-gather that follows, which then carries fp32.
-        return lax.optimization_barrier(x.astype(self.config.dtype))
+        return x_BSD if self.config.dtype == "float32" else lax.optimization_barrier(x_BSD)
+
+
+# Elementwise chains keep their input for the backward and nothing in between: left alone, GELU keeps five arrays of its input's size.
+elementwise = partial(jax.checkpoint, prevent_cse=False)
+
+
+@partial(elementwise, static_argnums=3)
+def _normalise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> jax.Array:
+    x = x_BSD.astype(jnp.float32)
+    x = x - x.mean(-1, keepdims=True) if config.norm == "layernorm" else x
+    x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + config.norm_eps) * scale_D
+    return (x if bias_D is None else x + bias_D).astype(config.dtype)
+
+
+@elementwise
+def _swiglu(up_BSGF: jax.Array) -> jax.Array:
+    return jax.nn.silu(up_BSGF[:, :, 0]) * up_BSGF[:, :, 1]
+
+
+_gelu = elementwise(jax.nn.gelu)
 
 
 class Linear(nnx.Module):
@@ -74,9 +89,16 @@ class Linear(nnx.Module):
         if self.has_bias:
             self.bias = weights(shape[n_in:], bias_axes or axes[n_in:], fill=0.0)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.shard.weight(self.weight[...].astype(self.dtype), *self.axes))
-        return y + self.bias[...].astype(self.dtype) if self.has_bias else y
+    def __call__(self, x_BS: jax.Array) -> jax.Array:
+        weight, rows = self.shard.weight(self.weight[...].astype(self.dtype), *self.axes), x_BS.shape[:2]
+        if self.shard.cut("seq_resid"):
+            y_BS = jnp.einsum(self.equation, x_BS, weight)
+        else:
+            # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two (half the step, measured).
+            # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
+            y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
+            y_BS = y.reshape(*rows, *y.shape[1:])
+        return y_BS + self.bias[...].astype(self.dtype) if self.has_bias else y_BS
 
 
 class Attention(nnx.Module):
@@ -150,7 +172,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up = self.up(x_BSD)
-        h = jax.nn.silu(up[:, :, 0]) * up[:, :, 1] if self.config.activation == "swiglu" else jax.nn.gelu(up)
+        h = _swiglu(up) if self.config.activation == "swiglu" else _gelu(up)
         return self.down(checkpoint_name(self.shard(h, "batch", "seq", "mlp"), "mlp_hidden"))
 
 

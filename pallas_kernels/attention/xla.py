@@ -55,16 +55,7 @@ def attend(
     """
     plan = Plan.of(problem, q_chunk, kv_chunk)
     sinks = None if sinks is None else sinks.astype(_accum(q))
-    return _attention(plan, q, k, v, _Inputs(sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32)))
-
-
-class _Inputs(NamedTuple):
-    """What else is traced."""
-
-    sinks: Array | None
-    segment_ids: Array | None
-    kv_segment_ids: Array | None
-    q_offset: Array
+    return _attention(plan, q, k, v, sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32))
 
 
 def _accum(x: Array) -> jnp.dtype:
@@ -127,15 +118,33 @@ def _after(x: _T, previous: object) -> _T:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array, x: _Inputs) -> tuple[Array, Array]:
-    return _forward(plan, q, k, v, x)[0]
+def _attention(
+    plan: Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+    q_offset: Array,
+) -> tuple[Array, Array]:
+    return _forward(plan, q, k, v, sinks, segment_ids, kv_segment_ids, q_offset)[0]
 
 
-def _forward(plan: Plan, q: Array, k: Array, v: Array, x: _Inputs) -> tuple[tuple[Array, Array], tuple]:
+def _forward(
+    plan: Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    segment_ids: Array | None,
+    kv_segment_ids: Array | None,
+    q_offset: Array,
+) -> tuple[tuple[Array, Array], tuple]:
     N, K = q.shape[2], k.shape[2]
-    rows, keys = sides(plan, N // K, x.segment_ids, x.kv_segment_ids, x.q_offset)
+    rows, keys = sides(plan, N // K, segment_ids, kv_segment_ids, q_offset)
     qs, ks, vs = to_rows(q, K, plan.q_chunk), to_rows(k, K, plan.kv_chunk), to_rows(v, K, plan.kv_chunk)
-    start = _start(plan, qs[0], v.shape[-1], x.sinks)
+    start = _start(plan, qs[0], v.shape[-1], sinks)
 
     def add(tile: Tile, q_i: Array, state: _State) -> _State:
         i, j, a, b = tile
@@ -155,11 +164,11 @@ def _forward(plan: Plan, q: Array, k: Array, v: Array, x: _Inputs) -> tuple[tupl
         state = _walk(plan, add_in_place, jax.tree.map(lambda y: jnp.broadcast_to(y, (plan.n_q, *y.shape)), start))
     out, lse = (from_rows(y, plan.S, N) for y in state.finish())
     out, lse = checkpoint_name(out.astype(q.dtype), "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, x, out, lse)
+    return (out, lse), (q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse)
 
 
 def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    q, k, v, x, out, lse = residuals
+    q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse = residuals
     # Without it XLA would keep the logits of the forward pass rather than compute equal ones here.
     q, lse = jax.lax.optimization_barrier((q, lse))
     dout, dlse = cotangents
@@ -168,7 +177,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> 
     lse_safe = jnp.where(empty, 0, lse)
     # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1) - jnp.where(empty, 0, dlse)
-    rows, keys = sides(plan, N // K, x.segment_ids, x.kv_segment_ids, x.q_offset)
+    rows, keys = sides(plan, N // K, segment_ids, kv_segment_ids, q_offset)
     qs, douts, lses, deltas = (to_rows(y, K, plan.q_chunk) for y in (q, dout, lse_safe, delta))
     ks, vs = (to_rows(y, K, plan.kv_chunk) for y in (k, v))
 
@@ -199,8 +208,8 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> 
     else:
         dq, dk, dv = _walk(plan, add_in_place, tuple(zeros))
     dq, dk, dv = from_rows(dq, plan.S, N) * plan.scale, from_rows(dk, plan.T, K) * plan.scale, from_rows(dv, plan.T, K)
-    dsinks = None if x.sinks is None else -(jnp.exp(x.sinks - lse_safe) * delta).sum((0, 1))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), _Inputs(dsinks, None, None, np.zeros((), jax.dtypes.float0))
+    dsinks = None if sinks is None else -(jnp.exp(sinks - lse_safe) * delta).sum((0, 1))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None, None
 
 
 _attention.defvjp(_forward, _backward)

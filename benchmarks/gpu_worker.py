@@ -1,0 +1,253 @@
+"""One task of the smoke suite, in a process of its own: python benchmarks/gpu_worker.py TASK '{"key": value, ...}' (see gpu_smoke.py).
+
+Every result is printed at once as a line "ROW {json}", so that a crash or a time limit loses only what was not measured yet. Needs jax,
+flax, optax, orbax-checkpoint and numpy; the text is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from record import ROOT, Row
+
+from configs import gpt2_124m
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_documents
+from mesh_lm.data.sequences import Sequences
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import State, abstract_state, batch_sharding, init_state, train_step
+from pallas_kernels import flash_attention
+from pallas_kernels.attention.api import IMPLEMENTATIONS
+from sharding_rules import Shard, make_mesh
+
+NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
+"""What a bare GPU machine may lack. (rich comes with flax.)"""
+EOD = 0
+
+
+def emit(**row: Any) -> None:
+    print("ROW", json.dumps(row), flush=True)
+
+
+@contextlib.contextmanager
+def reported(**variant: Any) -> Iterator[None]:
+    """An exception becomes a row with an "error", so that the other variants still run."""
+    try:
+        yield
+    except Exception as error:
+        emit(**variant, error=f"{type(error).__name__}: {error}"[:600])
+
+
+# What is run: gpt2_124m with some fields changed, on the first device.
+
+
+class Run:
+    """A config, ready to step on device 0."""
+
+    def __init__(self, directory: str, changes: dict[str, dict[str, Any]]) -> None:
+        """changes: section of the config -> field -> value."""
+        config = dataclasses.replace(gpt2_124m.get_config(), output=str(Path(directory) / "run"))
+        for section, fields in changes.items():
+            config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+        vocab = min(config.data.tokenizer_vocab, config.model.vocab_size)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
+        self.config: TrainConfig = check(config, n_devices=1)
+        self.blueprint = Blueprint.of(config.model, Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:1])))
+        self.optimizer = AdamW(config.optimizer, config.train.steps)
+        self.step = train_step(self.blueprint, self.optimizer, config.seed)
+        self.sequences = text(Path(directory), config)
+
+    def state(self) -> State:
+        return init_state(self.blueprint, self.optimizer, self.config.seed)
+
+    def batch(self, position: int) -> dict[str, jax.Array]:
+        """The global batch that starts at a global sample position, as leaves [M, B, ...]; what `Loader` gives, without its threads."""
+        parts, size = self.config.train.microbatches, self.config.train.global_batch
+        sharding = batch_sharding(self.blueprint)
+        rows = self.sequences.rows(position + np.arange(size))
+        shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
+        return {n: jax.device_put(x, jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[: x.ndim]))) for n, x in shaped.items()}
+
+    def steps(self, state: State, n: int, first: int = 0) -> tuple[State, list[dict[str, float]]]:
+        """n steps from step `first` on, and their metrics."""
+        found = []
+        for i in range(first, first + n):
+            state, metrics = self.step(state, self.batch(i * self.config.train.global_batch))
+            found.append({name: float(value) for name, value in metrics.items()})
+        return state, found
+
+
+def text(directory: Path, config: TrainConfig) -> Sequences:
+    """Sequences of a text that can be learnt and is the same everywhere: nine tokens in ten follow from the one before, among 500."""
+    vocab, S = config.model.vocab_size, config.model.seq_len
+    prefix, n_documents, length = directory / f"text-{vocab}-{S}", 64 if S < 256 else 256, max(1024, S)
+    if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
+        random, common = np.random.Generator(np.random.PCG64(0)), min(vocab - 1, 500)
+        tokens = np.empty((n_documents, length), np.int64)
+        tokens[:, 0] = random.integers(1, 1 + common, n_documents)
+        for i in range(1, length):
+            follows = (5 * tokens[:, i - 1] + 7) % common + 1
+            tokens[:, i] = np.where(random.random(n_documents) < 0.9, follows, random.integers(1, vocab, n_documents))
+        tokens[:, -1] = EOD
+        starts = random.integers(0, length // 2, n_documents)
+        write_documents(prefix, (document[start:] for document, start in zip(tokens, starts, strict=True)), vocab=vocab)
+    return Sequences(Documents(prefix), S, seed=config.seed, shuffle=True, documents_mode="joined", mask_document_start=False, eod=EOD)
+
+
+def digests(state: State) -> dict[str, str]:
+    """Leaf -> the start of the SHA-256 of its bytes."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in leaves}
+
+
+def mfu(tokens_per_s: float, run: Run) -> float | None:
+    """`mesh_lm.report.flops`, loaded by its file: the package around it imports tensorboardX."""
+    spec = importlib.util.spec_from_file_location("flops", ROOT / "mesh_lm" / "report" / "flops.py")
+    assert spec is not None and spec.loader is not None
+    flops = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(flops)
+    return flops.mfu(tokens_per_s, run.config.model.flops_per_token(), 1, jax.devices()[0].device_kind)
+
+
+# The tasks.
+
+
+def probe() -> None:
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    emit(
+        platform=device.platform, device_kind=device.device_kind, devices=jax.device_count(), backend=device.client.platform_version,
+        memory_limit_gib=stats.get("bytes_limit", 0) / 2**30, implementations=list(IMPLEMENTATIONS),
+    )  # fmt: skip
+
+
+def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any]], steps: int) -> None:
+    """Time, memory and compilation of the train step. A variant is fields of the model, and microbatches."""
+    for variant in variants:
+        with reported(**variant):
+            model = {name: value for name, value in variant.items() if name != "microbatches"}
+            train = {"microbatches": variant.get("microbatches", 1)}
+            emit(**variant, **_speed(Run(directory, {**changes, "model": changes["model"] | model, "train": changes["train"] | train}), steps))
+
+
+def _speed(run: Run, steps: int) -> Row:
+    size, warm_up = run.config.train.global_batch, 3
+    batches = [run.batch(i * size) for i in range(4)]
+    began = time.perf_counter()
+    lowered = run.step.lower(abstract_state(run.blueprint, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
+    traced = time.perf_counter()
+    step = lowered.compile()
+    compiled = time.perf_counter()
+    memory = step.memory_analysis()
+    state, times, losses = run.state(), [], []
+    jax.block_until_ready(state)
+    for i in range(warm_up + steps):
+        before = time.perf_counter()
+        state, metrics = step(state, batches[i % 4])
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - before)
+        losses.append(metrics["loss"])
+    seconds = statistics.median(times[warm_up:])
+    rate, first, last = run.config.tokens_per_step / seconds, float(losses[0]), float(losses[-1])
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), "mfu": mfu(rate, run), "program_gib": program / 2**30,
+        "temp_gib": memory.temp_size_in_bytes / 2**30, "high_water_gib": peak and peak / 2**30, "trace_s": traced - began,
+        "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
+        **({} if last < first else {"error": f"the loss does not fall in {len(losses)} steps"}),
+    }  # fmt: skip
+
+
+def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int) -> None:
+    """The metrics of the first steps. A variant is the model's dtype and attention, and JAX's matmul precision for fp32."""
+    for variant in variants:
+        with reported(**variant), jax.default_matmul_precision(variant["precision"]):
+            run = Run(directory, {**changes, "model": changes["model"] | {"dtype": variant["dtype"], "attention": variant["attention"]}})
+            found = run.steps(run.state(), steps)[1]
+            emit(**variant, losses=[m["loss"] for m in found], grad_norms=[m["grad_norm"] for m in found])
+
+
+def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
+    """The same steps twice, with one compiled program."""
+    run = Run(directory, changes)
+    for _ in range(2):
+        state, found = run.steps(run.state(), steps)
+        emit(digests=digests(state), loss=found[-1]["loss"])
+
+
+def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) -> None:
+    """Trains to step `steps` from the newest checkpoint, if there is one, as train.py does; saves after step `save_at`."""
+    from mesh_lm.checkpoint import Checkpoints  # here, because Orbax takes a while to import
+
+    run, state = Run(directory, changes), None
+    size = run.config.train.global_batch
+    with Checkpoints(run.config) as checkpoints:
+        restored = checkpoints.restore(abstract_state(run.blueprint, run.optimizer), corpus="smoke")
+        state, first, position = (restored.state, restored.step, restored.position) if restored else (run.state(), 0, 0)
+        for n in range(first + 1, steps + 1):
+            state, _ = run.step(state, run.batch(position))
+            position += size
+            if n == save_at:
+                checkpoints.save(n, state, position=position, corpus="smoke")
+        emit(resumed_at=first, digests=digests(state))
+
+
+def attention(shapes: list[list[int]], implementations: list[str], tokens: int, width: int, repeats: int) -> None:
+    """Causal attention alone, bf16 random data: `tokens` in all, `width` = heads x head dim. shapes: (sequence length, head dim)."""
+    for S, H in shapes:
+        B, N = max(1, tokens // S), max(1, width // H)
+        q, k, v, dout = (jax.random.normal(key, (B, S, N, H), jnp.bfloat16) for key in jax.random.split(jax.random.key(S + H), 4))
+        flops, reference = 4 * B * N * S * S * H / 2, None
+        for name in implementations:
+            row = {"seq": S, "head_dim": H, "heads": N, "batch": B, "attention": name}
+            with reported(**row):
+                chosen: Any = None if name == "auto" else name
+                forward = jax.jit(lambda q, k, v, chosen=chosen: flash_attention(q, k, v, implementation=chosen))
+                both = jax.jit(lambda q, k, v, dout, f=forward: _out_and_grads(f, q, k, v, dout))
+                found = [np.asarray(x, np.float32) for x in both(q, k, v, dout)]
+                reference = reference or found
+                errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, reference, strict=True)]
+                times = _per_call(lambda f=forward: f(q, k, v), repeats), _per_call(lambda f=both: f(q, k, v, dout), repeats)
+                rates = {"fwd_tflops": flops / times[0] / 1e12, "fwd_bwd_tflops": 3.5 * flops / times[1] / 1e12}
+                emit(**row, fwd_ms=1e3 * times[0], fwd_bwd_ms=1e3 * times[1], **rates, rel_difference=max(errors))
+
+
+def _out_and_grads(f: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
+    out, pull = jax.vjp(f, q, k, v)
+    return out, *pull(dout)
+
+
+def _per_call(f: Callable[[], Any], repeats: int) -> float:
+    """Seconds of one call among `repeats` queued at once (so that the host's part is hidden); median of five such rows."""
+    jax.block_until_ready(f())
+    times = []
+    for _ in range(5):
+        before = time.perf_counter()
+        for _ in range(repeats):
+            out = f()
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - before) / repeats)
+    return statistics.median(times)
+
+
+TASKS = {f.__name__: f for f in (probe, speed, losses, rerun, train, attention)}
+
+if __name__ == "__main__":
+    TASKS[sys.argv[1]](**json.loads(sys.argv[2]))
+    print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules]), flush=True)

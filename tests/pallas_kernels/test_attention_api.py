@@ -1,0 +1,175 @@
+"""The door: which implementation serves a call, why the others do not, and what it says about wrong arguments."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels
+from pallas_kernels import Problem, Unsupported, choose, describe, flash_attention
+from pallas_kernels.attention.api import IMPLEMENTATIONS
+
+COMPILE_BUDGET = 0
+
+
+def shapes(S: int = 256, T: int = 256, N: int = 8, K: int = 2, H: int = 64, Hv: int | None = None, B: int = 2, dtype="bfloat16"):
+    q, k, v = (B, S, N, H), (B, T, K, H), (B, T, K, H if Hv is None else Hv)
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (q, k, v))
+
+
+def ids(B: int, length: int):
+    return jax.ShapeDtypeStruct((B, length), jnp.int32)
+
+
+problems = st.builds(
+    lambda S, T, H, Hv, causal, **rest: Problem(
+        q_shape=(2, S, 4, H), k_shape=(2, T, 2, H), v_shape=(2, T, 2, Hv), scale=1.0, causal=causal, **rest
+    ),
+    S=st.sampled_from([1, 128, 200]),
+    T=st.sampled_from([1, 128, 200]),
+    H=st.sampled_from([20, 64, 128, 192, 256, 512]),
+    Hv=st.sampled_from([64, 128]),
+    causal=st.booleans(),
+    platform=st.sampled_from(["cpu", "gpu", "tpu"]),
+    capability=st.sampled_from([(7, 5), (8, 0), (9, 0), (10, 0)]),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
+    window=st.none() | st.just(16),
+    softcap=st.none() | st.just(30.0),
+    q_offset=st.none() | st.sampled_from([0, 128]),
+    segments=st.booleans(),
+    sinks=st.booleans(),
+    return_lse=st.booleans(),
+)
+
+
+@settings(deadline=None)
+@given(problems)
+def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem: Problem) -> None:
+    choice = choose(problem)
+    assert choice == choose(problem)
+    assert choice.name not in choice.rejected
+    assert all(reason for reason in choice.rejected.values())
+    before = list(IMPLEMENTATIONS)[: list(IMPLEMENTATIONS).index(choice.name)]
+    assert set(before) <= set(choice.rejected)
+
+
+@settings(deadline=None)
+@given(problems)
+def test_cudnn_serves_exactly_what_it_can(problem: Problem) -> None:
+    H, features = problem.q_shape[3], (problem.softcap, problem.segments or None, problem.sinks or None, problem.return_lse or None)
+    can = (
+        problem.platform == "gpu"
+        and problem.capability >= (8, 0)
+        and problem.dtype in ("bfloat16", "float16")
+        and H % 8 == 0
+        and (256 if problem.capability >= (9, 0) else 128) >= H == problem.v_shape[3]
+        and all(feature is None for feature in features)
+        and (problem.q_offset == 0 or not problem.causal)
+        and (problem.window is None or problem.q_shape[1] == problem.k_shape[1])
+    )
+    assert (choose(problem).name == "cudnn") == can
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"platform": "cpu"}, "NVIDIA GPU, and the platform is cpu"),
+        ({"softcap": 30.0}, "no soft cap"),
+        ({"segment_ids": ids(2, 256)}, "no packed documents"),
+        ({"sinks": jax.ShapeDtypeStruct((8,), jnp.float32)}, "no sinks"),
+        ({"q_offset": 256}, "q_offset must be 0"),
+        ({"return_lse": True}, "drops the gradient"),
+    ],
+)
+def test_an_explicit_implementation_that_cannot_serve_says_why(kwargs: dict, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        flash_attention(*shapes(), implementation="cudnn", **({"platform": "gpu"} | kwargs))
+
+
+def test_every_reason_is_given_at_once() -> None:
+    problem = describe(*shapes(H=320, Hv=64, dtype="float32"), window=4, platform="cuda", capability=(9, 0))
+    reasons = choose(problem).rejected["cudnn"]
+    for part in ("float32", "not 320", "64 is not 320"):
+        assert part in reasons
+    assert "NVIDIA" not in reasons
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kwargs", "message"),
+    [
+        ({"N": 6, "K": 4}, {}, "6 query heads do not divide over 4 kv heads"),
+        ({"S": 0}, {}, "at least 1"),
+        ({"dtype": "int8"}, {}, "one dtype of bfloat16, float16, float32, float64, got int8"),
+        ({}, {"window": 0}, "window must be a whole number of at least 1"),
+        ({}, {"window": 4, "causal": False}, "window=4 needs causal=True"),
+        ({}, {"softcap": -1.0}, "softcap must be a positive Python number, got -1.0"),
+        ({}, {"scale": np.ones(2)}, "scale must be a positive Python number"),
+        ({}, {"q_offset": np.ones(2, int)}, "q_offset must be one integer"),
+        ({}, {"q_offset": 1.5}, "q_offset must be one integer"),
+        ({}, {"segment_ids": ids(2, 255)}, r"segment_ids must be integers of shape \(2, 256\), got int32 \(2, 255\)"),
+        ({}, {"kv_segment_ids": ids(2, 256)}, "kv_segment_ids needs segment_ids"),
+        ({"T": 128}, {"segment_ids": ids(2, 256)}, "256 queries and 128 keys give kv_segment_ids too"),
+        ({}, {"sinks": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"sinks must be floats of shape \(8,\)"),
+        ({}, {"implementation": "triton"}, "implementation must be one of cudnn, xla or None, got 'triton'"),
+    ],
+)
+def test_wrong_arguments(arrays: dict, kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*shapes(**arrays), **kwargs)
+
+
+def test_all_faults_at_once() -> None:
+    q, k, v = shapes()
+    with pytest.raises(ValueError, match=r"same batch size.*same head dim.*softcap.*window"):
+        flash_attention(q, jax.ShapeDtypeStruct((3, 256, 2, 32), k.dtype), v, window=-1, softcap=0.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=5), min_size=3, max_size=3), st.integers(-2, 4), st.booleans())
+def test_describe_gives_a_problem_or_a_value_error(dims: list[list[int]], window: int, causal: bool) -> None:
+    q, k, v = (jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in dims)
+    try:
+        problem = describe(q, k, v, window=window, causal=causal)
+    except ValueError as error:
+        assert str(error).startswith("flash_attention: ")
+    else:
+        assert choose(problem).name == "xla"
+        assert problem.q_shape[2] % problem.k_shape[2] == 0
+
+
+def test_a_traced_offset_is_unknown_and_a_number_is_not() -> None:
+    offsets = []
+    jax.make_jaxpr(lambda i: offsets.append(describe(*shapes(), q_offset=i).q_offset))(3)
+    assert offsets == [None]
+    assert describe(*shapes(), q_offset=np.int64(3)).q_offset == 3
+
+
+def test_the_package_exports_what_it_says() -> None:
+    assert all(hasattr(pallas_kernels, name) for name in pallas_kernels.__all__)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "config"),
+    [
+        ({}, {"mask_type": "CAUSAL", "sliding_window_length": "0", "fmha_scale": "0.125"}),
+        ({"window": 128}, {"mask_type": "CAUSAL", "sliding_window_length": "128"}),
+        ({"causal": False, "scale": 0.5}, {"mask_type": "NO_MASK", "fmha_scale": "0.5"}),
+    ],
+)
+def test_cudnn_is_asked_for_the_same_attention(kwargs: dict, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered for CUDA without a GPU: the custom calls, forward and backward, carry our mask, window and scale."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+
+    def loss(q, k, v):
+        return flash_attention(q, k, v, platform="gpu", **kwargs).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @__cudnn$fmha" in line]
+    assert len(calls) == 2 and "Backward" in calls[1]
+    for call in calls:
+        found = dict(re.findall(r'"(\w+)": "?([\w.]+)', call.replace(r"\22", '"')))
+        assert {name: found[name] for name in config} == config
