@@ -60,13 +60,14 @@ class Lab:
         return rows
 
     def start(self, task: str, *, flags: str = "", platform: str = "", cache: str = "", **arguments: Any) -> tuple[subprocess.Popen, Path, Path]:
-        """(process, its stdout, its stderr). cache: name of a compilation cache to share; empty: none."""
+        """(process, its stdout, its stderr). cache: name of a compilation cache to share ("tuned": also its timings of matmuls); empty: none."""
         self.n += 1
         out, err = (self.directory / f"{self.n}-{task}.{kind}" for kind in ("out", "err"))
-        platform = "cpu" if self.dry_run else platform
+        platform, cache = ("cpu", "dry-run") if self.dry_run else (platform, cache)
         environment = dict(os.environ) | {
             "XLA_FLAGS": " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flags, "--xla_backend_optimization_level=0" if self.dry_run else ""])),
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / cache) if cache else "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir" if cache == "tuned" else "none",
             **({"JAX_PLATFORMS": platform} if platform else {}),
         }  # fmt: skip
         command = [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), task, json.dumps(arguments)]
@@ -93,14 +94,15 @@ class Lab:
 def speed(lab: Lab) -> Iterator[Table]:
     """GPT-2 124M in bf16, 32 sequences of 1,024 tokens a step, no rematerialisation."""
     variants = [{"attention": name} for name in lab.implementations]
-    rows = lab.run("speed", **lab.gpt2(32), variants=variants, steps=3 if lab.dry_run else 20)
+    rows = lab.run("speed", cache="speed", **lab.gpt2(32), variants=variants, steps=3 if lab.dry_run else 20)
     yield "Train step by attention", rows, f"{speed.__doc__} Medians; high water: of the process so far; program: what the compiler plans."
 
 
 def losses(lab: Lab) -> Iterator[Table]:
     """The first steps of a two-layer GPT with heads of 64."""
     run = lab.gpt2(8)
-    run["changes"]["model"] = {**TINY, "d_model": 128, "seq_len": 64 if lab.dry_run else 256, "vocab_size": 512, "loss_chunk": 1024}
+    if not lab.dry_run:
+        run["changes"]["model"] = {**TINY, "d_model": 128, "seq_len": 256, "vocab_size": 512, "loss_chunk": 1024}
     exact = {"dtype": "float32", "attention": "xla", "precision": "highest"}
     bf16 = [{"dtype": "bfloat16", "attention": name, "precision": "default"} for name in lab.implementations]
     steps = 3 if lab.dry_run else 6
@@ -146,7 +148,7 @@ def rerun(lab: Lab) -> Iterator[Table]:
 def resume(lab: Lab) -> Iterator[Table]:
     """Eight steps straight, against four, kill -9 in the fifth or later, and a new process that goes on from the checkpoint."""
     half, shared = 4, {**lab.gpt2(8, layers=4), "save_at": 4}
-    same = {"flags": DETERMINISTIC, "cache": "resume-cache"}
+    same = {"flags": DETERMINISTIC, "cache": "resume"}
 
     def at(name: str) -> dict[str, Any]:
         (directory := lab.directory / name).mkdir(exist_ok=True)
@@ -177,7 +179,8 @@ def layouts(lab: Lab) -> Iterator[Table]:
     """GPT-2 124M in bf16, 32 sequences of 1,024 tokens a step, attention=auto; from the smallest plan to the largest."""
     variants = [{"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
     variants = [{"microbatches": 1, "remat": "none", "attention": "auto"} | variant for variant in variants]
-    rows = lab.run("speed", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
+    rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
+    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in rows]  # not cold
     yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far, so that of a row where it grew."
 
 

@@ -55,7 +55,7 @@ def test_files_are_short() -> None:
         ("import configs.gpt_tiny, configs.gpt_175b", ["tyro", "grain", "tensorboardX", "flax", "optax"]),
         (
             "import mesh_lm.model.decoder, mesh_lm.step, mesh_lm.checkpoint, mesh_lm.check, mesh_lm.data.sequences",
-            ["tyro", "grain", "tensorboardX", "tokenizers", "rich", "matplotlib"],
+            ["tyro", "grain", "tensorboardX", "tokenizers", "matplotlib"],
         ),
     ],
 )

@@ -64,7 +64,7 @@ class DecoderConfig(ModelConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
     remat: Literal["none", "full", "save_names", "offload"] = "none"
-    """What the backward recomputes. full: each block; save_names: all but q, k, v, attention and MLP hidden; offload: those, kept in host memory."""
+    """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: as save_names, kept in host memory."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
     loss_chunk: int = 1024

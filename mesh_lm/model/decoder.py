@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model.config import DecoderConfig
@@ -19,8 +20,9 @@ from mesh_lm.model.embedding import lookup
 from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, rope_table
 from sharding_rules import Shard
 
-SAVED_NAMES = ("q", "k", "v", "attention", "mlp_hidden")
-"""What remat=save_names keeps of a block, and remat=offload moves to the host: what is dear to recompute and used by the backward."""
+SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
+"""What remat=save_names keeps of a block, and remat=offload moves to the host: the results of matmuls and of the attention kernel, which are
+all that is dear to compute again; norms and the nonlinearity are not kept."""
 
 
 class Block(nnx.Module):
@@ -35,7 +37,8 @@ class Block(nnx.Module):
         self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, dropout: Dropout | None
     ) -> jax.Array:
         with jax.named_scope("attention"):
-            x_BSD = self._add(x_BSD, self.attention(self._enter(self.attention_norm(x_BSD)), rope, segment_ids, window), dropout, 0)
+            y_BSD = self.attention(self._enter(self.attention_norm(x_BSD)), rope, segment_ids, window)
+            x_BSD = checkpoint_name(self._add(x_BSD, y_BSD, dropout, 0), "mid_residual")
         with jax.named_scope("mlp"):
             return self._add(x_BSD, self.mlp(self._enter(self.mlp_norm(x_BSD))), dropout, 1)
 

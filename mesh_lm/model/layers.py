@@ -131,8 +131,7 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
-        out = checkpoint_name(self._attend(q, k, v, segment_ids, window), "attention")
-        return self.out(shard(out, "batch", "seq", "heads", "head_dim"))
+        return self.out(shard(self._attend(q, k, v, segment_ids, window), "batch", "seq", "heads", "head_dim"))
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None) -> jax.Array:
         """The kernel, on each device's own sequences and heads."""
@@ -145,10 +144,9 @@ class Attention(nnx.Module):
                 # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
-            implementation = None if config.attention == "auto" else config.attention
-            softcap = config.softcap or None
             return flash_attention(
-                q, k, v, window=window, softcap=softcap, segment_ids=segment_ids, sinks=sinks, implementation=implementation
+                q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, sinks=sinks,
+                implementation=None if config.attention == "auto" else config.attention, platform=shard.mesh.devices.flat[0].platform,
             )  # fmt: skip
 
         q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))
@@ -171,9 +169,9 @@ class Mlp(nnx.Module):
         self.down = Linear("bsf,fd->bsd", weights, (f, d), ("mlp", "embed"), shard, std=weights.residual_std, bias_axes=("norm",))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        up = self.up(x_BSD)
+        up = checkpoint_name(self.up(x_BSD), "mlp_up")
         h = _swiglu(up) if self.config.activation == "swiglu" else _gelu(up)
-        return self.down(checkpoint_name(self.shard(h, "batch", "seq", "mlp"), "mlp_hidden"))
+        return self.down(self.shard(h, "batch", "seq", "mlp"))
 
 
 def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
