@@ -45,20 +45,19 @@ def main(argv: list[str]) -> int:
         # 5. State: restored onto whatever mesh this run has, or initialised sharded in place.
         restored = checkpoints.restore(abstract_state(blueprint, optimizer), corpus=corpus.name)
         state = restored.state if restored else init_state(blueprint, optimizer, config.seed)
-        first, position = (restored.step, restored.position) if restored else (0, 0)
+        first, start = (restored.step, restored.position) if restored else (0, 0)
 
         # 6. The loop.
         with Monitor(config, blueprint, corpus, first) as monitor:
             if restored:
                 monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in restored.changed))
-            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), batches.train(position), strict=False):
+            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), batches.train(start), strict=False):
                 state, metrics = step(state, batch)
                 monitor.step(n, metrics)
                 last = n == config.train.steps
                 if last or (config.train.eval_every and n % config.train.eval_every == 0):
                     with monitor.paused():
-                        heldout = batches.heldout(limit=0 if last else config.train.eval_sequences)
-                        monitor.heldout(n, mean_loss(evaluation, state["params"], heldout))
+                        monitor.heldout(n, mean_loss(evaluation, state["params"], batches.heldout()))
                 if last or stop.requested or checkpoints.due(n):
                     checkpoints.save(n, state, position=position, corpus=corpus.name)
                 if stop.requested:

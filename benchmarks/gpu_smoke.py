@@ -1,15 +1,13 @@
 """Everything worth knowing from a rare hour on a GPU, in one command under 8 minutes: python benchmarks/gpu_smoke.py
 
-Parts: speed and memory of a GPT-2 train step by attention implementation, losses against the CPU's, bitwise reruns, kill -9 and resume,
-microbatches and rematerialisation, attention alone. Each runs in processes of its own with a time limit, so that none takes the others with
-it, and the results are written after each. Needs jax, flax, optax, orbax-checkpoint and numpy. `--dry-run` takes the same way on a CPU, tiny.
+Parts: speed and memory of a GPT-2 train step by attention implementation, losses against the CPU's, kill -9 and resume, attention alone,
+bitwise reruns, microbatches and rematerialisation. Each runs in processes of its own with a time limit, so that none takes the others
+with it, and the results are written after each. Needs jax, flax, optax, orbax-checkpoint and numpy. `--dry-run` goes the same way on a CPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,74 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, Record, Row, options, slug, versions
+from gpu_lab import TINY, Lab
+from record import Record, Row, options, versions
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-TINY = {"vocab_size": 256, "seq_len": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "vocab_multiple": 16, "loss_chunk": 64}
 Table = tuple[str, list[Row], str]
-
-
-class Lab:
-    """Runs tasks of gpu_worker.py until `deadline` (time.monotonic), and keeps what goes wrong."""
-
-    def __init__(self, directory: Path, dry_run: bool) -> None:
-        self.directory, self.dry_run, self.deadline = directory, dry_run, time.monotonic() + 90
-        self.problems: list[str] = []
-        self.modules: set[str] = set()
-        self.implementations = ["xla", "auto"]
-        self.n = 0
-
-    def left(self) -> float:
-        """Seconds until this part must end."""
-        return self.deadline - time.monotonic()
-
-    def run(self, task: str, *, flags: str = "", platform: str = "", cache: str = "", **arguments: Any) -> list[Row]:
-        """The rows of a task; those without result, a failed process and a time limit are noted as problems."""
-        what = f"{task} {flags} {platform}".strip()
-        if self.left() < 1:
-            self.problems.append(f"{what}: not started, no time left")
-            return []
-        process, out, err = self.start(task, flags=flags, platform=platform, cache=cache, **arguments)
-        try:
-            process.wait(timeout=max(1, self.left()))
-        except subprocess.TimeoutExpired:
-            self.problems.append(f"{what}: stopped at the time limit")
-        finally:
-            process.kill()
-            process.wait()
-        rows = self.rows(out)
-        self.problems += [f"{what}: {({k: v for k, v in row.items() if k != 'error'})}: {row['error']}" for row in rows if "error" in row]
-        if process.returncode > 0:
-            self.problems.append(f"{what}: exit status {process.returncode}: {' / '.join(err.read_text().strip().splitlines()[-3:])[-600:]}")
-        return rows
-
-    def start(self, task: str, *, flags: str = "", platform: str = "", cache: str = "", **arguments: Any) -> tuple[subprocess.Popen, Path, Path]:
-        """(process, its stdout, its stderr). cache: name of a compilation cache to share ("tuned": also its timings of matmuls); empty: none."""
-        self.n += 1
-        out, err = (self.directory / f"{self.n}-{task}.{kind}" for kind in ("out", "err"))
-        platform, cache = ("cpu", "dry-run") if self.dry_run else (platform, cache)
-        environment = dict(os.environ) | {
-            "XLA_FLAGS": " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flags, "--xla_backend_optimization_level=0" if self.dry_run else ""])),
-            "JAX_COMPILATION_CACHE_DIR": str(self.directory / cache) if cache else "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir" if cache == "tuned" else "none",
-            **({"JAX_PLATFORMS": platform} if platform else {}),
-        }  # fmt: skip
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), task, json.dumps(arguments)]
-        with out.open("w") as stdout, err.open("w") as stderr:
-            return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
-
-    def rows(self, out: Path) -> list[Row]:
-        """What a task has printed so far."""
-        lines = [line.partition(" ") for line in out.read_text().splitlines()]
-        self.modules |= {name for kind, _, text in lines if kind == "MODULES" for name in json.loads(text)}
-        return [json.loads(text) for kind, _, text in lines if kind == "ROW"]
-
-    def gpt2(self, batch: int, layers: int = 12) -> dict[str, Any]:
-        """The directory and the config of a GPT-2 124M in bf16 (tiny in a dry run), with a schedule that learns from the first step on."""
-        model = TINY if self.dry_run else {"n_layers": layers}
-        train = {"global_batch": 8 if self.dry_run else batch, "microbatches": 1, "steps": 1000}
-        optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if self.dry_run else 1e-3}
-        return {"directory": str(self.directory), "changes": {"model": model, "train": train, "optimizer": optimizer}}
 
 
 # The parts: each yields tables as soon as they are measured.
@@ -110,25 +45,27 @@ def losses(lab: Lab) -> Iterator[Table]:
     found = lab.run("losses", **run, variants=[exact, exact | {"precision": "default"}, *bf16], steps=steps)
     runs = {f"{where} {row['dtype']} {row['attention']} {row['precision']}": row
             for where, rows in (("cpu", wanted), ("device", found)) for row in rows if "losses" in row}  # fmt: skip
-    yield "Losses of the first steps", [{"step": i + 1, **{name: row["losses"][i] for name, row in runs.items()}} for i in range(steps)], losses.__doc__ or ""
+    rows = [{"step": i + 1, **{name: row["losses"][i] for name, row in runs.items()}} for i in range(steps)]
+    yield "Losses of the first steps", rows, losses.__doc__ or ""
     cpu, gpu = "cpu float32 xla highest", "device float32 xla highest"
     pairs = [(gpu, cpu, 1e-5), ("device float32 xla default", cpu, 1e-3)]
     pairs += [(f"device bfloat16 {name} default", cpu, 1e-2) for name in lab.implementations]
     pairs += [(f"device bfloat16 {name} default", "device bfloat16 xla default", 5e-3) for name in lab.implementations if name != "xla"]
-    rows = []
-    for one, other, tolerance in pairs:
-        if one in runs and other in runs:
-            worst = {key: max(abs(a - b) / abs(b) for a, b in zip(runs[one][key], runs[other][key], strict=True)) for key in ("losses", "grad_norms")}
-            rows.append({"run": one, "against": other, "loss_rel": worst["losses"], "tolerance": tolerance, "holds": worst["losses"] <= tolerance,
-                         "grad_norm_rel": worst["grad_norms"]})  # fmt: skip
-    lab.problems += [f"{row['run']} is {row['loss_rel']:.1e} from {row['against']}, over {row['tolerance']}" for row in rows if not row["holds"]]
+    rows = [agreement(one, runs[one], other, runs[other], tolerance) for one, other, tolerance in pairs if {one, other} <= runs.keys()]
+    lab.problems += [f"{row['run']}: loss {row['loss_rel']:.1e} from {row['against']}" for row in rows if not row["holds"]]
     yield "Agreement", rows, "Largest relative difference over the steps. highest: fp32 matmuls in fp32; default: in TF32 on a GPU."
+
+
+def agreement(one: str, a: Row, other: str, b: Row, tolerance: float) -> Row:
+    """How far apart two runs of `losses` are; `tolerance` is that of the losses."""
+    loss, norm = (max(abs(x - y) / abs(y) for x, y in zip(a[key], b[key], strict=True)) for key in ("losses", "grad_norms"))
+    return {"run": one, "against": other, "loss_rel": loss, "tolerance": tolerance, "holds": loss <= tolerance, "grad_norm_rel": norm}
 
 
 def rerun(lab: Lab) -> Iterator[Table]:
     """Leaves of the state (parameters and both moments) that differ in some bit between two runs of the same steps from the same seed."""
     rows: list[Row] = []
-    for name in (["auto"] if lab.dry_run else ["auto", "xla"]):
+    for name in ["auto"] if lab.dry_run else ["auto", "xla"]:
         for flags in (DETERMINISTIC, ""):
             if rows and lab.left() < 45 and not lab.dry_run:
                 break  # the first row matters most; the others are taken while there is time
@@ -155,7 +92,7 @@ def resume(lab: Lab) -> Iterator[Table]:
         return {**shared, "directory": str(directory)}
 
     straight = lab.run("train", **same, **at("straight"), steps=2 * half)
-    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)
+    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)  # until it is killed
     saved = lab.directory / "killed" / "run" / "checkpoints" / str(half)
     while process.poll() is None and lab.left() > 0 and not saved.exists():
         time.sleep(0.05)
@@ -163,7 +100,7 @@ def resume(lab: Lab) -> Iterator[Table]:
     process.kill()
     process.wait()
     if status is not None or not saved.exists():
-        lab.problems.append(f"the run to be killed ended before, or was too slow: {' / '.join(err.read_text().strip().splitlines()[-2:])[-400:]}")
+        lab.note("the run to be killed ended before, or was too slow", err)
         return
     resumed = lab.run("train", **same, **at("killed"), steps=2 * half)
     if straight and resumed:
@@ -178,14 +115,15 @@ def resume(lab: Lab) -> Iterator[Table]:
 def layouts(lab: Lab) -> Iterator[Table]:
     """GPT-2 124M in bf16, 32 sequences of 1,024 tokens a step, attention=auto; from the smallest plan to the largest."""
     variants = [{"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
+    variants = variants[:2] + variants[3:] if lab.dry_run else variants
     variants = [{"microbatches": 1, "remat": "none", "attention": "auto"} | variant for variant in variants]
     rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
     rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in rows]  # not cold
-    yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far, so that of a row where it grew."
+    yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew."
 
 
 def kernels(lab: Lab) -> Iterator[Table]:
-    """Causal attention alone in bf16: 16,384 tokens, heads x head dim = 2,048. FLOPs: 2 S^2 H a head forward, 3.5 times that with backward."""
+    """Causal attention alone in bf16: 16,384 tokens, heads x head dim = 2,048. FLOPs a head: 2 S^2 H forward, 3.5 times that in all."""
     shapes = [[32, 8], [64, 16]] if lab.dry_run else [[4096, 128], [1024, 64], [16384, 128], [4096, 64], [1024, 128], [16384, 64]]
     sizes = {"tokens": 64, "width": 32, "repeats": 2} if lab.dry_run else {"tokens": 16384, "width": 2048, "repeats": 5}
     rows = lab.run("attention", shapes=shapes, implementations=lab.implementations, **sizes)
@@ -199,7 +137,7 @@ class Part:
     """Its share of the time; what a part leaves over goes to those after it."""
 
 
-PARTS = (Part(speed, 95), Part(losses, 65), Part(resume, 70), Part(kernels, 70), Part(rerun, 80), Part(layouts, 75))
+PARTS = (Part(speed, 125), Part(losses, 60), Part(resume, 65), Part(kernels, 70), Part(rerun, 70), Part(layouts, 80))
 
 
 def main() -> int:
@@ -221,27 +159,24 @@ def main() -> int:
 
 def measure(lab: Lab, device: Row, output: Path, began: float) -> int:
     """Runs all parts; the exit status is 1 where one had a problem."""
-    driver = nvidia_driver()
-    installed = versions()
-    kind = " ".join([slug(device["device_kind"]), *(f"{name}{installed.get(name, '')}" for name in ("jax", "jaxlib", "flax")), f"driver{driver or '-none'}"])
+    driver, installed = nvidia_driver(), versions()
+    kind = " ".join([device["device_kind"], *(f"{name}{installed.get(name, '')}" for name in ("jax", "jaxlib", "flax")), f"driver{driver}"])
     record = Record("gpu_smoke-dry-run" if lab.dry_run else "gpu_smoke", output, kind=kind, device=device, driver=driver)
     summary: list[Row] = []
-    deadline = began
+    lab.deadline = began
     for part in PARTS:
-        start, lab.problems, status = time.monotonic(), [], "ok"
-        deadline += part.seconds
-        lab.deadline = deadline
+        start, lab.problems = time.monotonic(), []
+        lab.deadline += part.seconds
         try:
             for table in part.run(lab):
                 record.table(*table)
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
-        if lab.problems:
-            status = "FAILED"
-        summary.append({"part": part.run.__name__, "status": status, "seconds": round(time.monotonic() - start, 1), "problems": "; ".join(lab.problems)})
+        seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
+        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, "problems": "; ".join(lab.problems)})
         record.table("Parts", summary)
         record.write()
-    record.data["not_needed_but_imported"] = sorted(lab.modules)
+    record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
     path = record.write()
     print(f"\nimported though a GPU machine may lack it: {', '.join(sorted(lab.modules)) or 'nothing'}")
     print(f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/")

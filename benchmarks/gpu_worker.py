@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any
         with reported(**variant):
             model = {name: value for name, value in variant.items() if name != "microbatches"}
             train = {"microbatches": variant.get("microbatches", 1)}
-            emit(**variant, **_speed(Run(directory, {**changes, "model": changes["model"] | model, "train": changes["train"] | train}), steps))
+            run = Run(directory, {**changes, "model": changes["model"] | model, "train": changes["train"] | train})
+            emit(**variant, **_speed(run, steps))
 
 
 def _speed(run: Run, steps: int) -> Row:
@@ -154,23 +156,23 @@ def _speed(run: Run, steps: int) -> Row:
     step = lowered.compile()
     compiled = time.perf_counter()
     memory = step.memory_analysis()
-    state, times, losses = run.state(), [], []
+    state, times, found = run.state(), [], []
     jax.block_until_ready(state)
     for i in range(warm_up + steps):
         before = time.perf_counter()
         state, metrics = step(state, batches[i % 4])
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - before)
-        losses.append(metrics["loss"])
+        found.append(float(metrics["loss"]))
     seconds = statistics.median(times[warm_up:])
-    rate, first, last = run.config.tokens_per_step / seconds, float(losses[0]), float(losses[-1])
+    rate, first, last = run.config.tokens_per_step / seconds, found[0], found[-1]
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return {
-        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), "mfu": mfu(rate, run), "program_gib": program / 2**30,
-        "temp_gib": memory.temp_size_in_bytes / 2**30, "high_water_gib": peak and peak / 2**30, "trace_s": traced - began,
-        "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
-        **({} if last < first else {"error": f"the loss does not fall in {len(losses)} steps"}),
+        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), "mfu": mfu(rate, run),
+        "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "high_water_gib": peak and peak / 2**30,
+        "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
+        **({} if last < first else {"error": f"the loss does not fall in {len(found)} steps"}),
     }  # fmt: skip
 
 
@@ -212,18 +214,18 @@ def attention(shapes: list[list[int]], implementations: list[str], tokens: int, 
     """Causal attention alone, bf16 random data: `tokens` in all, `width` = heads x head dim. shapes: (sequence length, head dim)."""
     for S, H in shapes:
         B, N = max(1, tokens // S), max(1, width // H)
-        q, k, v, dout = (jax.random.normal(key, (B, S, N, H), jnp.bfloat16) for key in jax.random.split(jax.random.key(S + H), 4))
+        *qkv, dout = (jax.random.normal(key, (B, S, N, H), jnp.bfloat16) for key in jax.random.split(jax.random.key(S + H), 4))
         flops, reference = 4 * B * N * S * S * H / 2, None
         for name in implementations:
             row = {"seq": S, "head_dim": H, "heads": N, "batch": B, "attention": name}
             with reported(**row):
                 chosen: Any = None if name == "auto" else name
                 forward = jax.jit(lambda q, k, v, chosen=chosen: flash_attention(q, k, v, implementation=chosen))
-                both = jax.jit(lambda q, k, v, dout, f=forward: _out_and_grads(f, q, k, v, dout))
-                found = [np.asarray(x, np.float32) for x in both(q, k, v, dout)]
+                both = jax.jit(partial(_out_and_grads, forward))
+                found = [np.asarray(x, np.float32) for x in both(*qkv, dout)]
                 reference = reference or found
                 errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, reference, strict=True)]
-                times = _per_call(lambda f=forward: f(q, k, v), repeats), _per_call(lambda f=both: f(q, k, v, dout), repeats)
+                times = _per_call(partial(forward, *qkv), repeats), _per_call(partial(both, *qkv, dout), repeats)
                 rates = {"fwd_tflops": flops / times[0] / 1e12, "fwd_bwd_tflops": 3.5 * flops / times[1] / 1e12}
                 emit(**row, fwd_ms=1e3 * times[0], fwd_bwd_ms=1e3 * times[1], **rates, rel_difference=max(errors))
 

@@ -1,6 +1,6 @@
-"""What every benchmark leaves behind: a JSON file with all its numbers and a Markdown file with its tables. The one place that writes results.
+"""What every benchmark leaves behind: a JSON file with all its numbers and a Markdown file with its tables.
 
-Importing this file also makes the packages of this repository importable, installed or not.
+The one place that writes results. Importing this file also makes the packages of this repository importable, installed or not.
 """
 
 from __future__ import annotations
@@ -69,12 +69,21 @@ class Record:
 
     def __init__(self, name: str, directory: Path, *, kind: str = "", **facts: Any) -> None:
         """kind: what the host is, for the file name (default: its processor and cores). facts: anything else worth keeping."""
-        words = [word for word in sys.argv[1:] if not word.startswith("--output")]
+        words = re.sub(r"--output[= ]\S+", "", " ".join(sys.argv[1:])).split()
         here = machine()
-        self.directory, self.data = directory, {
-            "name": name, "date": datetime.date.today().isoformat(), "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
-            "machine": here, "versions": versions(), "xla_flags": os.environ.get("XLA_FLAGS", ""), **facts, "tables": {},
-        }  # fmt: skip
+        self.directory, self.data = (
+            directory,
+            {
+                "name": name,
+                "date": datetime.date.today().isoformat(),
+                "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
+                "machine": here,
+                "versions": versions(),
+                "xla_flags": os.environ.get("XLA_FLAGS", ""),
+                **facts,
+                "tables": {},
+            },
+        )
         self.stem = f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
 
     def table(self, title: str, rows: Sequence[Row], note: str = "") -> None:

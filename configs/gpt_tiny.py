@@ -7,11 +7,19 @@ from mesh_lm.model import DecoderConfig
 def get_config() -> TrainConfig:
     return TrainConfig(
         model=DecoderConfig(
-            vocab_size=4096, seq_len=256, n_layers=4, d_model=128, n_heads=4, dtype="float32", loss_chunk=2048,
-            positions="rotary", norm="rmsnorm", biases=False,
+            vocab_size=4096,
+            seq_len=256,
+            n_layers=4,
+            d_model=128,
+            n_heads=4,
+            dtype="float32",
+            loss_chunk=2048,
+            positions="rotary",
+            norm="rmsnorm",
+            biases=False,
         ),
         output="runs/gpt_tiny",
-        train=TrainLoop(steps=600, global_batch=16, eval_every=100, eval_sequences=128),
+        train=TrainLoop(steps=600, global_batch=16, eval_every=200),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
         data=DataConfig(path="stdlib", tokenizer_vocab=4096),
     )

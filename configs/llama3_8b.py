@@ -8,9 +8,21 @@ from sharding_rules import MeshConfig, preset
 def get_config() -> TrainConfig:
     return TrainConfig(
         model=DecoderConfig(
-            vocab_size=128_256, seq_len=8192, n_layers=32, d_model=4096, n_heads=32, n_kv_heads=8, d_ff=14_336, positions="rotary",
-            rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", biases=False, tied=False, remat="save_names",
-        ),  # fmt: skip
+            vocab_size=128_256,
+            seq_len=8192,
+            n_layers=32,
+            d_model=4096,
+            n_heads=32,
+            n_kv_heads=8,
+            d_ff=14_336,
+            positions="rotary",
+            rope_theta=500_000.0,
+            norm="rmsnorm",
+            activation="swiglu",
+            biases=False,
+            tied=False,
+            remat="save_names",
+        ),
         output="runs/llama3_8b",
         mesh=MeshConfig(data=-1, fsdp=8),
         rules=preset("hsdp"),

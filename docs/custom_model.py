@@ -7,7 +7,7 @@ Sizes: B batch, S sequence, D embed, G gates, E recurrent state.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from mesh_lm.config import DataConfig, LaunchConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model import Batch, Sums
+from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
 from sharding_rules import MeshConfig, Shard, preset
 
@@ -38,14 +39,15 @@ class RecurrentConfig(ModelConfig):
         return Recurrent(self, shard, rngs)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        return {"embed": ("d_model", self.d_model), "state": ("d_state", self.d_state), "vocab": ("vocab_size", self.vocab_size)}
+        sizes = {"seq_resid": "seq_len", "embed": "d_model", "state": "d_state", "vocab": "vocab_size"}
+        return {axis: (field, getattr(self, field)) for axis, field in sizes.items()}
 
     def flops_per_token(self) -> float:
         return 6 * (self.n_layers * 4 * self.d_model * self.d_state + self.vocab_size * self.d_model)
 
 
 class Recurrent(nnx.Module):
-    """Embedding -> n_layers blocks -> norm -> the embedding again as the head."""
+    """Embedding -> n_layers blocks -> norm -> the embedding again, as the head."""
 
     def __init__(self, config: RecurrentConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
@@ -59,28 +61,27 @@ class Recurrent(nnx.Module):
         self.gates = normal(D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"))
         self.out = normal((2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"))
 
-    def __call__(self, batch: Batch, dropout: Any) -> Sums:
+    def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
         x_BSD = self.hidden(batch)
         return cross_entropy(x_BSD, self.embedding[...], batch["labels"], batch["weights"], self.shard, vocab_size=self.config.vocab_size)
 
     def hidden(self, batch: Batch) -> jax.Array:
+        starts_BS = batch["positions"] == 0 if "positions" in batch else None  # of documents, where they are kept separate
+        x_BSD = lookup(self.embedding[...], batch["tokens"], self.shard, ("vocab", "embed"), self.config.dtype)
+        stacked = (self.scale[...], self.gates[...], self.out[...])
+        x_BSD, _ = lax.scan(lambda x, weights: (x + self.block(x, starts_BS, *weights), None), x_BSD, stacked)
+        return self.shard(rms_norm(x_BSD).astype(self.config.dtype), "batch", "seq_resid", "embed")
+
+    def block(self, x_BSD: jax.Array, starts_BS: jax.Array | None, *weights: jax.Array) -> jax.Array:
+        scale_D, gates_DGE, out_ED = weights
         shard, dtype = self.shard, self.config.dtype
-
-        def block(x_BSD: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-            scale_D, gates_DGE, out_ED = weights
-            h_BSD = shard((scale_D * rms_norm(x_BSD)).astype(dtype), "batch", "seq", "embed")
-            gates_BSGE = jnp.einsum("bsd,dge->bsge", h_BSD, shard.weight(gates_DGE.astype(dtype), "embed", "gate", "state"))
-            update, new, output = jnp.moveaxis(shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0)
-            keep_BSE = jax.nn.sigmoid(-update)
-            if "positions" in batch:  # documents are kept separate: the state starts anew where one does
-                keep_BSE = jnp.where(batch["positions"][..., None] == 0, 0, keep_BSE)
-            h_BSE = jax.nn.silu(output) * recurrence(keep_BSE, jax.nn.sigmoid(update) * new)
-            y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(out_ED.astype(dtype), "state", "embed")
-            return x_BSD + shard(y_BSD, "batch", "seq_resid", "embed"), None
-
-        x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), dtype)
-        x_BSD, _ = lax.scan(block, x_BSD, (self.scale[...], self.gates[...], self.out[...]))
-        return shard(rms_norm(x_BSD).astype(dtype), "batch", "seq_resid", "embed")
+        h_BSD = shard((scale_D * rms_norm(x_BSD)).astype(dtype), "batch", "seq", "embed")
+        gates_BSGE = jnp.einsum("bsd,dge->bsge", h_BSD, shard.weight(gates_DGE.astype(dtype), "embed", "gate", "state"))
+        update, new, output = jnp.moveaxis(shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0)
+        keep = jax.nn.sigmoid(-update) if starts_BS is None else jnp.where(starts_BS[..., None], 0, jax.nn.sigmoid(-update))
+        h_BSE = recurrence(keep, jax.nn.sigmoid(update) * new) * jax.nn.silu(output)
+        y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(out_ED.astype(dtype), "state", "embed")
+        return shard(y_BSD, "batch", "seq_resid", "embed")
 
     def logits(self, batch: Batch) -> jax.Array:
         head_VD = self.shard.weight(self.embedding[...].astype(self.config.dtype), "vocab", "embed")

@@ -1,6 +1,6 @@
 """A model before it has weights: its parameters' names, shapes and logical axes, and how to make a module of a dict of arrays.
 
-Outside the model everything is a plain dict, {"blocks.mlp.up.weight": array}: the optimizer, the checkpoints and the tests see no Flax class.
+Outside the model everything is a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
 """
 
 from __future__ import annotations

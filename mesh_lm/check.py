@@ -52,7 +52,11 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
     for axis, size in config.mesh.sizes().items():
         if size > 1 and axis not in used:
             fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
-            more = f" or rules such as {' or '.join(f'{config.rules.name}+{name}' for name in fits[:2])}" if fits else " (no preset cuts along it)"
+            more = (
+                f" or rules such as {' or '.join(f'{config.rules.name}+{name}' for name in fits[:2])}"
+                if fits
+                else " (no preset cuts along it)"
+            )
             yield f"mesh.{axis}={size}, but rules {config.rules.name!r} cut no activation along {axis}; set mesh.{axis}=1{more}"
 
 
@@ -60,7 +64,8 @@ def _weights_on_manual_axes(config: TrainConfig) -> Iterator[str]:
     for logical, entry in config.rules.params.items():
         for axis in axes_of(entry):
             if axis in MANUAL:
-                yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; to cut them along the batch use the mesh axis 'fsdp'"
+                fix = "to cut them along the batch use the mesh axis 'fsdp'"
+                yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
 
 
 def _sizes(config: TrainConfig) -> Iterator[str]:

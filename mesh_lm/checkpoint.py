@@ -75,20 +75,24 @@ class Checkpoints:
         if (step := self.latest()) is None:
             return None
         described = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), data=ocp.args.JsonRestore()))
-        self._compare_parameters(step, described.metadata["parameters"], _parameters(abstract))
-        if (saved := described.data["corpus"]) != corpus:
-            raise ConfigError(f"{self.directory}/{step} was trained on corpus {saved}, this config reads {corpus}; set another output, or that data")
+        self._compare_parameters(step, described["metadata"]["parameters"], _parameters(abstract))
+        if (saved := described["data"]["corpus"]) != corpus:
+            raise ConfigError(
+                f"{self.directory}/{step} was trained on corpus {saved}, this config reads {corpus}; set another output, or that data"
+            )
         restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)  # pyright: ignore[reportCallIssue]
-        state = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-        return Restored(step, state, described.data["position"], _differences(described.metadata["config"], as_dict(self.config)))
+        state = self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+        return Restored(step, state, described["data"]["position"], _differences(described["metadata"]["config"], as_dict(self.config)))
 
     def _compare_parameters(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
                     for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
         if problems:
             shown = "\n  - ".join(problems[:8]) + (f"\n  - and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise ConfigError(f"{self.directory}/{step} is a checkpoint of another model\n  - {shown}\nset another output, or that model's config")
+            raise ConfigError(
+                f"{self.directory}/{step} is a checkpoint of another model\n  - {shown}\nset another output, or that model's config"
+            )
 
     def _metadata(self, state: State) -> dict[str, Any]:
         versions = {"jax": jax.__version__, "orbax": ocp.__version__}

@@ -55,7 +55,7 @@ class TrainLoop:
     eval_every: int = 250
     """Steps between evaluations on the held-out text; 0: only at the end."""
     eval_sequences: int = 0
-    """Held-out sequences per evaluation before the last one; 0: all. The last evaluation always reads all of them."""
+    """Held-out sequences that an evaluation reads, evenly spaced over the held-out text; 0: all."""
     log_every: int = 10
     """Steps between two lines of the log."""
     sample_tokens: int = 128

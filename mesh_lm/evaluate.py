@@ -39,7 +39,9 @@ def sample(blueprint: Blueprint, params: Params, tokenizer: Any, n_tokens: int, 
     return tokenizer.decode(generate(blueprint, params, [tokenizer.eod], n_tokens, seed=seed)[1:])
 
 
-def generate(blueprint: Blueprint, params: Params, prompt: list[int], n_tokens: int, *, seed: int = 0, temperature: float = 0.8, top_k: int = 50) -> list[int]:
+def generate(
+    blueprint: Blueprint, params: Params, prompt: list[int], n_tokens: int, *, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+) -> list[int]:
     """Continues a prompt (token ids, at least one) by sampling; at most the model's seq_len - len(prompt) tokens.
 
     Every step runs the whole sequence through the model: right and simple, for the sample at the end of a run.

@@ -11,6 +11,7 @@ Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a c
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def cross_entropy(
         dx, dhead = grads
         return (dx * dout[0]).astype(dx.dtype), dhead * dout[0]
 
-    def run(x: jax.Array, head: jax.Array, with_grads: bool):  # noqa: ANN202
+    def run(x: jax.Array, head: jax.Array, with_grads: bool):
         x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
         row_spec, scalar, stored = shard.spec("activations", ("batch", "seq")), jax.P(), shard.stored("vocab", "embed")
         body = partial(
@@ -63,8 +64,8 @@ def _local(
     x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, *,
     stored: StoredWeight, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
     chunk: int, softcap: float, z_loss: float, with_grads: bool,
-) -> tuple[tuple[jax.Array, Sums], tuple[jax.Array | None, jax.Array | None]]:  # fmt: skip
-    """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head)."""
+) -> tuple[tuple[jax.Array, Sums], Any]:  # fmt: skip
+    """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head), or a pair of None."""
     vocab_by = axes_of(stored.used[0])
     dtype, out_shape = x.dtype, x.shape
     x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
@@ -78,10 +79,10 @@ def _local(
     rows = [jnp.pad(a.reshape(T, *a.shape[2:]), [(0, n * C - T)] + [(0, 0)] * (a.ndim - 2)) for a in (x, labels, weights)]
     rows = [a.reshape(n, C, *a.shape[1:]) for a in rows]
 
-    def over_vocab(reduce, value):  # noqa: ANN001, ANN202
+    def over_vocab(reduce, value):
         return reduce(value, vocab_by) if vocab_by else value
 
-    def step(carry, row):  # noqa: ANN001, ANN202
+    def step(carry, row):
         sums, dhead = carry
         x_CD, label_C, weight_C = row
         raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
@@ -108,8 +109,9 @@ def _local(
         dhead = dhead + jnp.einsum("cv,cd->vd", dz, x_CD, preferred_element_type=jnp.float32)
         return (sums, dhead), dx_CD
 
-    sums = dict.fromkeys(("loss", "weight", "z_loss"), jnp.zeros((), jnp.float32))
+    sums: Sums = {name: jnp.zeros((), jnp.float32) for name in ("loss", "weight", "z_loss")}
     dhead = jnp.zeros((V, D) if with_grads else (), jnp.float32)
+    dx: Any
     (sums, dhead), dx = lax.scan(step, (sums, dhead), rows) if n > 1 else step((sums, dhead), [a[0] for a in rows])
 
     if batch_by:

@@ -25,17 +25,25 @@ class Monitor:
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
         self._progress = Progress(
-            config.train.steps, first_step, log_every=config.train.log_every, tokens_per_step=config.tokens_per_step,
-            flops_per_token=config.model.flops_per_token(), n_devices=jax.device_count(), device_kind=device.device_kind, enabled=self.speaks,
+            config.train.steps,
+            first_step,
+            log_every=config.train.log_every,
+            tokens_per_step=config.tokens_per_step,
+            flops_per_token=config.model.flops_per_token(),
+            n_devices=jax.device_count(),
+            device_kind=device.device_kind,
+            enabled=self.speaks,
             bits_per_byte=lambda nats: bits_per_byte(nats, corpus.train_tokens, corpus.train_bytes),
-        )  # fmt: skip
+        )
         self._writer = Writer(self.output if self.speaks else None, first_step)
         self._profile = Profile(config.profile, self.output / "profile", first_step)
         self._late: tuple[int, dict[str, jax.Array]] | None = None
+        n_params = sum(math.prod(shape.shape) for shape in blueprint.shapes.values())
+        epochs = config.train.steps * config.tokens_per_step / corpus.train_tokens
         self._opening = [
-            f"{sum(math.prod(s.shape) for s in blueprint.shapes.values()) / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, "
-            f"{jax.device_count()} {device.device_kind} ({config.mesh}), rules {config.rules.name}",
-            f"corpus {corpus.directory.name}: {corpus.train_tokens:,} training tokens, {config.train.steps * config.tokens_per_step / corpus.train_tokens:.2f} epochs",
+            f"{n_params / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, rules {config.rules.name}, "
+            f"{jax.device_count()} {device.device_kind} ({config.mesh})",
+            f"corpus {corpus.name}: {corpus.train_tokens:,} training tokens, {epochs:.2f} epochs",
         ]
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -45,10 +53,16 @@ class Monitor:
         self._read(late)
 
     def heldout(self, step: int, loss: float) -> None:
-        """Notes a held-out loss in nats per token, beside what general compressors make of the same text."""
-        corpus, bpb = self.corpus, bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
+        """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
+        bpb = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
         self._writer.write(step, {"heldout_loss": loss, "heldout_bpb": bpb})
-        self.note(f"step {step}: held-out {bpb:.3f} bits per byte (gzip -9 {corpus.gzip_bits_per_byte:.3f}, xz -9 {corpus.xz_bits_per_byte:.3f})")
+        beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
+        self.note(f"step {step}: held-out {bpb:.3f} bits per byte ({beside or f'{self.config.train.eval_sequences} sequences'})")
+
+    def _yardsticks(self) -> dict[str, float]:
+        """Bits per byte of general compressors on the held-out text; none where only a part of it is evaluated."""
+        whole = not self.config.train.eval_sequences
+        return {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte} if whole else {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,7 +79,7 @@ class Monitor:
         """Draws the loss curve and keeps the generated text."""
         if not self.speaks:
             return
-        loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte})
+        loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", self._yardsticks())
         self.note(f"loss curve: {self.output / 'loss.png'}")
         if sample is not None:
             (self.output / "sample.txt").write_text(sample)

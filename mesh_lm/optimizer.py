@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +28,22 @@ class AdamW:
     """Length of the schedule."""
 
     def init(self, params: Params) -> Moments:
-        state = self._adam().init(params)
-        return {"mu": dict(state.mu), "nu": dict(state.nu)}  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue, reportArgumentType]
+        state = cast(optax.ScaleByAdamState, self._adam().init(params))
+        return {"mu": cast(Params, state.mu), "nu": cast(Params, state.nu)}
 
-    def update(self, grads: Params, norm: jax.Array, moments: Moments, params: Params, step: jax.Array, count: jax.Array) -> tuple[Params, Moments]:
+    def update(
+        self, grads: Params, norm: jax.Array, moments: Moments, params: Params, step: jax.Array, count: jax.Array
+    ) -> tuple[Params, Moments]:
         """New parameters and moments. norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far."""
         c = self.config
         if c.clip_norm:
             scale = jnp.minimum(1.0, c.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        direction, state = self._adam().update(grads, optax.ScaleByAdamState(count, moments["mu"], moments["nu"]))
+        adam = optax.ScaleByAdamState(count, cast(Any, moments["mu"]), cast(Any, moments["nu"]))
+        direction, after = cast(tuple[Params, optax.ScaleByAdamState], self._adam().update(cast(Any, grads), adam))
         rate = self.learning_rate(step)
         new = {name: p - rate * (direction[name] + (c.weight_decay * p if decays(name, p) else 0)) for name, p in params.items()}
-        return new, {"mu": dict(state.mu), "nu": dict(state.nu)}
+        return new, {"mu": cast(Params, after.mu), "nu": cast(Params, after.nu)}
 
     def learning_rate(self, step: jax.Array | int) -> jax.Array:
         """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
@@ -48,7 +52,9 @@ class AdamW:
         shapes = {
             "cosine": optax.cosine_decay_schedule(1.0, rest, alpha=end),
             "linear": optax.linear_schedule(1.0, end, rest),
-            "wsd": optax.linear_schedule(1.0, end, max(1, int(c.decay_fraction * self.steps)), max(0, rest - int(c.decay_fraction * self.steps))),
+            "wsd": optax.linear_schedule(
+                1.0, end, max(1, int(c.decay_fraction * self.steps)), max(0, rest - int(c.decay_fraction * self.steps))
+            ),
             "constant": optax.constant_schedule(1.0),
         }
         schedule = optax.join_schedules([optax.linear_schedule(0.0, 1.0, max(1, warm)), shapes[c.schedule]], [warm])

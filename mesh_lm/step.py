@@ -1,8 +1,8 @@
 """One optimizer step: gradients over microbatches, one reduction, one update.
 
-`value_and_grad(params, batch, key) -> (sums, grads)` is the contract of the microbatch engine. It is manual over {pipeline, data, sequence,
-expert} and leaves {fsdp, tensor} to XLA: what is not sharded over a manual axis is reduced over it exactly once per step, in fp32, after the
-last microbatch. Left to XLA, data-parallel gradients are all-reduced in bf16 at every layer of every microbatch.
+`value_and_grad(params, batch, key) -> (sums, grads)` is the contract of the microbatch engine. It is manual over {pipeline, data,
+sequence, expert} and leaves {fsdp, tensor} to XLA: what is not sharded over a manual axis is reduced over it exactly once per step, in
+fp32, after the last microbatch. Left to XLA, data-parallel gradients are all-reduced in bf16 at every layer of every microbatch.
 """
 
 from __future__ import annotations

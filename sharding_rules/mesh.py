@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,8 +66,8 @@ class MeshConfig:
         return f"; {' or '.join(choices)} would fit" if choices else ""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over `devices` (default: all), which `config` must fill exactly (MeshError).
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (jax.Device; default: all), which `config` must fill exactly (MeshError).
 
     Devices are ordered by the fast domain they sit in (slice, then process, then id), so the innermost axes stay inside a node.
     All axes are `AxisType.Auto`: XLA propagates shardings and inserts the collectives.

@@ -50,11 +50,15 @@ class Rules:
     def replace(self, name: str | None = None, **columns: Column) -> Rules:
         """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`."""
         if unknown := set(columns) - set(get_args(Kind)):
-            raise ShardingRuleError(f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}")
-        changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}
+            raise ShardingRuleError(
+                f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
+            )
+        changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
         return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
 
-    def spec(self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), mesh: Mesh | None = None, name: str = "tensor") -> PartitionSpec:
+    def spec(
+        self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), mesh: Mesh | None = None, name: str = "tensor"
+    ) -> PartitionSpec:
         """The PartitionSpec of a tensor whose dimensions are named `axes` (None: never sharded).
 
         Raises ShardingRuleError for an unknown logical axis, one mesh axis on two dimensions, a mesh axis that `mesh` does not have,
@@ -75,7 +79,8 @@ class Rules:
             for axis in axes_of(column[logical]):
                 if axis in owner:
                     raise ShardingRuleError(
-                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and {logical!r}; set one of them to None in rules.{kind}"
+                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and {logical!r}; "
+                        f"set one of them to None in rules.{kind}"
                     )
                 owner[axis] = logical
                 if mesh is not None and axis not in mesh.shape:
@@ -88,7 +93,9 @@ class Rules:
             entries.append(column[logical])
         return PartitionSpec(*entries)
 
-    def sharding(self, kind: Kind, axes: Sequence[str | None], mesh: Mesh, shape: Sequence[int] = (), name: str = "tensor") -> NamedSharding:
+    def sharding(
+        self, kind: Kind, axes: Sequence[str | None], mesh: Mesh, shape: Sequence[int] = (), name: str = "tensor"
+    ) -> NamedSharding:
         return NamedSharding(mesh, self.spec(kind, axes, shape, mesh, name))
 
     def mesh_axes(self) -> set[str]:

@@ -68,7 +68,9 @@ class Shard:
         gathered = []
         for logical, have, want in zip(axes, map(axes_of, spec), map(axes_of, used), strict=True):
             if have[: len(want)] != want:
-                raise ShardingRuleError(f"rules.gathered[{logical!r}]={want or None} must be the leading part of rules.params[{logical!r}]={have or None}")
+                raise ShardingRuleError(
+                    f"rules.gathered[{logical!r}]={want or None} must be the leading part of rules.params[{logical!r}]={have or None}"
+                )
             gathered.append(have[len(want) :])
         batch = axes_of(self.spec("activations", ("batch",))[0])
         return StoredWeight(spec, used, tuple(gathered), tuple(a for a in batch if not any(a in names for names in gathered)))

@@ -13,7 +13,9 @@ import pytest
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None)
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Tiny models, batches and the comparison that every parallel form must pass. Shared by the numerics tests; compiles each program once a run."""
+"""Tiny models, batches and the comparison that every parallel form must pass; each reference is compiled once a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
 
 SEQ, VOCAB, BATCH = 16, 250, 16
 
-_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "vocab_multiple": 16, "seq_len": SEQ, "n_layers": 2, "d_model": 32, "dtype": "float32", "loss_chunk": 24}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "vocab_multiple": 16,
+    "seq_len": SEQ,
+    "n_layers": 2,
+    "d_model": 32,
+    "dtype": "float32",
+    "loss_chunk": 24,
+}
 GPT = DecoderConfig(**_SIZES, n_heads=4, dropout=0.1)
 """Learned positions, LayerNorm, GELU, biases, tied head, dropout; a loss chunk that does not divide the tokens."""
 LLAMA = DecoderConfig(
@@ -76,7 +84,7 @@ def reference(config: DecoderConfig, separate: bool = False) -> Outcome:
 
 
 def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
-    """Per leaf, max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves): a leaf whose gradient is 0 in exact arithmetic is all noise."""
+    """Per leaf, max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves): where the exact gradient is 0, a leaf is all noise."""
     top = max(np.abs(w).max() for w in wanted.values())
     errors = {name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top) for name, w in wanted.items()}
     worst = max(errors, key=lambda name: errors[name])

@@ -16,14 +16,25 @@ MAY_IMPORT = {
     "configs": {"mesh_lm", "sharding_rules"},
     "train": {"mesh_lm", "sharding_rules"},
 }
-ONE_DOOR = {"tyro": "mesh_lm/cli.py", "grain": "mesh_lm/data/loader.py", "tensorboardX": "mesh_lm/report/writer.py", "tokenizers": "mesh_lm/data/tokenizer.py"}
+ONE_DOOR = {
+    "tyro": "mesh_lm/cli.py",
+    "grain": "mesh_lm/data/loader.py",
+    "tensorboardX": "mesh_lm/report/writer.py",
+    "tokenizers": "mesh_lm/data/tokenizer.py",
+}
 FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *ROOT.glob(f"{top}.py")))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level package) of every import in a file, deferred ones too."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
         for name in names:
             yield getattr(node, "lineno", 0), name.split(".")[0]
 

@@ -34,6 +34,6 @@ class Batches:
         """Endless (position after the batch, batch) from a global sample position on."""
         return Loader(self._train, position=position, **self._batching)
 
-    def heldout(self, limit: int = 0) -> Iterator[Batch]:
-        """One pass over the first `limit` held-out sequences (0: all)."""
-        return heldout(self._heldout, limit=limit, **self._batching)
+    def heldout(self) -> Iterator[Batch]:
+        """One pass over the held-out sequences, or over the config's `train.eval_sequences` of them, always the same."""
+        return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)

@@ -85,14 +85,14 @@ def heldout(
     prefetch: int,
     limit: int = 0,
 ) -> Iterator[Batch]:
-    """One pass over the first `limit` sequences (0: all), in batches like `Loader`'s.
+    """One pass over `limit` evenly spaced sequences (0: all), in batches like `Loader`'s.
 
     The last batch is filled up with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`,
     but any number of sequences will do.
     """
     layout = _Layout.of(global_batch, microbatches, sequences.seq_len, sharding)
     stop = min(limit or len(sequences), len(sequences))
-    with contextlib.closing(_read(_Rows(sequences, layout, 0, stop), threads, prefetch)) as batches:
+    with contextlib.closing(_read(_Rows(sequences, layout, 0, stop, len(sequences)), threads, prefetch)) as batches:
         for batch in batches:
             yield layout.place(batch)
 
@@ -147,13 +147,16 @@ class _Rows:
     """First global sample position."""
     stop: int
     """Positions from here on are repeats of the one before, at weight 0."""
+    spread: int = 0
+    """Positions 0 to stop are spread over this many; 0: taken as they are."""
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self._global_batch)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = self.start + index * self._global_batch + self.layout.rows
-        batch = self.sequences.rows(np.minimum(indices, self.stop - 1))
+        taken = np.minimum(indices, self.stop - 1)
+        batch = self.sequences.rows(taken * self.spread // self.stop if self.spread else taken)
         batch["weights"][indices >= self.stop] = 0.0
         return batch
 

@@ -64,7 +64,7 @@ class DecoderConfig(ModelConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
     remat: Literal["none", "full", "save_names", "offload"] = "none"
-    """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: as save_names, kept in host memory."""
+    """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
     loss_chunk: int = 1024
@@ -107,7 +107,9 @@ class DecoderConfig(ModelConfig):
         """Fields that contradict one another."""
         found = []
         if not self.head_dim and self.d_model % self.n_heads:
-            found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; set model.head_dim, or change one")
+            found.append(
+                f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; set model.head_dim, or change one"
+            )
         if self.n_heads % self.kv_heads:
             found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
         if self.n_layers % len(self.windows()):

@@ -21,8 +21,8 @@ from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, rope_table
 from sharding_rules import Shard
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
-"""What remat=save_names keeps of a block, and remat=offload moves to the host: the results of matmuls and of the attention kernel, which are
-all that is dear to compute again; norms and the nonlinearity are not kept."""
+"""What remat=save_names keeps of a block, and remat=offload moves to the host: results of matmuls and of the attention kernel, all that is
+dear to compute again; norms and the nonlinearity are not kept."""
 
 
 class Block(nnx.Module):
@@ -139,5 +139,3 @@ def remat(policy: str) -> Callable[[Callable], Callable]:
         names_which_can_be_saved=[], names_which_can_be_offloaded=list(SAVED_NAMES), offload_src="device", offload_dst="pinned_host"
     )
     return partial(jax.checkpoint, prevent_cse=False, policy=offload)
-
-

@@ -114,7 +114,14 @@ class Attention(nnx.Module):
             self.q = Linear("bsd,dnh->bsnh", weights, (d, n, h), ("embed", "heads", "head_dim"), shard)
             self.kv = Linear("bsd,dfkh->bsfkh", weights, (d, 2, k, h), ("embed", "fused", "kv_heads", "head_dim"), shard)
         self.out = Linear(
-            "bsnh,nhd->bsd", weights, (n, h, d), ("heads", "head_dim", "embed"), shard, n_in=2, std=weights.residual_std, bias_axes=("norm",)
+            "bsnh,nhd->bsd",
+            weights,
+            (n, h, d),
+            ("heads", "head_dim", "embed"),
+            shard,
+            n_in=2,
+            std=weights.residual_std,
+            bias_axes=("norm",),
         )
         if config.sinks:
             self.sinks = weights((n,), ("heads",), fill=0.0)
@@ -139,7 +146,7 @@ class Attention(nnx.Module):
         heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
 
-        def kernel(q, k, v, segment_ids, sinks):  # noqa: ANN001, ANN202
+        def kernel(q, k, v, segment_ids, sinks):
             if heads_by and not kv_by and config.kv_heads > 1:
                 # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)

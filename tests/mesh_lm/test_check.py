@@ -27,7 +27,16 @@ def test_configs_can_run_somewhere(name: str) -> None:
 
 
 def test_all_problems_at_once() -> None:
-    assert problems("model.n_heads=6", "model.positions=learned", "model.d_ff=510", "mesh.tensor=4", "mesh.data=2", "rules=megatron", "train.global_batch=9", "train.steps=0") == [
+    assert problems(
+        "model.n_heads=6",
+        "model.positions=learned",
+        "model.d_ff=510",
+        "mesh.tensor=4",
+        "mesh.data=2",
+        "rules=megatron",
+        "train.global_batch=9",
+        "train.steps=0",
+    ) == [
         "model.d_model=128 is not divisible by model.n_heads=6; set model.head_dim, or change one",
         "train.steps=0 must be at least 1",
         "model.n_heads=6 is not divisible by mesh.tensor=4 (rules.params: heads -> tensor); mesh.tensor can be 1, 2, 3, 6",
@@ -43,9 +52,13 @@ def test_all_problems_at_once() -> None:
         (["mesh.data=3"], "mesh has 3 devices (data=3) but 8 are visible; mesh.data=8 would fit"),
         (
             ["mesh.data=2", "mesh.tensor=4"],
-            "mesh.tensor=4, but rules 'ddp' cut no activation along tensor; set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
+            "mesh.tensor=4, but rules 'ddp' cut no activation along tensor; "
+            "set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
         ),
-        (["mesh.data=4", "mesh.pipeline=2"], "mesh.pipeline=2, but rules 'ddp' cut no activation along pipeline; set mesh.pipeline=1 (no preset cuts along it)"),
+        (
+            ["mesh.data=4", "mesh.pipeline=2"],
+            "mesh.pipeline=2, but rules 'ddp' cut no activation along pipeline; set mesh.pipeline=1 (no preset cuts along it)",
+        ),
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
         (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),
         (["model.window=64,0,0"], "model.n_layers=4 is not a multiple of the 3 entries of model.window"),
@@ -63,5 +76,8 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
 def test_weights_along_the_batch_belong_on_fsdp() -> None:
     config = load(TINY)
     config = dataclasses.replace(config, rules=config.rules.replace(params={"embed": "data"}))
-    with pytest.raises(ConfigError, match=r"rules.params\['embed'\]='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rules.params\['embed'\]='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
+    ):
         check(config, 8)

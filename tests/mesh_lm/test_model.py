@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, reference, shard_on
 
-from mesh_lm.cli import load
 from mesh_lm.blueprint import Blueprint
+from mesh_lm.cli import load
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model import DecoderConfig
 

@@ -22,7 +22,8 @@ COMPILE_BUDGET = 400
 ROOT = Path(__file__).parents[2]
 SHRUNK = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dtype": "float32",
-    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 0,
+    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 0,
+    "train.sample_tokens": 0,
     "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.cpu_devices": 0, "checkpoint.every": 0,
 }  # fmt: skip
 
@@ -62,7 +63,9 @@ def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
 
 def spawn(arguments: list[str], **options) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, **options
+    )
 
 
 def wait_for(condition, seconds: float = 120) -> None:
@@ -86,7 +89,14 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
 
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     """20 steps straight equal 10 steps, kill -9, and 10 more: all leaves, dropout and data order included."""
-    changes = {"train__steps": 20, "checkpoint__every": 10, "model__dropout": 0.1, "mesh__data": 4, "mesh__tensor": 2, "rules": "megatron_sp+zero1"}
+    changes = {
+        "train__steps": 20,
+        "checkpoint__every": 10,
+        "model__dropout": 0.1,
+        "mesh__data": 4,
+        "mesh__tensor": 2,
+        "rules": "megatron_sp+zero1",
+    }
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert train.main(arguments(straight, **changes)) == 0
 
@@ -110,7 +120,10 @@ def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) 
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert train.main(arguments(whole, **changes, mesh__data=8)) == 0
     shutil.copytree(whole / "checkpoints" / "4", moved / "checkpoints" / "4")
-    assert train.main(arguments(moved, **changes, mesh__data=2, mesh__fsdp=2, mesh__tensor=2, rules="hsdp+megatron", train__microbatches=2)) == 0
+    assert (
+        train.main(arguments(moved, **changes, mesh__data=2, mesh__fsdp=2, mesh__tensor=2, rules="hsdp+megatron", train__microbatches=2))
+        == 0
+    )
     np.testing.assert_allclose(losses(moved), losses(whole)[4:], rtol=1e-6)
 
 
@@ -128,7 +141,10 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
 def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
     assert train.main(arguments(tmp_path, train__steps=1)) == 0
     for changes, message in (
-        ({"model__d_model": 64}, r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 4, 8, 32, 'float32'\] in the"),
+        (
+            {"model__d_model": 64},
+            r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 4, 8, 32, 'float32'\] in the",
+        ),
         ({"model__tied": "false"}, "head: absent in the checkpoint"),
         ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
         ({"checkpoint__resume": "false"}, "already holds step 1 and checkpoint.resume is off"),
@@ -158,8 +174,10 @@ def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "mesh"),
-    [("ddp", {"data": 8}), ("zero1", {"data": 8}), ("zero2", {"data": 8}), ("fsdp", {"fsdp": 8, "data": 1}), ("hsdp", {"data": 2, "fsdp": 4}),
-     ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}), ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
+    [("ddp", {"data": 8}), ("zero1", {"data": 8}), ("zero2", {"data": 8}), ("fsdp", {"fsdp": 8, "data": 1}),
+     ("hsdp", {"data": 2, "fsdp": 4}),
+     ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}),
+     ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
 )  # fmt: skip
 def test_every_preset_by_command_line(arguments, tmp_path: Path, rules: str, mesh: dict[str, int]) -> None:
     assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0

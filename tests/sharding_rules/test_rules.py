@@ -21,7 +21,11 @@ def test_an_experiment_is_a_changed_row() -> None:
     ("axes", "shape", "message"),
     [
         (("embd", "mlp"), (), "layers.mlp.w_up('embd', 'mlp'): no params rule for logical axis 'embd'; did you mean 'embed'?"),
-        (("mlp", "heads"), (), "layers.mlp.w_up('mlp', 'heads'): mesh axis 'tensor' shards both 'mlp' and 'heads'; set one of them to None in rules.params"),
+        (
+            ("mlp", "heads"),
+            (),
+            "layers.mlp.w_up('mlp', 'heads'): mesh axis 'tensor' shards both 'mlp' and 'heads'; set one of them to None in rules.params",
+        ),
         (("embed", "mlp"), (8, 6), "layers.mlp.w_up: dimension 1 ('mlp', size 6) does not divide over 'tensor' (4 ways)"),
         (("embed", "mlp"), (8,), "layers.mlp.w_up('embed', 'mlp'): 2 logical axes for 1 dimensions (8,)"),
     ],
@@ -43,7 +47,9 @@ def test_a_column_that_is_not_there() -> None:
         PRESETS["ddp"].replace(param={"mlp": None})
 
 
-@pytest.mark.parametrize(("name", "suggestion"), [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: ddp")])
+@pytest.mark.parametrize(
+    ("name", "suggestion"), [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: ddp")]
+)
 def test_unknown_presets(name: str, suggestion: str) -> None:
     with pytest.raises(ShardingRuleError, match=suggestion):
         preset(name)
@@ -121,5 +127,16 @@ def test_tensor_neighbours_are_device_neighbours() -> None:
 
 def test_rules_are_plain_data() -> None:
     rules = PRESETS["zero1"]
-    assert Rules(**{"name": "zero1", "params": rules.params, "activations": rules.activations, "gradients": rules.gradients, "optimizer": rules.optimizer}) == rules
+    assert (
+        Rules(
+            **{
+                "name": "zero1",
+                "params": rules.params,
+                "activations": rules.activations,
+                "gradients": rules.gradients,
+                "optimizer": rules.optimizer,
+            }
+        )
+        == rules
+    )
     assert rules.as_dict()["optimizer"]["embed"] == ["data"]

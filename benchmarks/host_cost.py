@@ -1,0 +1,103 @@
+"""What the host costs per step: train.py's loop with a device step that does nothing. Target: 2 ms.
+
+The loader, the monitor, the checkpoints and the SIGTERM handler are the real ones of configs/gpt_tiny.py, used as train.py uses them; the
+step takes the real batch and gives metrics of the real names. No device's work hides anything here, so this is the worst case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from record import Record, Row, options
+
+from mesh_lm import launch
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import prepare
+from mesh_lm.monitor import Monitor
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import State, abstract_state, batch_sharding, train_step
+
+TARGET_MS = 2.0
+PARTS = ("next batch", "dispatch step", "monitor", "poll checkpoint and SIGTERM")
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+def no_op_step(config: TrainConfig, blueprint: Blueprint, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """A jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
+    optimizer = AdamW(config.optimizer, config.train.steps)
+    metrics = jax.eval_shape(train_step(blueprint, optimizer, config.seed), abstract_state(blueprint, optimizer), batch)[1]
+
+    @jax.jit
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        return {"step": state["step"] + 1}, {name: jnp.ones(m.shape, m.dtype) for name, m in metrics.items()}
+
+    return step
+
+
+def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
+    """Seconds of each part of each step, [steps - warm_up, parts]."""
+    blueprint, marks = tiny.blueprint(config), np.zeros((config.train.steps, len(PARTS) + 1))
+    clock = time.perf_counter
+    with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
+        corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
+        batches = Batches(config, corpus, batch_sharding(blueprint)).train(0)
+        position, batch = next(batches)
+        step, state = no_op_step(config, blueprint, batch), {"step": jnp.int32(0)}
+        with contextlib.closing(batches), Monitor(config, blueprint, corpus, 0) as monitor:
+            for n, mark in enumerate(marks, 1):
+                mark[0] = clock()
+                position, batch = next(batches)
+                mark[1] = clock()
+                state, metrics = step(state, batch)
+                mark[2] = clock()
+                monitor.step(n, metrics)
+                mark[3] = clock()
+                if stop.requested or checkpoints.due(n):
+                    checkpoints.save(n, state, position=position, corpus=corpus.name)
+                mark[4] = clock()
+    return np.diff(marks, axis=1)[warm_up:]
+
+
+def rows_of(seconds: np.ndarray) -> list[Row]:
+    """Statistics of each part, and of their sum."""
+    columns = dict(zip(PARTS, seconds.T, strict=True)) | {"whole step": seconds.sum(1)}
+    return [
+        {"part": name, "median_ms": float(np.median(t)), "mean_ms": float(t.mean()), "p99_ms": float(np.quantile(t, 0.99))}
+        for name, t in ((name, 1e3 * t) for name, t in columns.items())
+    ]
+
+
+def main() -> int:
+    arguments = options(__doc__ or "").parse_args()
+    record = Record(f"host_cost{'-quick' * arguments.quick}", arguments.output)
+    steps, warm_up = (60, 10) if arguments.quick else (3000, 200)
+    with tempfile.TemporaryDirectory(prefix="host-cost-") as directory:
+        config = tiny.config(Path(directory), arguments.quick, warm_up + steps)
+        with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
+            rows = rows_of(measure(config, warm_up))
+    holds = "met" if rows[-1]["median_ms"] <= TARGET_MS else "MISSED"
+    note = (
+        f"{steps} steps of {config.tokens_per_step:,} tokens, {config.data.threads} reader threads, a line of metrics every "
+        f"{config.train.log_every} steps. Target: a median of {TARGET_MS:g} ms: {holds}."
+    )
+    record.table("Host cost of a step", rows, note)
+    record.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Tokens a second that the loader delivers, against what gpt_tiny's train step consumes on the same machine. Target: twice as many.
+
+Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch counts when it is on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import tiny
+from record import Record, Row, options
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import Corpus, prepare
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import batch_sharding, init_state, train_step
+
+TARGET = 2.0
+
+
+def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
+    """Tokens per second, from after the first few batches on."""
+    batches = Batches(config, corpus, batch_sharding(tiny.blueprint(config))).train(0)
+    with contextlib.closing(batches):
+        for _ in range(config.data.prefetch + 2):
+            jax.block_until_ready(next(batches))
+        n, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            jax.block_until_ready(next(batches)[1])
+            n += 1
+        return n * config.tokens_per_step / (time.perf_counter() - began)
+
+
+def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
+    """Tokens per second of the real train step, its batch already there; from the median step."""
+    blueprint, optimizer = tiny.blueprint(config), AdamW(config.optimizer, config.train.steps)
+    batches = Batches(config, corpus, batch_sharding(blueprint)).train(0)
+    with contextlib.closing(batches):
+        _, batch = next(batches)
+    step, state, times = train_step(blueprint, optimizer, config.seed), init_state(blueprint, optimizer, config.seed), []
+    for _ in range(2 + steps):
+        before = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - before)
+    return config.tokens_per_step / statistics.median(times[2:])
+
+
+def main() -> int:
+    arguments = options(__doc__ or "").parse_args()
+    record = Record(f"loader{'-quick' * arguments.quick}", arguments.output)
+    steps, seconds = (2, 0.2) if arguments.quick else (20, 4.0)
+    with tempfile.TemporaryDirectory(prefix="loader-") as directory:
+        config = tiny.config(Path(directory), arguments.quick, steps=100)
+        corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
+        rows: list[Row] = []
+        for documents in ("joined", "separate"):
+            here = with_data(config, documents=documents)
+            consumed = model_rate(here, corpus, steps)
+            for threads in (0, 1, 2):
+                rate = loader_rate(with_data(here, threads=threads), corpus, seconds)
+                ratio = rate / consumed
+                rows.append({"documents": documents, "threads": threads, "loader_tokens_per_s": rate, "model_tokens_per_s": consumed,
+                             "ratio": ratio, "holds": ratio >= TARGET})  # fmt: skip
+    note = f"Batches of {config.train.global_batch} sequences of {config.model.seq_len} tokens; target: a ratio of {TARGET:g}."
+    record.table("Loader against model", rows, f"{note} Loader and model are measured one after the other, each with all cores.")
+    record.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""configs/gpt_tiny.py as the benchmarks of the host run it: as it is, or, when quick, smaller still and on a small text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from record import ROOT
+
+from configs import gpt_tiny
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.config import TrainConfig
+from sharding_rules import Shard, make_mesh
+
+MODEL = {"n_layers": 1, "d_model": 32, "seq_len": 64, "vocab_size": 512, "loss_chunk": 512}
+"""What a quick run changes in the model."""
+
+
+def text(directory: Path) -> Path:
+    """A small corpus: the source of mesh_lm as one file."""
+    path = directory / "text.txt"
+    path.write_text("\n".join(file.read_text() for file in sorted((ROOT / "mesh_lm").glob("**/*.py"))))
+    return path
+
+
+def config(directory: Path, quick: bool, steps: int) -> TrainConfig:
+    """A run of `steps` steps that writes to `directory` and never saves a checkpoint; quick also keeps its corpus there."""
+    base = gpt_tiny.get_config()
+    model, data = base.model, base.data
+    if quick:
+        model = dataclasses.replace(model, **MODEL)
+        data = dataclasses.replace(data, path=str(text(directory)), cache=str(directory / "cache"), tokenizer_vocab=512)
+    train = dataclasses.replace(base.train, steps=steps)
+    checkpoint = dataclasses.replace(base.checkpoint, every=10**9)
+    run = dataclasses.replace(base, model=model, data=data, train=train, checkpoint=checkpoint, output=str(directory / "run"))
+    return check(run, jax.device_count())
+
+
+def blueprint(run: TrainConfig) -> Blueprint:
+    return Blueprint.of(run.model, Shard(run.rules, make_mesh(run.mesh)))

@@ -1,0 +1,59 @@
+"""Each benchmark in its quick form: it runs, and leaves its tables as JSON and Markdown, with nothing that names the machine's owner."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, output: Path) -> dict[str, list[dict]]:
+    """Table title -> rows, of `python benchmarks/<name>.py --quick`."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--output={output}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (results,) = output.glob(f"{name}-quick_*.json")
+    record, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()
+    assert record["command"] == f"python benchmarks/{name}.py --quick" and record["versions"]["jax"] and record["machine"]["cores"]
+    for private in (str(ROOT), str(output), os.uname().nodename):
+        assert private not in text and private not in results.read_text()
+    assert all(f"## {title}" in text for title in record["tables"])
+    return {title: table["rows"] for title, table in record["tables"].items()}
+
+
+def test_host_cost(tmp_path: Path) -> None:
+    rows = run("host_cost", tmp_path)["Host cost of a step"]
+    assert [row["part"] for row in rows][-1] == "whole step" and len(rows) == 5
+    assert all(0 < row["median_ms"] <= row["p99_ms"] for row in rows)
+
+
+def test_loss_memory(tmp_path: Path) -> None:
+    tables = run("loss_memory", tmp_path)
+    few, many = tables["Temp memory of loss and gradients"]
+    assert many["chunked_bytes"] == few["chunked_bytes"], "the chunked loss's memory must not grow with the tokens"
+    assert many["naive_bytes"] > 1.9 * few["naive_bytes"] and many["ratio"] > 2
+    assert tables["Time"][0]["gradients_rel_difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_loader(tmp_path: Path) -> None:
+    rows = run("loader", tmp_path)["Loader against model"]
+    assert [(row["documents"], row["threads"]) for row in rows] == [(d, n) for d in ("joined", "separate") for n in (0, 1, 2)]
+    assert all(row["loader_tokens_per_s"] > 0 and row["model_tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_start_time(tmp_path: Path) -> None:
+    tables = run("start_time", tmp_path)
+    rows = {row["case"]: row for row in tables["Command to first step"]}
+    assert rows["all cold"]["cache_hits"] == 0 and rows["all warm"]["cache_hits"] > 0
+    assert rows["all warm"]["data_s"] < rows["all cold"]["data_s"]
+    assert rows["warm, resumed"]["programs"] < rows["all warm"]["programs"], "a resumed run has no state to initialise"
+    assert {row["status"] for row in rows.values()} == {99}
+    assert tables["train.py itself, from outside"][0]["first_step_printed_s"] > 0
+    assert {"train", "jax"} <= {row["package"] for row in tables["Imports"]}

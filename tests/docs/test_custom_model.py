@@ -1,0 +1,131 @@
+"""docs/custom_model.py is trained by train.py as it stands, equals itself on one device, and is what its page shows, errors included."""
+
+import argparse
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, shard_on
+
+import train
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.cli import load
+from sharding_rules import Rules, preset
+
+COMPILE_BUDGET = 60
+ROOT = Path(__file__).parents[2]
+FILE, PAGE = ROOT / "docs" / "custom_model.py", ROOT / "docs" / "custom_model.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+MISTAKES = [(*change, answer) for change, (kind, answer) in itertools.pairwise(BLOCKS) if kind == "text"]
+
+CONFIG = load(str(FILE))
+TINY = dataclasses.replace(CONFIG.model, vocab_size=-(-VOCAB // 16) * 16, seq_len=SEQ, n_layers=2, d_model=32, d_state=24)
+OWN = {"gate": None, "state": "tensor"}
+
+
+def module() -> ModuleType:
+    return sys.modules[type(CONFIG.model).__module__]
+
+
+def with_own(name: str) -> Rules:
+    return preset(name).replace(params=OWN, activations=OWN)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that keep a run on this process's devices and in a temporary directory."""
+    directory = tmp_path_factory.mktemp("text")
+    (directory / "corpus.txt").write_text(inspect.getsource(argparse))
+    fields = {"data.path": directory / "corpus.txt", "data.cache": directory, "launch.cpu_devices": 0, "launch.compile_cache": ""}
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def test_page_is_the_file() -> None:
+    """Every line of the file is on the page, in order, and no other Python is."""
+    shown = [line for kind, text in BLOCKS if kind == "python" for line in text.splitlines() if line]
+    assert shown == [line for line in FILE.read_text().splitlines() if line]
+
+
+def test_trains_by_its_own_rules(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    fields = {
+        "model.n_layers": 2, "model.d_model": 32, "model.d_state": 48, "model.seq_len": 32, "model.vocab_size": 512,
+        "data.tokenizer_vocab": 512, "train.steps": 6, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 8,
+        "optimizer.warmup_steps": 2, "data.documents": "separate", "output": tmp_path,
+    }  # fmt: skip
+    assert train.main([f"--config={FILE}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 6 and losses[-1] < losses[0] < 1.1 * np.log(512)
+    assert (tmp_path / "sample.txt").exists()
+    out = capsys.readouterr().out
+    assert "fsdp=4 x tensor=2" in out and "rules fsdp+state" in out
+
+
+def test_its_own_axis_is_cut() -> None:
+    blueprint = Blueprint.of(TINY, shard_on(CONFIG.rules, fsdp=4, tensor=2))
+    for kind in ("params", "gradients", "optimizer"):
+        specs = {name: sharding.spec for name, sharding in blueprint.shardings(kind).items()}
+        assert specs["gates"] == P(None, "fsdp", None, "tensor") and specs["out"] == P(None, "tensor", "fsdp")
+    assert blueprint.shard.spec("gathered", blueprint.axes["gates"][1:]) == P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
+def test_equals_one_device(separate: bool) -> None:
+    """Loss, gradients and initial bits, under its own rules and under others, with microbatches of unequal weight."""
+    wanted_params, wanted_sums, wanted = gradients(TINY, shard_on(with_own("ddp")), separate=separate)
+    for rules, mesh in ((CONFIG.rules, {"fsdp": 4, "tensor": 2}), (with_own("hsdp+megatron_sp"), {"data": 2, "fsdp": 2, "tensor": 2})):
+        params, sums, grads = gradients(TINY, shard_on(rules, **mesh), microbatches=2, separate=separate)
+        for name, value in wanted_params.items():
+            np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
+        assert sums == pytest.approx(wanted_sums, rel=1e-6)
+        assert_same_gradients(grads, wanted)
+
+
+def test_recurrence_is_a_loop() -> None:
+    keep, new = np.random.default_rng(0).random((2, 3, 7, 5), np.float32)
+    state, wanted = np.zeros((3, 5), np.float32), []
+    for t in range(7):
+        state = keep[:, t] * state + new[:, t]
+        wanted.append(state)
+    np.testing.assert_allclose(jax.jit(module().recurrence)(keep, new), np.stack(wanted, 1), rtol=1e-5)
+
+
+def test_neither_the_future_nor_another_document_is_seen() -> None:
+    blueprint = Blueprint.of(TINY, shard_on(with_own("ddp")))
+    params = jax.jit(blueprint.init)(jax.random.key(0))
+    tokens = host_batch(1)["tokens"][0, :2]
+    changed = tokens.copy()
+    changed[:, 5] = (changed[:, 5] + 1) % VOCAB
+    positions = np.broadcast_to(np.r_[:9, : SEQ - 9], tokens.shape).astype(np.int32)  # a document starts at 9
+    run = jax.jit(lambda batch: blueprint.bind(params).logits(batch))
+    for batch, blind in (({}, [slice(5)]), ({"positions": positions}, [slice(5), slice(9, None)])):
+        before, after = (np.asarray(run({"tokens": t, **batch})) for t in (tokens, changed))
+        for part in blind:
+            np.testing.assert_array_equal(before[:, part], after[:, part])
+        assert all((before[:, t] != after[:, t]).any() for t in range(5, 9)), "the recurrence has no memory"
+
+
+@pytest.mark.parametrize(("kind", "change", "answer"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: str, here: list[str], tmp_path: Path) -> None:
+    source, arguments = FILE.read_text(), []
+    if kind == "diff":
+        old, new = ("".join(line[1:] for line in change.splitlines(keepends=True) if line[0] == sign) for sign in "-+")
+        assert source.count(old) == 1, f"not a line of {FILE.name}: {old}"
+        source = source.replace(old, new)
+    else:
+        assert (kind, shlex.split(change)[:3]) == ("sh", ["python", "train.py", "--config=docs/custom_model.py"])
+        arguments = shlex.split(change)[3:]
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises((train.ConfigError, train.ShardingRuleError)) as caught:
+        train.main([f"--config={tmp_path}/mine.py", f"--config.output={tmp_path}/run", *here, *arguments])
+    assert f"error: {caught.value}\n" == answer
