@@ -55,14 +55,14 @@ def main(argv: list[str]) -> int:
                 state, metrics = step(state, batch)
                 monitor.step(n, metrics)
                 last = n == config.train.steps
+                if last or stop.requested or checkpoints.due(n):
+                    checkpoints.save(n, state, position=position, corpus=corpus.name)
+                if stop.requested and not last:
+                    monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
+                    return launch.EXIT_PREEMPTED
                 if last or (config.train.eval_every and n % config.train.eval_every == 0):
                     with monitor.paused():
                         monitor.heldout(n, mean_loss(evaluation, state["params"], batches.heldout()))
-                if last or stop.requested or checkpoints.due(n):
-                    checkpoints.save(n, state, position=position, corpus=corpus.name)
-                if stop.requested:
-                    monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
-                    return launch.EXIT_PREEMPTED
 
             # 7. What it came to: a plot and a text.
             monitor.finish(sample(blueprint, state["params"], corpus.tokenizer(), config.train.sample_tokens, config.seed))

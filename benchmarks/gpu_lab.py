@@ -73,13 +73,14 @@ class Lab:
         out, err = (self.directory / f"{self.n}-{task}.{kind}" for kind in ("out", "err"))
         if self.dry_run:
             flags, platform, cache = f"{flags} --xla_backend_optimization_level=0", "cpu", "dry-run"
-        environment = os.environ | {
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-            "JAX_COMPILATION_CACHE_DIR": str(self.directory / cache) if cache else "",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir" if cache == "tuned" else "none",
-            **({"JAX_PLATFORMS": platform} if platform else {}),
-        }
+        environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "xla_gpu_per_fusion_autotune_cache_dir" if cache == "tuned" else "none"
+        if cache:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / cache)
+        if platform:
+            environment["JAX_PLATFORMS"] = platform
         command = [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err

@@ -179,7 +179,8 @@ def _speed(run: Run, steps: int) -> Row:
 def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int) -> None:
     """The metrics of the first steps. A variant is the model's dtype and attention, and JAX's matmul precision for fp32."""
     for variant in variants:
-        with reported(**variant), jax.default_matmul_precision(variant["precision"]):
+        precision = None if variant["precision"] == "default" else variant["precision"]
+        with reported(**variant), jax.default_matmul_precision(precision):
             run = Run(directory, {**changes, "model": changes["model"] | {"dtype": variant["dtype"], "attention": variant["attention"]}})
             found = run.steps(run.state(), steps)[1]
             emit(**variant, losses=[m["loss"] for m in found], grad_norms=[m["grad_norm"] for m in found])

@@ -22,7 +22,7 @@ from typing import Any
 from record import ROOT, Record, Row, options
 
 PACKAGES = (
-    "train", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "rich.console"
+    "train", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tyro", "tokenizers", "tensorboardX", "rich.console",
 )  # fmt: skip
 """Those whose import is listed; `train` is the whole program."""
 

@@ -5,6 +5,7 @@ The tree on disk is plain dicts keyed by parameter names, so that neither Flax, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -37,13 +38,19 @@ class Checkpoints:
     """The checkpoints of one run, in `<output>/checkpoints`. A context manager: leaving it waits for the save in flight."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Raises ConfigError where the directory cannot be written, or holds checkpoints that the config says not to resume."""
+        """Raises ConfigError where the directory cannot be written, or holds other checkpoints than `checkpoint.resume` allows."""
         self.config, self.policy = config, config.checkpoint
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
         self._manager = _open(self.directory, self.policy)
-        if not self.policy.resume and (step := self.latest()) is not None:
-            self._manager.close()
-            raise ConfigError(f"{self.directory} already holds step {step} and checkpoint.resume is off; set another output, or remove it")
+        step = self.latest()
+        problem = {
+            "auto": None,
+            "required": None if step is not None else f"no checkpoint in {self.directory}, and checkpoint.resume=required; set the output of a run",
+            "never": None if step is None else f"{self.directory} already holds step {step}, and checkpoint.resume=never; set another output",
+        }[self.policy.resume]
+        if problem:
+            self.close()
+            raise ConfigError(problem)
 
     def latest(self) -> int | None:
         """Newest complete step."""
@@ -102,8 +109,15 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the save in flight. A run that ends without a checkpoint leaves no empty directory behind."""
         self._manager.wait_until_finished()
         self._manager.close()
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+            self.directory.parent.rmdir()
 
 
 def _open(directory: Path, policy: CheckpointConfig) -> ocp.CheckpointManager:

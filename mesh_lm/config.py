@@ -116,8 +116,8 @@ class CheckpointConfig:
     """Steps between saves; 0: only at the end and on SIGTERM."""
     keep: int = 2
     """Newest checkpoints kept."""
-    resume: bool = True
-    """Continue from the newest checkpoint in the output directory; with no, an output directory that has one is an error."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """auto: continue from the newest checkpoint of the output directory, if any; required: no checkpoint is an error; never: one is."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,8 +67,7 @@ class Monitor:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
-        late, self._late = self._late, None
-        self._read(late)
+        self._flush()
         with self._progress.paused():
             yield
 
@@ -85,6 +84,10 @@ class Monitor:
             (self.output / "sample.txt").write_text(sample)
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
+    def _flush(self) -> None:
+        late, self._late = self._late, None
+        self._read(late)
+
     def _read(self, late: tuple[int, dict[str, jax.Array]] | None) -> None:
         if late is None:
             return
@@ -99,6 +102,8 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._flush()
         self._profile.stop()
         self._progress.__exit__(kind, value, trace)
         self._writer.close()

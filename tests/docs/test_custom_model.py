@@ -22,7 +22,7 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
 from sharding_rules import Rules, preset
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 45
 ROOT = Path(__file__).parents[2]
 FILE, PAGE = ROOT / "docs" / "custom_model.py", ROOT / "docs" / "custom_model.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -79,16 +79,30 @@ def test_its_own_axis_is_cut() -> None:
     assert blueprint.shard.spec("gathered", blueprint.axes["gates"][1:]) == P(None, None, "tensor")
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
-def test_equals_one_device(separate: bool) -> None:
-    """Loss, gradients and initial bits, under its own rules and under others, with microbatches of unequal weight."""
+@pytest.mark.parametrize(
+    ("rules", "mesh", "separate"),
+    [(CONFIG.rules, {"fsdp": 4, "tensor": 2}, False), (with_own("hsdp+megatron_sp"), {"data": 2, "fsdp": 2, "tensor": 2}, True)],
+    ids=["its own rules", "hsdp+megatron_sp, documents separate"],
+)
+def test_equals_one_device(rules: Rules, mesh: dict[str, int], separate: bool) -> None:
+    """Initial bits, loss and gradients, with microbatches of unequal weight."""
     wanted_params, wanted_sums, wanted = gradients(TINY, shard_on(with_own("ddp")), separate=separate)
-    for rules, mesh in ((CONFIG.rules, {"fsdp": 4, "tensor": 2}), (with_own("hsdp+megatron_sp"), {"data": 2, "fsdp": 2, "tensor": 2})):
-        params, sums, grads = gradients(TINY, shard_on(rules, **mesh), microbatches=2, separate=separate)
-        for name, value in wanted_params.items():
-            np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
-        assert sums == pytest.approx(wanted_sums, rel=1e-6)
-        assert_same_gradients(grads, wanted)
+    params, sums, grads = gradients(TINY, shard_on(rules, **mesh), microbatches=2, separate=separate)
+    for name, value in wanted_params.items():
+        np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
+    assert sums == pytest.approx(wanted_sums, rel=1e-6)
+    assert_same_gradients(grads, wanted)
+
+
+def test_a_block_speaks_once() -> None:
+    """Cut over tensor, the forward pass has two collectives: the sum over the table's rows, and in the scan the sum after `out`."""
+    blueprint = Blueprint.of(TINY, shard_on(with_own("megatron"), data=4, tensor=2))
+    places = blueprint.shardings("params")
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in blueprint.shapes.items()}
+    tokens = jax.ShapeDtypeStruct((8, SEQ), "int32", sharding=blueprint.shard.sharding("activations", ("batch", "seq")))
+    program = jax.jit(lambda params, tokens: blueprint.bind(params).hidden({"tokens": tokens})).lower(params, tokens).compile().as_text()
+    found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
+    assert found == ["all-reduce"] * 2
 
 
 def test_recurrence_is_a_loop() -> None:

@@ -54,10 +54,8 @@ def test_changed_fields_are_told(copy: Path) -> None:
     with Checkpoints(changed) as checkpoints:
         restored = checkpoints.restore(fixture.abstract(changed, shard_on("ddp")), corpus=fixture.CORPUS)
     assert restored is not None
-    assert {line for line in restored.changed if not line.startswith("output")} == {
-        "optimizer.learning_rate: 0.0003 -> 1.0",
-        "seed: 0 -> 5",
-    }
+    changes = {line for line in restored.changed if line.startswith(("optimizer", "seed"))}
+    assert changes == {"optimizer.learning_rate: 0.0003 -> 1.0", "seed: 0 -> 5"}
 
 
 def test_an_empty_directory_restores_nothing(tmp_path: Path) -> None:
