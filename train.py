@@ -5,6 +5,7 @@ how a run is parallel is in its mesh and its rules.
 """
 
 import sys
+from contextlib import closing
 
 import jax
 
@@ -48,10 +49,10 @@ def main(argv: list[str]) -> int:
         first, start = (restored.step, restored.position) if restored else (0, 0)
 
         # 6. The loop.
-        with Monitor(config, blueprint, corpus, first) as monitor:
+        with Monitor(config, blueprint, corpus, first) as monitor, closing(batches.train(start)) as training:
             if restored:
                 monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in restored.changed))
-            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), batches.train(start), strict=False):
+            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), training, strict=False):
                 state, metrics = step(state, batch)
                 monitor.step(n, metrics)
                 last = n == config.train.steps

@@ -86,8 +86,8 @@ class Lab:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
     def rows(self, out: Path) -> list[Row]:
-        """What a task has printed so far."""
-        lines = [line.partition(" ") for line in out.read_text().splitlines()]
+        """What a task has printed so far, but for a line cut short by its end."""
+        lines = [line.partition(" ") for line in out.read_text().rpartition("\n")[0].splitlines()]
         self.modules |= {name for kind, _, text in lines if kind == "MODULES" for name in json.loads(text)}
         return [json.loads(text) for kind, _, text in lines if kind == "ROW"]
 

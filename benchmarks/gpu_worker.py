@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from record import ROOT, Row
+from record import Row
 
 from configs import gpt2_124m
 from mesh_lm.blueprint import Blueprint
@@ -31,6 +30,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_documents
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.optimizer import AdamW
+from mesh_lm.report.flops import mfu
 from mesh_lm.step import State, abstract_state, batch_sharding, init_state, train_step
 from pallas_kernels import flash_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
@@ -116,15 +116,6 @@ def digests(state: State) -> dict[str, str]:
     return {jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in leaves}
 
 
-def mfu(tokens_per_s: float, run: Run) -> float | None:
-    """`mesh_lm.report.flops`, loaded by its file: the package around it imports tensorboardX."""
-    spec = importlib.util.spec_from_file_location("flops", ROOT / "mesh_lm" / "report" / "flops.py")
-    assert spec is not None and spec.loader is not None
-    flops = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(flops)
-    return flops.mfu(tokens_per_s, run.config.model.flops_per_token(), 1, jax.devices()[0].device_kind)
-
-
 # The tasks.
 
 
@@ -169,7 +160,8 @@ def _speed(run: Run, steps: int) -> Row:
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return {
-        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), "mfu": mfu(rate, run),
+        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]),
+        "mfu": mfu(rate, run.config.model.flops_per_token(), 1, jax.devices()[0].device_kind),
         "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "high_water_gib": peak and peak / 2**30,
         "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
         **({} if last < first else {"error": f"the loss does not fall in {len(found)} steps"}),

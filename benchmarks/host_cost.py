@@ -83,7 +83,7 @@ def rows_of(seconds: np.ndarray) -> list[Row]:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"host_cost{'-quick' * arguments.quick}", arguments.output)
+    record = Record(f"host_cost{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
     steps, warm_up = (60, 10) if arguments.quick else (3000, 200)
     with tempfile.TemporaryDirectory(prefix="host-cost-") as directory:
         config = tiny.config(Path(directory), arguments.quick, warm_up + steps)

@@ -60,7 +60,7 @@ def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"loader{'-quick' * arguments.quick}", arguments.output)
+    record = Record(f"loader{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
     steps, seconds = (2, 0.2) if arguments.quick else (20, 4.0)
     with tempfile.TemporaryDirectory(prefix="loader-") as directory:
         config = tiny.config(Path(directory), arguments.quick, steps=100)

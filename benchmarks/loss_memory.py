@@ -41,8 +41,9 @@ def shapes(T: int, V: int, D: int) -> list[jax.ShapeDtypeStruct]:
 
 def temp_bytes(loss: Loss, T: int, V: int, D: int) -> int:
     """What the gradient program needs beside its arguments and results."""
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes(T, V, D)).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    memory = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes(T, V, D)).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 def memory(V: int, tokens: list[int], widths: list[int]) -> list[Row]:
@@ -70,6 +71,7 @@ def speed(T: int, V: int, D: int, chunk: int, repeats: int) -> Row:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
+    jax.config.update("jax_platforms", "cpu")
     record = Record(f"loss_memory{'-quick' * arguments.quick}", arguments.output)
     V, tokens, widths = (2048, [2048, 4096], [64]) if arguments.quick else (131_072, [8192, 32_768], [1024, 2048, 4096])
     record.table("Temp memory of loss and gradients", memory(V, tokens, widths), f"Chunks of {CHUNK:,} tokens, fp32, one device.")

@@ -44,7 +44,9 @@ def child(began: float, argv: list[str]) -> int:
     import train
 
     mark("interpreter_imports_s")()
-    jax.monitoring.register_event_duration_secs_listener(lambda event, s, **_: compiled.setdefault(event.rpartition("/")[2], []).append(s))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(duration_secs)
+    )
     prepare = train.prepare
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:

@@ -8,17 +8,19 @@ from collections.abc import Iterator
 
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.step import MANUAL
-from sharding_rules import PRESETS, MeshError, axes_of
+from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of
 
 
 def check(config: TrainConfig, n_devices: int) -> TrainConfig:
     """The config with its mesh resolved. Raises ConfigError that lists every problem."""
     problems = list(_fields(config))
     try:
-        config = dataclasses.replace(config, mesh=config.mesh.resolve(n_devices))
-        problems += [*_unused_axes(config), *_weights_on_manual_axes(config), *_sizes(config), *_batch(config)]
+        mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
         problems.append(str(error))
+        mesh = MeshConfig(**{axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
+    config = dataclasses.replace(config, mesh=mesh)
+    problems += [*_unused_axes(config), *_weights_on_manual_axes(config), *_sizes(config), *_batch(config)]
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
@@ -30,7 +32,7 @@ def _fields(config: TrainConfig) -> Iterator[str]:
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0,
-        "data.threads": 1, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
+        "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0,
     }  # fmt: skip
     for field, least in at_least.items():

@@ -45,8 +45,12 @@ class Checkpoints:
         step = self.latest()
         problem = {
             "auto": None,
-            "required": None if step is not None else f"no checkpoint in {self.directory}, and checkpoint.resume=required; set the output of a run",
-            "never": None if step is None else f"{self.directory} already holds step {step}, and checkpoint.resume=never; set another output",
+            "required": None
+            if step is not None
+            else f"no checkpoint in {self.directory}, and checkpoint.resume=required; set the output of a run",
+            "never": None
+            if step is None
+            else f"{self.directory} already holds step {step}, and checkpoint.resume=never; set another output",
         }[self.policy.resume]
         if problem:
             self.close()

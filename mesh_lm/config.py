@@ -103,7 +103,7 @@ class DataConfig:
     mask_document_start: bool = False
     """Leave the first token of each document out of the loss."""
     threads: int = 2
-    """Reader threads (Grain)."""
+    """Reader threads (Grain); 0: read between steps."""
     prefetch: int = 4
     """Batches read ahead."""
 

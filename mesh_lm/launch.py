@@ -23,6 +23,7 @@ def start(config: LaunchConfig) -> None:
             raise ConfigError(f"launch.cpu_devices={config.cpu_devices} must be set before JAX uses a device: {error}") from error
     if config.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def say(text: str) -> None:

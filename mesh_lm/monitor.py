@@ -14,7 +14,9 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import ProfileConfig, TrainConfig
 from mesh_lm.data.corpus import Corpus
 from mesh_lm.evaluate import bits_per_byte
-from mesh_lm.report import Progress, Writer, loss_curve
+from mesh_lm.report.plot import loss_curve
+from mesh_lm.report.progress import Progress
+from mesh_lm.report.writer import Writer
 
 
 class Monitor:

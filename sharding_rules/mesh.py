@@ -58,11 +58,16 @@ class MeshConfig:
         raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible{self._nearest(n_devices)}")
 
     def _nearest(self, n_devices: int) -> str:
-        choices = []
-        for axis, size in self.sizes().items():
-            others = math.prod(s for a, s in self.sizes().items() if a != axis and s != -1)
-            if n_devices % others == 0 and size != n_devices // others:
-                choices.append(f"mesh.{axis}={n_devices // others}")
+        """The changes of one axis that would fit, nearest first: up to two sizes each where another axis takes what is left."""
+        sizes, choices = self.sizes(), []
+        is_open = -1 in sizes.values()
+        for axis, size in sizes.items():
+            others = math.prod(s for a, s in sizes.items() if a != axis and s != -1)
+            if size == -1 or n_devices % others or (size == 1 and math.prod(sizes.values()) != 1):
+                continue
+            left = n_devices // others
+            fits = [d for d in range(1, left + 1) if left % d == 0] if is_open else [left]
+            choices += [f"mesh.{axis}={d}" for d in sorted(fits, key=lambda d: abs(d - size))[:2]]
         return f"; {' or '.join(choices)} would fit" if choices else ""
 
 

@@ -93,12 +93,13 @@ class DecoderConfig(ModelConfig):
         return tuple(w or None for w in self.window) or (None,)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
+        grouped = {"kv_heads": ("n_kv_heads", self.n_kv_heads)} if self.n_kv_heads else {}
         return {
             "seq": ("seq_len", self.seq_len),
             "seq_resid": ("seq_len", self.seq_len),
             "embed": ("d_model", self.d_model),
             "heads": ("n_heads", self.n_heads),
-            "kv_heads": ("n_kv_heads", self.kv_heads),
+            **grouped,
             "mlp": ("d_ff", self.d_mlp),
             "vocab": ("vocab_size", self.padded_vocab),
         }

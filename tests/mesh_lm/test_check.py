@@ -40,7 +40,6 @@ def test_all_problems_at_once() -> None:
         "model.d_model=128 is not divisible by model.n_heads=6; set model.head_dim, or change one",
         "train.steps=0 must be at least 1",
         "model.n_heads=6 is not divisible by mesh.tensor=4 (rules.params: heads -> tensor); mesh.tensor can be 1, 2, 3, 6",
-        "model.n_kv_heads=6 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2, 3, 6",
         "model.d_ff=510 is not divisible by mesh.tensor=4 (rules.params: mlp -> tensor); mesh.tensor can be 1, 2, 3, 5, 6, 10, 15, 17, ...",
         "train.global_batch=9 is not divisible by train.microbatches=1 x mesh.data=2; it can be 8 or 10",
     ]
@@ -49,7 +48,7 @@ def test_all_problems_at_once() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["mesh.data=3"], "mesh has 3 devices (data=3) but 8 are visible; mesh.data=8 would fit"),
+        (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
         (
             ["mesh.data=2", "mesh.tensor=4"],
             "mesh.tensor=4, but rules 'ddp' cut no activation along tensor; "
@@ -66,7 +65,7 @@ def test_all_problems_at_once() -> None:
         (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate=nan must be a number of at least 0"),
-        (["data.threads=0"], "data.threads=0 must be at least 1"),
+        (["data.threads=-1"], "data.threads=-1 must be at least 0"),
     ],
 )
 def test_one_problem(overrides: list[str], problem: str) -> None:

@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-from mesh_lm.report import Memory, Progress, Writer, device_memory_gib, loss_curve, mfu, peak_flops
+from mesh_lm.report.flops import mfu, peak_flops
+from mesh_lm.report.memory import Memory, device_memory_gib
+from mesh_lm.report.plot import loss_curve
+from mesh_lm.report.progress import Progress
+from mesh_lm.report.writer import Writer
 
 
 class Clock:

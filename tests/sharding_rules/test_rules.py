@@ -107,7 +107,10 @@ def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: in
         (MeshConfig(data=3, tensor=2), "mesh has 6 devices (data=3 x tensor=2) but 8 are visible; mesh.data=4 would fit"),
         (MeshConfig(data=-1, tensor=-1), "only one mesh axis can be -1, not data and tensor"),
         (MeshConfig(data=0), "mesh.data=0: sizes are 1 or more, or -1 on one axis for whatever is left"),
-        (MeshConfig(data=-1, tensor=3), "mesh has 3 x ? devices (data=-1 x tensor=3) but 8 are visible; mesh.tensor=8 would fit"),
+        (
+            MeshConfig(data=-1, tensor=3),
+            "mesh has 3 x ? devices (data=-1 x tensor=3) but 8 are visible; mesh.tensor=2 or mesh.tensor=4 would fit",
+        ),
     ],
 )
 def test_mesh_errors(config: MeshConfig, message: str) -> None:

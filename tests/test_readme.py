@@ -1,0 +1,33 @@
+"""The README's experiment, taken from the README itself; and its table of presets, from the rules."""
+
+import re
+from pathlib import Path
+
+from sharding_rules import PRESETS, axes_of
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_experiment() -> None:
+    block = re.search(r"```python\n(.*?)```", README, re.S)
+    assert block is not None
+    lines = [line for line in block[1].splitlines() if line]
+    assert len(lines) <= 12
+    names: dict = {}
+    exec(block[1], names)
+    names["test_tensor_parallel_attention_alone"]()
+
+
+def test_the_table_of_presets() -> None:
+    rows = {
+        cells[0].split("`")[1]: cells
+        for line in README.splitlines()
+        if line.startswith("| `") and (cells := [c.strip() for c in line.strip("|").split("|")])
+    }
+    assert rows.keys() == PRESETS.keys()
+    for name, (_, weights, gradients, moments, batch, _) in rows.items():
+        rules = PRESETS[name]
+        for kind, cell in (("params", weights), ("gradients", gradients), ("optimizer", moments)):
+            used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)}
+            assert cell == (" x ".join(sorted(used)) or "whole"), f"{name}: {kind}"
+        assert batch == " x ".join(axes_of(rules.activations["batch"]))
