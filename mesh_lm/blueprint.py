@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from mesh_lm.config import ModelConfig
+from mesh_lm.config import ConfigError, ModelConfig
 from mesh_lm.model import Model
 from sharding_rules import Shard, ShardingRuleError
 from sharding_rules.rules import Kind
@@ -34,14 +34,14 @@ class Blueprint:
     def of(cls, config: ModelConfig, shard: Shard) -> Blueprint:
         """Traces the constructor; no memory is touched.
 
-        Raises ShardingRuleError for a parameter whose dimensions are not all named, and TypeError for NNX state that is not nnx.Param.
+        Raises ShardingRuleError for a parameter whose dimensions are not all named, and ConfigError for NNX state that is not nnx.Param.
         """
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
         shapes, axes = {}, {}
         for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))[0]:
             name = ".".join(str(getattr(key, "key", key)) for key in path)
             if not isinstance(variable, nnx.Param):
-                raise TypeError(f"{name} is a {type(variable).__name__}; mesh_lm trains models whose only state is nnx.Param")
+                raise ConfigError(f"model.{name} is a {type(variable).__name__}; mesh_lm trains models whose only state is nnx.Param")
             shapes[name] = jax.ShapeDtypeStruct(variable.get_value().shape, variable.get_value().dtype)
             axes[name] = variable.get_metadata().get("out_sharding")
             if axes[name] is None or len(axes[name]) != len(shapes[name].shape):
@@ -69,7 +69,7 @@ class Blueprint:
             except ShardingRuleError as error:
                 problems.append(str(error))
         if problems:
-            raise ShardingRuleError("\n  - ".join(dict.fromkeys(problems)))
+            raise ShardingRuleError("\n  - ".join(["these rules do not fit the model", *dict.fromkeys(problems)]))
         return out
 
     def constrain(self, tree: Params, kind: Kind) -> Params:

@@ -20,7 +20,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
         problems.append(str(error))
         mesh = MeshConfig(**{axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
     config = dataclasses.replace(config, mesh=mesh)
-    problems += [*_unused_axes(config), *_weights_on_manual_axes(config), *_sizes(config), *_batch(config)]
+    problems += [*_unused_axes(config), *_rows_that_cannot_be_cut(config), *_sizes(config), *_batch(config)]
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
@@ -28,7 +28,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
 
 def _fields(config: TrainConfig) -> Iterator[str]:
     """Each section by itself, and the pairs of fields that do not depend on the mesh."""
-    yield from getattr(config.model, "problems", list)()
+    yield from config.model.problems()
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0,
@@ -52,22 +52,26 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
     """A mesh axis that cuts no activation repeats the same work on each of its devices, and makes XLA permute arrays along it."""
     used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
     for axis, size in config.mesh.sizes().items():
-        if size > 1 and axis not in used:
+        if size > 1 and axis in ("pipeline", "expert", "sequence"):
+            yield f"mesh.{axis}={size}: no model of this version is cut along {axis}; set mesh.{axis}=1"
+        elif size > 1 and axis not in used:
             fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
-            more = (
-                f" or rules such as {' or '.join(f'{config.rules.name}+{name}' for name in fits[:2])}"
-                if fits
-                else " (no preset cuts along it)"
-            )
-            yield f"mesh.{axis}={size}, but rules {config.rules.name!r} cut no activation along {axis}; set mesh.{axis}=1{more}"
+            names = " or ".join(f"{config.rules.name.removesuffix(' (changed)')}+{name}" for name in fits[:2])
+            problem = f"mesh.{axis}={size}, but rules {config.rules.name!r} cut no activation along {axis}"
+            yield f"{problem}; set mesh.{axis}=1 or rules such as {names}"
 
 
-def _weights_on_manual_axes(config: TrainConfig) -> Iterator[str]:
+def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
+    """What would be trained wrongly rather than slowly."""
     for logical, entry in config.rules.params.items():
         for axis in axes_of(entry):
             if axis in MANUAL:
                 fix = "to cut them along the batch use the mesh axis 'fsdp'"
                 yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
+    reasons = {"embed": "the residual stream is cut along batch and seq_resid only", "seq": "attention needs all of a sequence"}
+    for logical, reason in reasons.items():
+        if entry := config.rules.activations.get(logical):
+            yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
 
 
 def _sizes(config: TrainConfig) -> Iterator[str]:

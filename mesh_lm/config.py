@@ -37,6 +37,10 @@ class ModelConfig:
         """Logical axis -> (the field that sets its size, the size), so that a size that does not divide is reported by field name."""
         return {}
 
+    def problems(self) -> list[str]:
+        """Fields that contradict one another, a sentence each."""
+        return []
+
     def flops_per_token(self) -> float:
         """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
         return 0.0

@@ -119,10 +119,10 @@ def _initial(blueprint: Blueprint, optimizer: AdamW, seed: int) -> State:
 def _accumulate(f: Callable[[Batch], Any], batch: Batch) -> Any:
     """Sum of f over the leading dimension of the batch's leaves, in the results' own types."""
     batch = dict(batch)
-    first = f(jax.tree.map(lambda x: x[0], batch)) if len(batch["tokens"]) == 1 else None
-    if first is not None:
-        return first
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
+    one = jax.tree.map(lambda x: x[0], batch)
+    if len(batch["tokens"]) == 1:
+        return f(one)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, one))
     return lax.scan(lambda total, one: (jax.tree.map(jnp.add, total, f(one)), None), zeros, batch)[0]
 
 

@@ -38,12 +38,16 @@ class Rules:
     optimizer: Column | None = None
     """Adam's moments. None: as `params`."""
 
+    def __post_init__(self) -> None:
+        if "batch" not in self.activations:
+            raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that cut the batch, or None")
+
     def column(self, kind: Kind) -> Column:
         """The rows for one kind of tensor, with the defaults of the optional columns filled in."""
         if (column := getattr(self, kind)) is not None:
             return column
         if kind == "gathered":
-            batch = axes_of(self.activations.get("batch"))
+            batch = axes_of(self.activations["batch"])
             return {name: tuple(a for a in axes_of(entry) if a not in batch) or None for name, entry in self.params.items()}
         return self.params
 

@@ -13,6 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules.rules import Kind, Rules, ShardingRuleError, axes_of
 
+_NOUN: dict[Kind, str] = {
+    "params": "weight",
+    "gathered": "weight",
+    "gradients": "gradient",
+    "optimizer": "moment",
+    "activations": "activation",
+}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
@@ -34,8 +42,14 @@ class Shard:
         return self.constrain(w, "gathered", axes)
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
-        """Pins x to the spec of any kind of tensor."""
+        """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
         spec = self.spec(kind, axes)
+        if len(axes) != x.ndim:
+            raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {len(axes)} logical axes for {x.ndim} dimensions {x.shape}")
+        for dim, (logical, entry) in enumerate(zip(axes, spec, strict=True)):
+            if x.shape[dim] % (ways := self.ways(axes_of(entry))):
+                where = f"dimension {dim} ({logical!r}, size {x.shape[dim]})"
+                raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {where} does not divide over {entry!r} ({ways} ways)")
         # In a manual region the constraint must name the region's own mesh, which a bare spec does.
         return lax.with_sharding_constraint(x, spec if _manual() else NamedSharding(self.mesh, spec))
 
@@ -45,7 +59,7 @@ class Shard:
 
     def spec(self, kind: Kind, axes: Sequence[str | None]) -> PartitionSpec:
         """The rules' spec without the axes that are manual where this is called, and without those of size 1."""
-        return self.only(self.rules.spec(kind, axes, mesh=self.mesh), self._auto())
+        return self.only(self.rules.spec(kind, axes, mesh=self.mesh, name=_NOUN[kind]), self._auto())
 
     def only(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
         """`spec` restricted to some mesh axes, those of size 1 left out."""
@@ -63,7 +77,7 @@ class Shard:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self._auto()), check_vma=False, **outside)
 
     def stored(self, *axes: str | None) -> StoredWeight:
-        """How a weight's shards become the weight as used, by explicit collectives inside `local`. Call it outside."""
+        """How a table's shards [rows, width] become the table as used, by explicit collectives inside `local`. Call it outside."""
         spec, used = self.spec("params", axes), self.spec("gathered", axes)
         gathered = []
         for logical, have, want in zip(axes, map(axes_of, spec), map(axes_of, used), strict=True):
@@ -72,6 +86,9 @@ class Shard:
                     f"rules.gathered[{logical!r}]={want or None} must be the leading part of rules.params[{logical!r}]={have or None}"
                 )
             gathered.append(have[len(want) :])
+        if used[-1]:
+            fix = f"cut rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
+            raise ShardingRuleError(f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: the rows of a table are used whole; {fix}")
         batch = axes_of(self.spec("activations", ("batch",))[0])
         return StoredWeight(spec, used, tuple(gathered), tuple(a for a in batch if not any(a in names for names in gathered)))
 

@@ -56,7 +56,7 @@ def test_all_problems_at_once() -> None:
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2"],
-            "mesh.pipeline=2, but rules 'ddp' cut no activation along pipeline; set mesh.pipeline=1 (no preset cuts along it)",
+            "mesh.pipeline=2: no model of this version is cut along pipeline; set mesh.pipeline=1",
         ),
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
         (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),
@@ -72,11 +72,18 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     assert problems(*overrides) == [problem]
 
 
-def test_weights_along_the_batch_belong_on_fsdp() -> None:
+@pytest.mark.parametrize(
+    ("column", "rows", "problem"),
+    [
+        ("params", {"embed": "data"}, "weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'"),
+        ("activations", {"seq": "tensor"}, "attention needs all of a sequence; set it to None"),
+        ("activations", {"embed": "tensor"}, "the residual stream is cut along batch and seq_resid only; set it to None"),
+    ],
+)
+def test_rules_that_would_train_wrongly(column: str, rows: dict[str, str], problem: str) -> None:
     config = load(TINY)
-    config = dataclasses.replace(config, rules=config.rules.replace(params={"embed": "data"}))
-    with pytest.raises(
-        ConfigError,
-        match=r"rules.params\['embed'\]='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
-    ):
+    config = dataclasses.replace(config, rules=config.rules.replace(**{column: rows}))
+    with pytest.raises(ConfigError) as caught:
         check(config, 8)
+    ((row, axis),) = rows.items()
+    assert f"  - rules.{column}[{row!r}]={axis!r}: {problem}" in str(caught.value).splitlines()

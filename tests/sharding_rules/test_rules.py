@@ -143,3 +143,8 @@ def test_rules_are_plain_data() -> None:
         == rules
     )
     assert rules.as_dict()["optimizer"]["embed"] == ["data"]
+
+
+def test_the_batch_row_is_not_optional() -> None:
+    with pytest.raises(ShardingRuleError, match=r"rules\.activations needs a row 'batch'"):
+        Rules("mine", params={}, activations={"seq": None})

@@ -1,0 +1,56 @@
+"""The bound rules: strict about shapes too, because XLA drops a cut that does not divide without a word."""
+
+import jax
+import numpy as np
+import pytest
+
+from sharding_rules import MeshConfig, Shard, ShardingRuleError, make_mesh, preset
+
+SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "message"),
+    [
+        (
+            (4, 8, 6),
+            ("batch", "seq", "mlp"),
+            "activation('batch', 'seq', 'mlp'): dimension 2 ('mlp', size 6) does not divide over 'tensor' (4 ways)",
+        ),
+        ((4, 8, 8), ("batch", "seq"), "activation('batch', 'seq'): 2 logical axes for 3 dimensions (4, 8, 8)"),
+        (
+            (4, 8, 8),
+            ("batch", "seq", "mpl"),
+            "activation('batch', 'seq', 'mpl'): no activations rule for logical axis 'mpl'; did you mean 'mlp'?",
+        ),
+    ],
+)
+def test_an_activation_that_does_not_fit(shape, axes, message: str) -> None:
+    with pytest.raises(ShardingRuleError) as caught:
+        jax.eval_shape(lambda x: SHARD(x, *axes), jax.ShapeDtypeStruct(shape, "float32"))
+    assert str(caught.value) == message
+
+
+def test_a_table_used_in_parts_is_refused() -> None:
+    rules = preset("megatron").replace(params={"embed": "tensor", "vocab": None})
+    with pytest.raises(ShardingRuleError, match=r"rules.gathered\['embed'\]='tensor': the rows of a table are used whole"):
+        Shard(rules, SHARD.mesh).stored("vocab", "embed")
+
+
+def test_what_is_stored_and_what_is_used() -> None:
+    table = SHARD.stored("vocab", "embed")
+    assert table.spec == jax.P("tensor", "fsdp") and table.used == jax.P("tensor", None)
+    assert SHARD.cut("batch") == ("fsdp",) and SHARD.ways(("fsdp", "tensor")) == 8
+
+
+def test_axes_that_are_manual_are_left_out() -> None:
+    inside = []
+
+    def f(x):
+        inside.append((SHARD.spec("activations", ("batch", "seq", "mlp")), SHARD.cut("batch")))
+        return x
+
+    jax.eval_shape(
+        jax.shard_map(f, mesh=SHARD.mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"), axis_names={"fsdp"}), np.ones((4, 2, 8))
+    )
+    assert inside == [(jax.P(None, None, "tensor"), ())]
