@@ -77,10 +77,12 @@ def wait_for(condition, seconds: float = 120) -> None:
 
 def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shrink = {"mesh__fsdp": 2, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2, "train__sample_tokens": 8}
-    assert train.main(arguments(tmp_path, "gpt_175b", **shrink, train__steps=12, optimizer__learning_rate=3e-3)) == 0
+    changes = {"train__steps": 12, "optimizer__learning_rate": 3e-3, "profile__start_step": 5, "profile__steps": 2}
+    assert train.main(arguments(tmp_path, "gpt_175b", **shrink, **changes)) == 0
     found = losses(tmp_path)
     assert len(found) == 12 and found[-1] < found[0] - 0.05 and abs(found[0] - np.log(512)) < 0.1
     assert [row for row in metrics(tmp_path) if "heldout_bpb" in row][-1]["step"] == 12
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").exists()
     out = capsys.readouterr().out

@@ -1,0 +1,109 @@
+"""The update: AdamW as optax composes it, the schedules by their formulas, steps that are not finite, and where the state lives."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import GPT, host_batch, on_devices, shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.optimizer import AdamW, decays
+from mesh_lm.step import abstract_state, init_state, train_step
+
+COMPILE_BUDGET = 115  # most of them scalars of schedules, evaluated op by op
+
+
+def rate(step: int, steps: int = 100, **fields) -> float:
+    return float(AdamW(OptimizerConfig(learning_rate=2.0, warmup_steps=10, **fields), steps).learning_rate(step))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules(schedule: str) -> None:
+    """The first of 10 warm-up steps has a tenth of the peak, the tenth all of it, the last step final_fraction of it."""
+    at = [rate(step, schedule=schedule, final_fraction=0.25, decay_fraction=0.3) for step in range(100)]
+    np.testing.assert_allclose(at[:10], [2.0 * (n + 1) / 10 for n in range(10)], rtol=1e-6)
+    assert at[99] == pytest.approx(2.0 if schedule == "constant" else 0.5)
+    assert all(a >= b - 1e-6 for a, b in itertools.pairwise(at[9:]))
+    middle = {"cosine": 0.5 + 1.5 * (1 + math.cos(math.pi * 45 / 90)) / 2, "linear": 2.0 - 1.5 * 45 / 90, "wsd": 2.0, "constant": 2.0}
+    assert at[54] == pytest.approx(middle[schedule], rel=1e-6)
+    if schedule == "wsd":
+        assert at[69] == pytest.approx(2.0) and at[70] < 2.0
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    optimizer = AdamW(OptimizerConfig(learning_rate=2.0, warmup_steps=0, schedule="constant"), 10)
+    assert float(optimizer.learning_rate(0)) == 2.0
+
+
+def test_equals_optax() -> None:
+    """Three updates against optax's own chain of clipping, Adam, decay and schedule."""
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", weight_decay=0.3, clip_norm=0.5)
+    random = np.random.default_rng(0)
+    params = {"a.weight": random.normal(size=(3, 4)).astype(np.float32), "a.bias": np.ones((2, 4), np.float32), "b": np.ones(3, np.float32)}
+    chain = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(
+            0.1, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=0.3, mask={"a.weight": True, "a.bias": False, "b": False}
+        ),
+    )
+    ours, theirs = params, params
+    optimizer, moments, state = AdamW(config, 3), None, chain.init(params)
+    moments = optimizer.init(params)
+    for step in range(3):
+        grads = {name: (step + 1) * random.normal(size=p.shape).astype(np.float32) for name, p in params.items()}
+        updates, state = chain.update(grads, state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+        ours, moments = optimizer.update(grads, optax.global_norm(grads), moments, ours, jnp.int32(step), jnp.int32(step))
+    for name in params:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, err_msg=name)
+
+
+def test_what_decays() -> None:
+    shapes = Blueprint.of(dataclasses.replace(GPT, tied=False, sinks=True), shard_on("ddp")).shapes
+    kept = {name for name, shape in shapes.items() if not decays(name, shape)}
+    assert kept == {name for name in shapes if name.endswith(("bias", "scale", "sinks"))} and len(kept) == 11
+
+
+def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tuple[list[dict[str, float]], dict]:
+    blueprint = Blueprint.of(GPT, shard_on(rules, **mesh))
+    optimizer = AdamW(OptimizerConfig(learning_rate=0.01, warmup_steps=2), 4)
+    step, state, seen = train_step(blueprint, optimizer, seed=0), init_state(blueprint, optimizer, seed=0), []
+    for n in range(4):
+        batch = host_batch(2, seed=n)
+        if n == poison:
+            batch["weights"] = batch["weights"] * np.float32(np.nan)
+        state, metrics = step(state, on_devices(batch, blueprint))
+        seen.append({name: float(x) for name, x in metrics.items()})
+    return seen, state
+
+
+def test_losses_over_steps_do_not_depend_on_the_mesh() -> None:
+    """Losses, not leaves: a K bias has no gradient, and Adam amplifies its noise."""
+    alone, _ = run_steps("ddp", {})
+    for rules, mesh in (("zero2", {"data": 8}), ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})):
+        found, _ = run_steps(rules, mesh)
+        np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in alone], rtol=2e-6)
+        np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in alone], rtol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
+    clean, _ = run_steps("ddp", {"data": 2})
+    seen, state = run_steps("ddp", {"data": 2}, poison=1)
+    assert [m["skipped"] for m in seen] == [0, 1, 1, 1] and int(state["step"]) == 4
+    assert seen[0] == clean[0] and math.isnan(seen[1]["loss"]) and math.isfinite(seen[3]["loss"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_the_state_lives_where_the_rules_say() -> None:
+    blueprint = Blueprint.of(GPT, shard_on("zero1+fsdp", data=4, fsdp=2))
+    state = abstract_state(blueprint, AdamW(OptimizerConfig(), 1))
+    name = "blocks.mlp.up.weight"
+    assert state["params"][name].sharding.spec == jax.P(None, "fsdp", None)
+    assert state["mu"][name].sharding.spec == state["nu"][name].sharding.spec == jax.P(None, ("fsdp", "data"), None)
+    assert state["mu"][name].sharding.shard_shape(state["mu"][name].shape) == (2, 32 // 8, 128)
