@@ -55,17 +55,19 @@ def main(argv: list[str]) -> int:
             for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), training, strict=False):
                 state, metrics = step(state, batch)
                 monitor.step(n, metrics)
-                last = n == config.train.steps
-                if last or stop.requested or checkpoints.due(n):
+                last, stopping = n == config.train.steps, stop.requested  # read once: a signal from here on is for the next step
+                if last or stopping or checkpoints.due(n):
                     checkpoints.save(n, state, position=position, corpus=corpus.name)
-                if stop.requested and not last:
+                if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
-                if last or (config.train.eval_every and n % config.train.eval_every == 0):
+                if not last and config.train.eval_every and n % config.train.eval_every == 0:
                     with monitor.paused():
                         monitor.heldout(n, mean_loss(evaluation, state["params"], batches.heldout()))
 
-            # 7. What it came to: a plot and a text.
+            # 7. What it came to: the held-out loss, a plot and a text.
+            with monitor.paused():
+                monitor.heldout(int(state["step"]), mean_loss(evaluation, state["params"], batches.heldout()))
             monitor.finish(sample(blueprint, state["params"], corpus.tokenizer(), config.train.sample_tokens, config.seed))
     return 0
 

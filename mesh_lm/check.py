@@ -31,7 +31,8 @@ def _fields(config: TrainConfig) -> Iterator[str]:
     yield from config.model.problems()
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
-        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0,
+        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0,
+        "optimizer.eps": 0, "optimizer.weight_decay": 0,
         "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0,
     }  # fmt: skip
@@ -68,7 +69,11 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
             if axis in MANUAL:
                 fix = "to cut them along the batch use the mesh axis 'fsdp'"
                 yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
-    reasons = {"embed": "the residual stream is cut along batch and seq_resid only", "seq": "attention needs all of a sequence"}
+    reasons = {
+        "embed": "the residual stream is cut along batch and seq_resid only",
+        "seq": "attention needs all of a sequence",
+        "head_dim": "attention needs whole heads",
+    }
     for logical, reason in reasons.items():
         if entry := config.rules.activations.get(logical):
             yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"

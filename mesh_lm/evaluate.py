@@ -50,7 +50,7 @@ def generate(
     rows, parts = (shard.ways(shard.cut(axis)) for axis in ("batch", "seq_resid"))
     tokens = jnp.zeros((rows, -(-last // parts) * parts), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
 
-    @partial(jax.jit, static_argnames=("first", "last"))
+    @partial(jax.jit, static_argnames=("first", "last"), out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
     def run(params: Params, tokens: jax.Array, first: int, last: int) -> jax.Array:
         def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
             logits = blueprint.bind(params).logits({"tokens": tokens})[0, i - 1] / temperature

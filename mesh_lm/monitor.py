@@ -51,7 +51,7 @@ class Monitor:
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step just dispatched, and reads those of the one before, which is done or about to be."""
         late, self._late = self._late, (step, metrics)
-        self._profile.step(step)
+        self._profile.step(step, metrics)
         self._read(late)
 
     def heldout(self, step: int, loss: float) -> None:
@@ -119,9 +119,10 @@ class Profile:
         self._start = first_step + max(1, config.start_step) if config.steps else None
         self._stop = (self._start or 0) + config.steps
 
-    def step(self, step: int) -> None:
-        """Called after step `step` was dispatched."""
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Called after step `step` was dispatched, with what it will return."""
         if self._tracing and step + 1 >= self._stop:
+            jax.block_until_ready(metrics)
             self.stop()
         elif step + 1 == self._start:
             jax.profiler.start_trace(str(self.directory))
@@ -129,6 +130,5 @@ class Profile:
 
     def stop(self) -> None:
         if self._tracing:
-            jax.effects_barrier()
             jax.profiler.stop_trace()
             self._tracing = False

@@ -49,12 +49,11 @@ class AdamW:
         """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
         c, warm = self.config, self.config.warmup_steps
         rest, end = max(1, self.steps - warm), self.config.final_fraction
+        decay = min(rest, max(1, int(c.decay_fraction * self.steps)))
         shapes = {
             "cosine": optax.cosine_decay_schedule(1.0, rest, alpha=end),
             "linear": optax.linear_schedule(1.0, end, rest),
-            "wsd": optax.linear_schedule(
-                1.0, end, max(1, int(c.decay_fraction * self.steps)), max(0, rest - int(c.decay_fraction * self.steps))
-            ),
+            "wsd": optax.linear_schedule(1.0, end, decay, rest - decay),
             "constant": optax.constant_schedule(1.0),
         }
         schedule = optax.join_schedules([optax.linear_schedule(0.0, 1.0, max(1, warm)), shapes[c.schedule]], [warm])

@@ -78,7 +78,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def d_head(self) -> int:
-        return self.head_dim or self.d_model // self.n_heads
+        return self.head_dim or self.d_model // max(1, self.n_heads)
 
     @property
     def d_mlp(self) -> int:
@@ -106,11 +106,16 @@ class DecoderConfig(ModelConfig):
 
     def problems(self) -> list[str]:
         """Fields that contradict one another."""
-        found = []
+        least = {"n_layers": 1, "d_model": 1, "n_heads": 1, "n_kv_heads": 0, "head_dim": 0, "d_ff": 0, "vocab_size": 2, "seq_len": 1}
+        least |= {"loss_chunk": 1, "vocab_multiple": 1, "softcap": 0, "head_softcap": 0, "z_loss": 0, "init_std": 0}
+        found = [f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low]
+        if any(width < 0 for width in self.window):
+            found.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
+        if found:
+            return found
         if not self.head_dim and self.d_model % self.n_heads:
-            found.append(
-                f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; set model.head_dim, or change one"
-            )
+            fix = "set model.head_dim, or change one"
+            found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
         if self.n_heads % self.kv_heads:
             found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
         if self.n_layers % len(self.windows()):
@@ -119,9 +124,6 @@ class DecoderConfig(ModelConfig):
             found.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:
             found.append(f"model.dropout={self.dropout} must be in [0, 1)")
-        for field in ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "loss_chunk", "vocab_multiple"):
-            if getattr(self, field) < 1:
-                found.append(f"model.{field}={getattr(self, field)} must be at least 1")
         return found
 
     def n_params(self) -> int:

@@ -134,7 +134,13 @@ def remat(policy: str) -> Callable[[Callable], Callable]:
     if policy == "full":
         return partial(jax.checkpoint, prevent_cse=False)
     if policy == "save_names":
-        return partial(jax.checkpoint, prevent_cse=False, policy=policies.save_only_these_names(*SAVED_NAMES))
+        named = policies.save_only_these_names(*SAVED_NAMES)
+
+        def keep(primitive: Any, *args: Any, **params: Any) -> bool:
+            # cuDNN's residuals have no names of ours.
+            return primitive.name.startswith("dot_product_attention_fwd") or named(primitive, *args, **params)
+
+        return partial(jax.checkpoint, prevent_cse=False, policy=keep)
     offload = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=list(SAVED_NAMES), offload_src="device", offload_dst="pinned_host"
     )

@@ -56,10 +56,10 @@ class Norm(nnx.Module):
 
 
 # Elementwise chains keep their input for the backward and nothing in between: left alone, GELU keeps five arrays of its input's size.
-elementwise = partial(jax.checkpoint, prevent_cse=False)
+recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
-@partial(elementwise, static_argnums=3)
+@partial(recomputed, static_argnums=3)
 def _normalise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> jax.Array:
     x = x_BSD.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True) if config.norm == "layernorm" else x
@@ -67,12 +67,12 @@ def _normalise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, c
     return (x if bias_D is None else x + bias_D).astype(config.dtype)
 
 
-@elementwise
+@recomputed
 def _swiglu(up_BSGF: jax.Array) -> jax.Array:
     return jax.nn.silu(up_BSGF[:, :, 0]) * up_BSGF[:, :, 1]
 
 
-_gelu = elementwise(jax.nn.gelu)
+_gelu = recomputed(jax.nn.gelu)
 
 
 class Linear(nnx.Module):
@@ -83,22 +83,26 @@ class Linear(nnx.Module):
         std: float | None = None, bias_axes: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """The first `n_in` dimensions of the weight are contracted; the others, named `bias_axes` in the bias, are the output's."""
-        self.equation, self.shard, self.axes, self.dtype = equation, shard, tuple(axes), weights.config.dtype
+        self.equation, self.shard, self.axes = equation, shard, tuple(axes)
+        self.dtype, self.remat = weights.config.dtype, weights.config.remat
         self.weight = weights(shape, axes, std)
         self.has_bias = weights.config.biases
         if self.has_bias:
             self.bias = weights(shape[n_in:], bias_axes or axes[n_in:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
-        weight, rows = self.shard.weight(self.weight[...].astype(self.dtype), *self.axes), x_BS.shape[:2]
-        if self.shard.cut("seq_resid"):
-            y_BS = jnp.einsum(self.equation, x_BS, weight)
-        else:
-            # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two (half the step, measured).
-            # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
-            y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
-            y_BS = y.reshape(*rows, *y.shape[1:])
+        # Without remat the backward gathers FSDP's weights again; kept, the whole model would be on every device by the end of the forward.
+        y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
         return y_BS + self.bias[...].astype(self.dtype) if self.has_bias else y_BS
+
+    def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
+        weight = self.shard.weight(stored.astype(self.dtype), *self.axes)
+        if self.shard.cut("seq_resid"):
+            return jnp.einsum(self.equation, x_BS, weight)
+        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two (half the step, measured).
+        # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
+        y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
+        return y.reshape(*x_BS.shape[:2], *y.shape[1:])
 
 
 class Attention(nnx.Module):
@@ -145,6 +149,13 @@ class Attention(nnx.Module):
         config, shard = self.config, self.shard
         heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
+
+        local = config.n_heads // shard.ways(heads_by)
+        if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
+            raise ShardingRuleError(
+                f"rules.activations: {local} query heads on each device do not share whole kv heads ({group} query heads to each); "
+                "cut kv_heads as heads, or set heads and kv_heads to None"
+            )
 
         def kernel(q, k, v, segment_ids, sinks):
             if heads_by and not kv_by and config.kv_heads > 1:

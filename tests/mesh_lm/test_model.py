@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, reference, shard_on
+from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model import DecoderConfig
+from mesh_lm.step import value_and_grad
+from sharding_rules import ShardingRuleError, preset
 
 COMPILE_BUDGET = 60
 
@@ -114,6 +116,28 @@ def test_the_future_is_not_seen() -> None:
 def test_remat_changes_no_gradient(policy: str) -> None:
     config = dataclasses.replace(GPT, remat=policy)
     assert_same_gradients(gradients(config, shard_on("ddp"))[2], reference(GPT)[2], tolerance=1e-6)
+
+
+def test_kv_heads_that_do_not_line_up_are_refused() -> None:
+    """24 query heads in groups of 4 over 4 devices: six heads on each, which need one kv head and half of another."""
+    config = dataclasses.replace(LLAMA, n_heads=24, n_kv_heads=6, head_dim=4)
+    rows = {"kv_heads": None}
+    blueprint = Blueprint.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
+    batch = {name: x[0] for name, x in host_batch(1).items()}
+    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share whole kv heads"):
+        jax.eval_shape(lambda p: blueprint.bind(p)(batch, None), blueprint.shapes)
+
+
+def test_fsdp_without_remat_keeps_no_gathered_weights() -> None:
+    """By the end of the forward, all layers' gathered weights would be on every device: the model whole, in the compute type."""
+    config = dataclasses.replace(GPT, n_layers=16, d_model=128, dtype="bfloat16", dropout=0.0, vocab_size=64)
+    blueprint = Blueprint.of(config, shard_on("fsdp", fsdp=8))
+    where = blueprint.shardings("params")
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name]) for name, s in blueprint.shapes.items()}
+    batch = on_devices(host_batch(1), blueprint)
+    program = str(jax.make_jaxpr(value_and_grad(blueprint))(params, batch, jax.random.key(0)))
+    assert "f32[16,128,512]" in program, "the stored weights have another shape by now: adapt this test"
+    assert "bf16[16,128,512]" not in program
 
 
 def test_loss_never_holds_the_logits() -> None:

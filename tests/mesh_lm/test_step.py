@@ -36,6 +36,10 @@ def test_schedules(schedule: str) -> None:
         assert at[69] == pytest.approx(2.0) and at[70] < 2.0
 
 
+def test_a_decay_longer_than_the_run_still_ends_at_its_end() -> None:
+    assert rate(99, schedule="wsd", final_fraction=0.25, decay_fraction=1.0) == pytest.approx(0.5)
+
+
 def test_no_warm_up_starts_at_the_peak() -> None:
     optimizer = AdamW(OptimizerConfig(learning_rate=2.0, warmup_steps=0, schedule="constant"), 10)
     assert float(optimizer.learning_rate(0)) == 2.0

@@ -140,6 +140,24 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
     assert leaves(tmp_path, step)["['step']"] == step
 
 
+def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
+    due = train.Checkpoints.due
+    monkeypatch.setattr(
+        train.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
+    )
+    assert train.main(arguments(tmp_path)) == 99
+    assert leaves(tmp_path, 3)["['step']"] == 3
+
+
+def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(train, "mean_loss", lambda *args: 1 / 0)
+        train.main(arguments(tmp_path, train__steps=2))
+    assert train.main(arguments(tmp_path, train__steps=2)) == 0
+    assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
+
+
 def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
     assert train.main(arguments(tmp_path, train__steps=1)) == 0
     for changes, message in (
