@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_lm.model.config import DecoderConfig
 from pallas_kernels import flash_attention
-from sharding_rules import Shard
+from sharding_rules import Shard, ShardingRuleError
 
 
 class Weights:
