@@ -1,0 +1,1 @@
+"""The trainer. Start reading at train.py, one folder up; nothing is imported here, so that each part costs only what it needs."""
