@@ -6,6 +6,7 @@ how a run is parallel is in its mesh and its rules.
 
 import sys
 from contextlib import closing
+from itertools import takewhile
 
 import jax
 
@@ -44,12 +45,20 @@ def main(argv: list[str]) -> int:
         batches = Batches(config, corpus, batch_sharding(blueprint))
 
         # 5. State: restored onto whatever mesh this run has, or initialised sharded in place.
-        restored = checkpoints.restore(abstract_state(blueprint, optimizer), corpus=corpus.name)
+        restored = checkpoints.restore(abstract_state(blueprint, optimizer), corpus=batches.name)
         state = restored.state if restored else init_state(blueprint, optimizer, config.seed)
         first, start = (restored.step, restored.position) if restored else (0, 0)
 
         # 6. The loop.
         with Monitor(config, blueprint, corpus, first) as monitor, closing(batches.train(start)) as training:
+
+            def measure(n: int) -> None:
+                with monitor.paused():
+                    heldout = takewhile(lambda batch: not stop.requested, batches.heldout())
+                    loss = mean_loss(evaluation, state["params"], heldout)
+                if not stop.requested:
+                    monitor.heldout(n, loss)
+
             if restored:
                 monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in restored.changed))
             for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), training, strict=False):
@@ -57,17 +66,16 @@ def main(argv: list[str]) -> int:
                 monitor.step(n, metrics)
                 last, stopping = n == config.train.steps, stop.requested  # read once: a signal from here on is for the next step
                 if last or stopping or checkpoints.due(n):
-                    checkpoints.save(n, state, position=position, corpus=corpus.name)
+                    checkpoints.save(n, state, position=position, corpus=batches.name)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
                 if not last and config.train.eval_every and n % config.train.eval_every == 0:
-                    with monitor.paused():
-                        monitor.heldout(n, mean_loss(evaluation, state["params"], batches.heldout()))
+                    measure(n)
 
             # 7. What it came to: the held-out loss, a plot and a text.
-            with monitor.paused():
-                monitor.heldout(int(state["step"]), mean_loss(evaluation, state["params"], batches.heldout()))
+            if not monitor.has_heldout(int(state["step"])):
+                measure(int(state["step"]))
             monitor.finish(sample(blueprint, state["params"], corpus.tokenizer(), config.train.sample_tokens, config.seed))
     return 0
 

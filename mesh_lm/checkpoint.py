@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,10 @@ class Checkpoints:
     def __init__(self, config: TrainConfig) -> None:
         """Raises ConfigError where the directory cannot be written, or holds other checkpoints than `checkpoint.resume` allows."""
         self.config, self.policy = config, config.checkpoint
+        try:
+            json.dumps(as_dict(config))
+        except TypeError as error:
+            raise ConfigError(f"the config is stored with every checkpoint, as JSON, and cannot be: {error}") from error
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
         self._manager = _open(self.directory, self.policy)
         step = self.latest()

@@ -17,13 +17,13 @@ from mesh_lm.model import Batch, Sums
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
-    """Cross-entropy in nats per label, over all batches. Sums stay on the devices until the end."""
+    """Cross-entropy in nats per label, over all batches; nan where there is none. Sums stay on the devices until the end."""
     total: Sums | None = None
     for batch in batches:
         sums = step(params, batch)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     if total is None:
-        raise ValueError("no batch to evaluate on")
+        return math.nan
     return float(total["loss"]) / float(total["weight"])
 
 

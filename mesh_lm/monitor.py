@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,12 @@ class Monitor:
         self._writer.write(step, {"heldout_loss": loss, "heldout_bpb": bpb})
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         self.note(f"step {step}: held-out {bpb:.3f} bits per byte ({beside or f'{self.config.train.eval_sequences} sequences'})")
+
+    def has_heldout(self, step: int) -> bool:
+        """Whether a held-out loss after this step is on record, as in a finished run that is started again."""
+        path = self.output / "metrics.jsonl"
+        rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return any(row["step"] == step and "heldout_loss" in row for row in rows)
 
     def _yardsticks(self) -> dict[str, float]:
         """Bits per byte of general compressors on the held-out text; none where only a part of it is evaluated."""

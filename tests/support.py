@@ -28,8 +28,9 @@ _SIZES: dict[str, Any] = {
 GPT = DecoderConfig(**_SIZES, n_heads=4, dropout=0.1)
 """Learned positions, LayerNorm, GELU, biases, tied head, dropout; a loss chunk that does not divide the tokens."""
 LLAMA = DecoderConfig(
-    **_SIZES, n_heads=8, n_kv_heads=2, positions="rotary", rope_scaling=8.0, norm="rmsnorm", activation="swiglu", biases=False, tied=False,
-    z_loss=1e-3, head_softcap=5.0, softcap=4.0, window=(4, 0), sinks=True, remat="full",
+    **_SIZES, n_heads=8, n_kv_heads=2, head_dim=8, init_std=0.1, positions="rotary", rope_scaling=8.0, rope_original_seq_len=64,
+    norm="rmsnorm", activation="swiglu", biases=False, tied=False,
+    z_loss=1e-3, head_softcap=5.0, softcap=0.5, window=(4, 0), sinks=True, remat="full",
 )  # fmt: skip
 """Everything GPT is not: grouped queries, a window on every other layer, both softcaps, sinks, z-loss, untied head, remat."""
 

@@ -18,6 +18,8 @@ class Batches:
     def __init__(self, config: TrainConfig, corpus: Corpus, sharding: NamedSharding) -> None:
         """Raises ConfigError where the corpus is too small for one batch."""
         self._config = config
+        self.name = f"{corpus.name} in sequences of {config.model.seq_len}, seed {config.seed}"
+        """What a position in the data is a position in: another corpus, length or seed is another order."""
         data, train, seq_len = config.data, config.train, config.model.seq_len
         documents = {"documents_mode": data.documents, "mask_document_start": data.mask_document_start, "eod": corpus.tokenizer().eod}
         self._train = Sequences(corpus.train(), seq_len, seed=config.seed, shuffle=True, **documents)

@@ -17,7 +17,7 @@ from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
-from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, rope_table
+from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, add_bias, rope_table
 from sharding_rules import Shard
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
@@ -96,8 +96,8 @@ class Decoder(nnx.Module):
             if "positions" in batch:
                 x_BSD = x_BSD + lookup(self.positions[...], batch["positions"], shard, ("position", "embed"), c.dtype)
             else:
-                table = shard.weight(self.positions[...].astype(c.dtype), "position", "embed")
-                x_BSD = x_BSD + table[: batch["tokens"].shape[1]]
+                table = shard.weight(self.positions[...], "position", "embed")
+                x_BSD = add_bias(x_BSD, table[: batch["tokens"].shape[1]])
         x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
         return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
 

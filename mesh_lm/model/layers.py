@@ -75,6 +75,11 @@ def _swiglu(up_BSGF: jax.Array) -> jax.Array:
 _gelu = recomputed(jax.nn.gelu)
 
 
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias in fp32, for its gradient: the sum over all tokens. In bf16 that sum was 18 % off at 16,384 tokens (measured)."""
+    return (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """An einsum with a weight that is cast, then gathered, then used, and an optional bias of its output's dimensions."""
 
@@ -92,8 +97,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
         # Without remat the backward gathers FSDP's weights again; kept, the whole model would be on every device by the end of the forward.
-        y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
-        return y_BS + self.bias[...].astype(self.dtype) if self.has_bias else y_BS
+        gathers = self.shard.spec("params", self.axes) != self.shard.spec("gathered", self.axes)
+        y_BS = (recomputed(self._matmul) if gathers and self.remat == "none" else self._matmul)(x_BS, self.weight[...])
+        return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
     def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
         weight = self.shard.weight(stored.astype(self.dtype), *self.axes)

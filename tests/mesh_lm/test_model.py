@@ -94,6 +94,23 @@ def test_equals_plain_jax(config: DecoderConfig, separate: bool) -> None:
     assert_same_gradients(grads, jax.tree.map(np.asarray, wanted))
 
 
+@pytest.mark.parametrize("config", [dataclasses.replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
+def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
+    """Over 16,384 tokens: a sum over tokens that is kept in bf16 shows here, and only here."""
+    B, S = 64, 256
+    text = np.random.default_rng(0).integers(0, VOCAB, (1, B, S + 1)).astype(np.int32)
+    batch = {"tokens": text[..., :-1], "labels": text[..., 1:], "weights": np.ones((1, B, S), np.float32)}
+    batch["sample_ids"] = np.arange(B, dtype=np.uint32)[None]
+    params, grads = None, {}
+    for dtype in ("float32", "bfloat16"):
+        blueprint = Blueprint.of(dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096), shard_on("ddp", data=2))
+        params = params or jax.jit(blueprint.init)(jax.random.key(0))
+        grads[dtype] = jax.jit(value_and_grad(blueprint))(params, on_devices(batch, blueprint), jax.random.key(0))[1]
+    for name, wanted in grads["float32"].items():
+        error = np.linalg.norm(grads["bfloat16"][name] - wanted) / np.linalg.norm(wanted)
+        assert error < 0.02, f"{name}: {error:.3f}"
+
+
 def test_the_future_is_not_seen() -> None:
     """The gradient of one position's logits reaches no later token."""
     blueprint = Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on("ddp"))

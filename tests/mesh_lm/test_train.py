@@ -154,8 +154,24 @@ def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monke
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(train, "mean_loss", lambda *args: 1 / 0)
         train.main(arguments(tmp_path, train__steps=2))
-    assert train.main(arguments(tmp_path, train__steps=2)) == 0
-    assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
+    for _ in range(2):
+        assert train.main(arguments(tmp_path, train__steps=2)) == 0
+        assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
+
+
+def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def mean_loss(step, params, batches):
+        for batch in batches:
+            seen.append(batch)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    monkeypatch.setattr(train, "mean_loss", mean_loss)
+    assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
+    assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
+    assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
 
 def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
@@ -167,6 +183,7 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ),
         ({"model__tied": "false"}, "head: absent in the checkpoint"),
         ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
+        ({"seed": 1}, "in sequences of 32, seed 0, this config reads corpus-"),
         ({"checkpoint__resume": "never"}, "already holds step 1, and checkpoint.resume=never"),
     ):
         with pytest.raises(train.ConfigError, match=message):
