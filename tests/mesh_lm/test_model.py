@@ -108,7 +108,7 @@ def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
         grads[dtype] = jax.jit(value_and_grad(blueprint))(params, on_devices(batch, blueprint), jax.random.key(0))[1]
     for name, wanted in grads["float32"].items():
         error = np.linalg.norm(grads["bfloat16"][name] - wanted) / np.linalg.norm(wanted)
-        assert error < 0.02, f"{name}: {error:.3f}"
+        assert error < 0.03, f"{name}: {error:.3f}"
 
 
 def test_the_future_is_not_seen() -> None:
