@@ -105,7 +105,7 @@ class Linear(nnx.Module):
         weight = self.shard.weight(stored.astype(self.dtype), *self.axes)
         if self.shard.cut("seq_resid"):
             return jnp.einsum(self.equation, x_BS, weight)
-        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two (half the step, measured).
+        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
         # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
         y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
         return y.reshape(*x_BS.shape[:2], *y.shape[1:])
