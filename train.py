@@ -20,14 +20,15 @@ from mesh_lm.data.corpus import prepare
 from mesh_lm.evaluate import mean_loss, sample
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
-from mesh_lm.step import abstract_state, batch_sharding, evaluate, init_state, train_step
+from mesh_lm.step import abstract_state, batch_sharding, evaluate, fresh_state, init_state, train_step
+from mesh_lm.trained import keep_tokenizer, weights
 from sharding_rules import Shard, ShardingRuleError, make_mesh
 
 
 def main(argv: list[str]) -> int:
     # 1. Config: one frozen dataclass. What cannot run stops here, with every reason at once.
     config = cli.parse(argv)
-    launch.start(config.launch)
+    launch.start(config)
     config = check(config, jax.device_count())
 
     # 2. Mesh and rules, bound into the one object through which the model speaks of sharding.
@@ -40,33 +41,43 @@ def main(argv: list[str]) -> int:
     evaluation = jax.jit(evaluate(blueprint))
 
     with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
-        # 4. Data: text, tokens, sequences. The position in them is one number.
-        corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, progress=launch.say)
-        batches = Batches(config, corpus, batch_sharding(blueprint))
+        saved = checkpoints.newest()
+        read = weights(config.init_from, blueprint) if config.init_from and not saved else None
 
-        # 5. State: restored onto whatever mesh this run has, or initialised sharded in place.
-        restored = checkpoints.restore(abstract_state(blueprint, optimizer), corpus=batches.name)
-        state = restored.state if restored else init_state(blueprint, optimizer, config.seed)
-        first, start = (restored.step, restored.position) if restored else (0, 0)
+        # 4. Data: text, tokens, sequences. The position in them is one number.
+        with launch.first_before_others("data"):
+            corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
+            batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None)
+        launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
+
+        # 5. State: restored onto whatever mesh this run has, begun from other weights, or initialised sharded in place.
+        if saved:
+            state = saved.state(abstract_state(blueprint, optimizer))
+        else:
+            state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
+        first = saved.step if saved else 0
+        if (tokenizer := corpus.tokenizer()) and jax.process_index() == 0:
+            keep_tokenizer(config.output, tokenizer)
 
         # 6. The loop.
-        with Monitor(config, blueprint, corpus, first) as monitor, closing(batches.train(start)) as training:
+        with Monitor(config, blueprint, corpus, first) as monitor, closing(batches.train()) as training:
 
             def measure(n: int) -> None:
                 with monitor.paused():
-                    heldout = takewhile(lambda batch: not stop.requested, batches.heldout())
+                    heldout = takewhile(lambda batch: not stop.poll(), batches.heldout())
                     loss = mean_loss(evaluation, state["params"], heldout)
                 if not stop.requested:
                     monitor.heldout(n, loss)
 
-            if restored:
-                monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in restored.changed))
+            if saved:
+                changes = [*saved.changed(config), *batches.changed]
+                monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in changes))
             for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), training, strict=False):
                 state, metrics = step(state, batch)
                 monitor.step(n, metrics)
-                last, stopping = n == config.train.steps, stop.requested  # read once: a signal from here on is for the next step
+                last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step
                 if last or stopping or checkpoints.due(n):
-                    checkpoints.save(n, state, position=position, corpus=batches.name)
+                    checkpoints.save(n, state, batches.state(position))
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
@@ -74,9 +85,9 @@ def main(argv: list[str]) -> int:
                     measure(n)
 
             # 7. What it came to: the held-out loss, a plot and a text.
-            if not monitor.has_heldout(int(state["step"])):
+            if not launch.from_first(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
-            monitor.finish(sample(blueprint, state["params"], corpus.tokenizer(), config.train.sample_tokens, config.seed))
+            monitor.finish(sample(blueprint, state["params"], tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
     return 0
 
 
@@ -84,4 +95,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (ConfigError, ShardingRuleError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"{launch.prefix()}error: {error}")

@@ -27,7 +27,8 @@ from configs import gpt2_124m
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
-from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_documents
+from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
+from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.optimizer import AdamW
 from mesh_lm.report.flops import mfu
@@ -93,7 +94,7 @@ class Run:
         return state, found
 
 
-def text(directory: Path, config: TrainConfig) -> Sequences:
+def text(directory: Path, config: TrainConfig) -> Rows:
     """Sequences of a text that can be learnt and is the same everywhere: nine tokens in ten follow from the one before, among 500."""
     vocab, S = config.model.vocab_size, config.model.seq_len
     prefix, n_documents, length = directory / f"text-{vocab}-{S}", 64 if S < 256 else 256, max(1024, S)
@@ -107,7 +108,7 @@ def text(directory: Path, config: TrainConfig) -> Sequences:
         tokens[:, -1] = EOD
         starts = random.integers(0, length // 2, n_documents)
         write_documents(prefix, (document[start:] for document, start in zip(tokens, starts, strict=True)), vocab=vocab)
-    return Sequences(Documents(prefix), S, seed=config.seed, shuffle=True, documents_mode="joined", mask_document_start=False, eod=EOD)
+    return Rows(Sequences(Text(Documents(prefix)), S, eod=EOD, seed=config.seed), eod=EOD)
 
 
 def digests(state: State) -> dict[str, str]:
@@ -193,13 +194,14 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
     run, state = Run(directory, changes), None
     size = run.config.train.global_batch
     with Checkpoints(run.config) as checkpoints:
-        restored = checkpoints.restore(abstract_state(run.blueprint, run.optimizer), corpus="smoke")
-        state, first, position = (restored.state, restored.step, restored.position) if restored else (run.state(), 0, 0)
+        saved = checkpoints.newest()
+        state = saved.state(abstract_state(run.blueprint, run.optimizer)) if saved else run.state()
+        first, position = (saved.step, saved.data["position"]) if saved else (0, 0)
         for n in range(first + 1, steps + 1):
             state, _ = run.step(state, run.batch(position))
             position += size
             if n == save_at:
-                checkpoints.save(n, state, position=position, corpus="smoke")
+                checkpoints.save(n, state, {"position": position})
         emit(resumed_at=first, digests=digests(state))
 
 

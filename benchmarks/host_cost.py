@@ -54,20 +54,21 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
     clock = time.perf_counter
     with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
-        batches = Batches(config, corpus, batch_sharding(blueprint)).train(0)
-        position, batch = next(batches)
+        batches = Batches(config, corpus, batch_sharding(blueprint))
+        training = batches.train()
+        position, batch = next(training)
         step, state = no_op_step(config, blueprint, batch), {"step": jnp.int32(0)}
-        with contextlib.closing(batches), Monitor(config, blueprint, corpus, 0) as monitor:
+        with contextlib.closing(training), Monitor(config, blueprint, corpus, 0) as monitor:
             for n, mark in enumerate(marks, 1):
                 mark[0] = clock()
-                position, batch = next(batches)
+                position, batch = next(training)
                 mark[1] = clock()
                 state, metrics = step(state, batch)
                 mark[2] = clock()
                 monitor.step(n, metrics)
                 mark[3] = clock()
-                if stop.requested or checkpoints.due(n):
-                    checkpoints.save(n, state, position=position, corpus=corpus.name)
+                if stop.poll() or checkpoints.due(n):
+                    checkpoints.save(n, state, batches.state(position))
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 
 from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.data import blend
+from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.step import MANUAL
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of
 
@@ -45,8 +47,23 @@ def _fields(config: TrainConfig) -> Iterator[str]:
             yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
     if not (math.isfinite(config.optimizer.learning_rate) and config.optimizer.learning_rate >= 0):
         yield f"optimizer.learning_rate={config.optimizer.learning_rate} must be a number of at least 0"
-    if config.data.tokenizer_vocab > config.model.vocab_size:
+    yield from _data(config)
+    if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    for parse in (lambda: blend.parse(data.blend), lambda: split_ranges(data.split, 1)):
+        try:
+            parse()
+        except ConfigError as error:
+            yield str(error)
+    for name in ("fim_rate", "fim_spm_rate"):
+        if not 0 <= (value := getattr(data, name)) <= 1:
+            yield f"data.{name}={value} must be in [0, 1]"
+    if data.fim_rate and data.documents == "packed":
+        yield f"data.fim_rate={data.fim_rate} makes documents longer, which packed ones have no room for; set data.documents=separate"
 
 
 def _unused_axes(config: TrainConfig) -> Iterator[str]:

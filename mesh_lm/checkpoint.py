@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,15 +25,61 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
-    """What a checkpoint gives back."""
+class Saved:
+    """A complete checkpoint on disk. Its descriptions are here; its arrays stay there until they are asked for."""
 
+    directory: Path
+    """The directory of all checkpoints of its run."""
     step: int
-    state: State
-    position: int
-    """Global samples consumed: the whole state of the data."""
-    changed: list[str]
-    """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
+    data: dict[str, Any]
+    """The place in the data, as `Batches.state` gave it."""
+    metadata: dict[str, Any]
+    """config (as `as_dict` gives it), parameters (name -> [*shape, dtype]), format and versions."""
+    _manager: ocp.CheckpointManager
+
+    @property
+    def path(self) -> Path:
+        return self.directory / str(self.step)
+
+    def state(self, abstract: State) -> State:
+        """The leaves of `abstract` ({"params": ...} alone will do), with its shapes and shardings.
+
+        Raises ConfigError for a checkpoint of another model, before any array is read.
+        """
+        self.require(abstract["params"])
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # pyright: ignore[reportCallIssue]
+        return self._manager.restore(self.step, args=ocp.args.Composite(state=args))["state"]
+
+    def changed(self, config: TrainConfig) -> list[str]:
+        """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
+        return _differences(self.metadata["config"], as_dict(config))
+
+    def require(self, params: Mapping[str, Any]) -> None:
+        """Raises ConfigError where its parameters do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct)."""
+        saved, wanted = self.metadata["parameters"], {name: [*x.shape, str(x.dtype)] for name, x in params.items()}
+        problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
+                    for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
+        if problems:
+            shown = "\n  - ".join(problems[:8]) + (f"\n  - and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ConfigError(f"{self.path} is a checkpoint of another model\n  - {shown}\nset another output, or that model's config")
+
+
+def find(path: Path | str) -> Saved | None:
+    """The checkpoint that a path names: a run's output (its newest step), the `checkpoints` in it, or one step there; None for any other.
+
+    Raises ConfigError for a run's directory without a complete checkpoint.
+    """
+    path = Path(path).expanduser().absolute()
+    step = int(path.name) if path.name.isdecimal() and (path / "state").is_dir() else None
+    directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if directory.name != "checkpoints" or not directory.is_dir():
+        return None
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True), item_handlers=_handlers())
+    if step is None and (step := manager.latest_step()) is None:
+        raise ConfigError(f"no complete checkpoint in {directory}")
+    return _read(manager, directory, step)
 
 
 class Checkpoints:
@@ -65,54 +112,32 @@ class Checkpoints:
         """Newest complete step."""
         return self._manager.latest_step()
 
+    def newest(self) -> Saved | None:
+        """The newest complete checkpoint; None where there is none."""
+        return None if (step := self.latest()) is None else _read(self._manager, self.directory, step)
+
     def due(self, step: int) -> bool:
         """Whether the policy saves after this many steps."""
         return self.policy.every > 0 and step % self.policy.every == 0
 
-    def save(self, step: int, state: State, *, position: int, corpus: str) -> None:
+    def save(self, step: int, state: State, data: dict[str, Any]) -> None:
         """Copies the state off the devices and returns; the write goes on in the background. A step already saved is left alone.
 
-        position: global samples consumed; corpus: the name of what they were samples of.
+        data: the place in the data after this step, as `Batches.state` gives it.
         """
         if step == self.latest():
             return
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),  # pyright: ignore[reportCallIssue]
-            data=ocp.args.JsonSave({"position": position, "corpus": corpus}),  # pyright: ignore[reportCallIssue]
+            data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
             metadata=ocp.args.JsonSave(self._metadata(state)),  # pyright: ignore[reportCallIssue]
         )
         self._manager.save(step, args=items, force=True)
 
-    def restore(self, abstract: State, *, corpus: str) -> Restored | None:
-        """The newest step, with the shapes and shardings of `abstract`; None where there is none.
-
-        Raises ConfigError for a checkpoint of another model or corpus, before any array is read.
-        """
-        if (step := self.latest()) is None:
-            return None
-        described = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), data=ocp.args.JsonRestore()))
-        self._compare_parameters(step, described["metadata"]["parameters"], _parameters(abstract))
-        if (saved := described["data"]["corpus"]) != corpus:
-            raise ConfigError(
-                f"{self.directory}/{step} was trained on corpus {saved}, this config reads {corpus}; set another output, or that data"
-            )
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)  # pyright: ignore[reportCallIssue]
-        state = self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
-        return Restored(step, state, described["data"]["position"], _differences(described["metadata"]["config"], as_dict(self.config)))
-
-    def _compare_parameters(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
-                    for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
-        if problems:
-            shown = "\n  - ".join(problems[:8]) + (f"\n  - and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise ConfigError(
-                f"{self.directory}/{step} is a checkpoint of another model\n  - {shown}\nset another output, or that model's config"
-            )
-
     def _metadata(self, state: State) -> dict[str, Any]:
+        parameters = {name: [*x.shape, str(x.dtype)] for name, x in state["params"].items()}
         versions = {"jax": jax.__version__, "orbax": ocp.__version__}
-        return {"format": FORMAT, "config": as_dict(self.config), "parameters": _parameters(state), "versions": versions}
+        return {"format": FORMAT, "config": as_dict(self.config), "parameters": parameters, "versions": versions}
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -138,16 +163,20 @@ def _open(directory: Path, policy: CheckpointConfig) -> ocp.CheckpointManager:
     except OSError as error:
         raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
     options = ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.LatestN(policy.keep), enable_async_checkpointing=True)
-    handlers = {
+    return ocp.CheckpointManager(directory, options=options, item_handlers=_handlers())
+
+
+def _handlers() -> dict[str, ocp.CheckpointHandler]:
+    return {
         "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True),
         "data": ocp.JsonCheckpointHandler(),
         "metadata": ocp.JsonCheckpointHandler(),
     }
-    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
 
-def _parameters(state: State) -> dict[str, Any]:
-    return {name: [*x.shape, str(x.dtype)] for name, x in state["params"].items()}
+def _read(manager: ocp.CheckpointManager, directory: Path, step: int) -> Saved:
+    described = manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), data=ocp.args.JsonRestore()))
+    return Saved(directory, step, described["data"], described["metadata"], manager)
 
 
 def _differences(saved: Any, now: Any, path: str = "") -> list[str]:

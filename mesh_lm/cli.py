@@ -1,5 +1,7 @@
 """The command line: `--config=FILE.py` chooses the run, `--config.section.field=value` changes it. The only file that knows tyro.
 
+The other commands (`python -m mesh_lm.data.prepare` and its like) are flat: a dataclass each, read by `command`.
+
 tyro (https://brentyi.github.io/tyro) turns text into the type of a field and prints the help. What a typo looks like is ours: every
 problem at once, in plain lines that stay readable in the log of 128 hosts.
 """
@@ -14,9 +16,9 @@ import inspect
 import io
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -24,6 +26,7 @@ from mesh_lm.config import ConfigError, TrainConfig
 from sharding_rules import PRESETS, Rules, preset
 
 DEFAULT = "configs/gpt_tiny.py"
+T = TypeVar("T")
 
 
 def parse(argv: list[str], default: str = DEFAULT) -> TrainConfig:
@@ -35,7 +38,8 @@ def parse(argv: list[str], default: str = DEFAULT) -> TrainConfig:
         ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.
         SystemExit: with status 0, after printing the help, where `argv` has --help or -h.
     """
-    options, problems = _options(argv)
+    options, strays = _options(argv)
+    problems = [f"{word}: belongs to no option{f'; did you mean --config={word}?' if word.endswith('.py') else ''}" for word in strays]
     files = [value for name, value in options if name == "--config" and value]
     if len(files) > 1:
         problems.append(f"--config is given {len(files)} times: {', '.join(files)}")
@@ -59,6 +63,47 @@ def parse(argv: list[str], default: str = DEFAULT) -> TrainConfig:
         return _replace(config, values, "--config")
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file}: {error}") from error
+
+
+def command(cls: type[T], argv: list[str], description: str) -> T:
+    """The arguments of a command: a dataclass with fields of plain types, one option each, filled from `argv`.
+
+    As in `parse`, --field=value and --field value are the same, and so are `-` and `_` in a name. A tuple field (tuple[T, ...]) takes one
+    value an option, or several words after it (--input a b), and may be repeated. A bool field stands alone for true. The docstrings of
+    the fields, and `description`, are the help.
+
+    Raises:
+        ConfigError: every mistake in `argv`, required fields that are missing among them.
+        SystemExit: with status 0, after printing the help, where `argv` has --help or -h.
+    """
+    fields = {f"--{field.name}": field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
+    types = get_type_hints(cls)
+    hints = {name: types[field.name] for name, field in fields.items()}
+    elements = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple}
+    options, strays = _options(argv, many=elements)
+    if {"--help", "--h"} & {name for name, _ in options}:
+        _print_command_help(cls, description)
+
+    values: dict[str, Any] = {}
+    problems = [f"{word}: belongs to no option" for word in strays]
+    for name, text in options:
+        try:
+            value = _value(name, "true" if text is None and hints.get(name) is bool else text, hints | elements)
+            values[name] = (*values.get(name, ()), value) if name in elements else value
+        except ValueError as error:
+            problems.append(str(error))
+    given = {name for name, _ in options}
+    for name, field in fields.items():
+        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"{name}: missing; {_expected(elements.get(name, hints[name]), '')}")
+    if problems:
+        raise ConfigError("\n  - ".join(["bad command line", *problems]))
+    try:
+        return cls(**{name.removeprefix("--"): value for name, value in values.items()})
+    except ConfigError:
+        raise
+    except ValueError as error:  # from __post_init__
+        raise ConfigError(f"bad command line\n  - {error}") from error
 
 
 def load(file: str) -> TrainConfig:
@@ -106,10 +151,10 @@ def _user_code(file: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _options(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """The words of `argv` as (name, value or None), and a problem for each word that belongs to no option."""
+def _options(argv: list[str], many: Collection[str] = ()) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """The words of `argv` as (name, value or None), and the words that belong to no option. One in `many` takes all words after it."""
     options: list[tuple[str, str | None]] = []
-    problems = []
+    strays = []
     waiting = False
     for word in argv:
         if waiting and not word.startswith("--"):
@@ -119,10 +164,12 @@ def _options(argv: list[str]) -> tuple[list[tuple[str, str | None]], list[str]]:
             name, equals, value = word.partition("=")
             options.append((f"--{name.lstrip('-').replace('-', '_')}", value if equals else None))
             waiting = not equals
+        elif options and options[-1][0] in many:
+            options.append((options[-1][0], word))
         else:
-            problems.append(f"{word}: belongs to no option{f'; did you mean --config={word}?' if word.endswith('.py') else ''}")
+            strays.append(word)
             waiting = False
-    return options, problems
+    return options, strays
 
 
 def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -146,7 +193,8 @@ def _value(name: str, text: str | None, hints: Mapping[str, Any]) -> Any:
             raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
         raise ValueError(f"{name}: a section, not a field; set its fields, as in {inside[0]}")
     if name not in hints:
-        raise ValueError(f"{name}: no such field{_near_fields(name, [*hints, '--config'])}")
+        known = dict.fromkeys([*hints, *(known.partition(".")[0] for known in hints)])  # the fields, and --config itself
+        raise ValueError(f"{name}: no such {'field' if '--config' in known else 'option'}{_near_fields(name, known)}")
     hint = hints[name]
     if text is None:
         raise ValueError(f"{name}: needs a value; {_expected(hint, '')}")
@@ -221,6 +269,20 @@ def _print_help(config: TrainConfig, file: str) -> None:
         description=f"--config=FILE.py chooses the run; the defaults below are those of {file}. Tuples are written 1024,0.",
         use_underscores=True,
         # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a second language.
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        registry=_registry(),
+    )
+
+
+def _print_command_help(cls: type, description: str) -> None:
+    """Every field of the dataclass with its docstring and default. Ends in SystemExit(0)."""
+    spec = getattr(sys.modules[cls.__module__], "__spec__", None)
+    tyro.cli(
+        cls,
+        args=["--help"],
+        prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
+        description=description,
+        use_underscores=True,
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
         registry=_registry(),
     )

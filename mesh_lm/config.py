@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
+from mesh_lm.errors import ConfigError as ConfigError
 from sharding_rules import PRESETS, MeshConfig, Rules
 
 if TYPE_CHECKING:
     from flax import nnx
 
     from sharding_rules import Shard
-
-
-class ConfigError(ValueError):
-    """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +94,28 @@ class DataConfig:
     """What text, and how it becomes sequences."""
 
     path: str = "stdlib"
-    """A .txt, a .jsonl (field "text"), a directory of text files, or `stdlib`: the source of the running Python's standard library."""
+    """A .txt or .jsonl (also .gz, .zst), a .parquet, a directory of text files, or `stdlib`: the source of Python's standard library."""
+    text_field: str = "text"
+    """Field of a .jsonl line, or column of a .parquet, that holds the text."""
+    tokenizer: str = ""
+    """A tokenizer.json, a directory with one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: trained on the training split."""
     tokenizer_vocab: int = 4096
-    """Entries of the byte-level BPE vocabulary trained on the training split."""
+    """Entries of the byte-level BPE vocabulary to train, where `tokenizer` is empty."""
     cache: str = "~/.cache/mesh_lm"
     """Directory for prepared corpora (tokenizer.json, train and held-out .bin/.idx)."""
-    documents: Literal["joined", "separate"] = "joined"
-    """separate: attention and positions restart at every document (segment ids); joined: a sequence is one stream."""
+    blend: tuple[str, ...] = ()
+    """Megatron .bin/.idx prefixes, or weight, prefix, weight, prefix, read in Megatron's sample order; empty: the text of `path`."""
+    split: str = "969,30,1"
+    """Training, validation and test weights of a prefix's documents, as Megatron's --split; the second part is held out."""
+    documents: Literal["joined", "separate", "packed"] = "joined"
+    """joined: a sequence is one stream. separate: attention and positions restart at every document (segment ids). packed: so too, and
+    sequences are filled with whole documents."""
     mask_document_start: bool = False
     """Leave the first token of each document out of the loss."""
+    fim_rate: float = 0.0
+    """Part of the training documents that is rearranged to fill in the middle (arXiv 2207.14255)."""
+    fim_spm_rate: float = 0.5
+    """Part of those that is in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
     threads: int = 2
     """Reader threads (Grain); 0: read between steps."""
     prefetch: int = 4
@@ -142,6 +152,14 @@ class LaunchConfig:
     """Devices to cut the CPU into where there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
     compile_cache: str = "~/.cache/mesh_lm/xla"
     """Directory of JAX's persistent compilation cache; empty: off."""
+    coordinator: str = ""
+    """host:port of process 0, where the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else one process."""
+    processes: int = 0
+    """Processes of the run, one per node or one per GPU; 0: from MESH_LM_PROCESSES or Slurm."""
+    index: int = -1
+    """Number of this process, 0 to processes - 1; -1: from MESH_LM_PROCESS_INDEX or Slurm."""
+    timeout: float = 300.0
+    """Seconds that processes wait for one another at the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +168,7 @@ class TrainConfig:
 
     model: ModelConfig
     output: str
-    """Directory for checkpoints, metrics, plots and samples of this run."""
+    """Directory for checkpoints, metrics, plots and samples of this run; with several hosts, on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = PRESETS["ddp"]
     """Sharding rules: a preset (ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp."""
@@ -160,6 +178,10 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
     launch: LaunchConfig = LaunchConfig()
+    init_from: str = ""
+    """Weights to start from, at step 0 with a fresh optimizer: a Hugging Face directory, or another run's output or checkpoint."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to as well (extra `wandb`; offline with WANDB_MODE=offline); empty: none."""
     seed: int = 0
     """Seeds initialisation, dropout and sample order; the same seed gives the same bits on any mesh."""
 

@@ -1,19 +1,31 @@
-"""How well a model predicts text it has not seen, and text it writes itself."""
+"""How well a model predicts text it has not seen, and text it writes itself.
+
+python -m mesh_lm.evaluate --checkpoint=runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evaluation.md)
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
+from mesh_lm import cli, launch
+from mesh_lm.arguments import ModelArguments, document_start
 from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.config import ConfigError
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.generation import Generator, Sampling, Scorer
 from mesh_lm.model import Batch, Sums
+from mesh_lm.perplexity import compressors, measure, read
+from sharding_rules import ShardingRuleError
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
@@ -27,37 +39,92 @@ def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: It
     return float(total["loss"]) / float(total["weight"])
 
 
-def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
-    """A loss in the unit that does not depend on the tokenizer: bits needed for one byte of the text that the tokens encode."""
-    return nats_per_token / math.log(2) * tokens / n_bytes
-
-
-def sample(blueprint: Blueprint, params: Params, tokenizer: Any, n_tokens: int, seed: int) -> str | None:
-    """A text that the model writes from nothing; None where n_tokens is 0 or the model gives no logits."""
-    if not n_tokens or not hasattr(type(blueprint.bind(params)), "logits"):
+def sample(blueprint: Blueprint, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
+    """A text that the model writes from nothing; None where n_tokens is 0 or the model cannot generate."""
+    model, n_tokens = blueprint.bind(params), min(n_tokens, blueprint.config.seq_len - 1)
+    if n_tokens < 1 or not (hasattr(model, "extend") or hasattr(model, "logits")):
         return None
-    return tokenizer.decode(generate(blueprint, params, [tokenizer.eod], n_tokens, seed=seed)[1:])
+    return Generator(blueprint, params, tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
 
 
-def generate(
-    blueprint: Blueprint, params: Params, prompt: list[int], n_tokens: int, *, seed: int = 0, temperature: float = 0.8, top_k: int = 50
-) -> list[int]:
-    """Continues a prompt (token ids, at least one) by sampling; at most the model's seq_len - len(prompt) tokens.
+@dataclasses.dataclass(frozen=True)
+class Arguments(ModelArguments):
+    """Give a text, or tasks of lm-evaluation-harness."""
 
-    Every step runs the whole sequence through the model: right and simple, for the sample at the end of a run.
-    """
-    shard, last = blueprint.shard, min(len(prompt) + n_tokens, blueprint.config.seq_len)
-    rows, parts = (shard.ways(shard.cut(axis)) for axis in ("batch", "seq_resid"))
-    tokens = jnp.zeros((rows, -(-last // parts) * parts), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
+    text: str = ""
+    """A text file, a .jsonl (field "text") or a directory: perplexity and bits per byte."""
+    stride: int = 0
+    """New tokens in each window after the first, which see at least seq_len - stride before them; 0: half the seq_len."""
+    start: str = ""
+    """The special token that stands before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
+    tasks: str = ""
+    """Names of tasks of lm-evaluation-harness (`pip install 'mesh_lm[eval]'`), with commas between."""
+    include_path: str = ""
+    """A directory of task .yaml files of one's own; the tasks that come with the harness are then not read."""
+    limit: int = 0
+    """Documents of each task; 0: all."""
+    batch: int = 8
+    """Sequences at once."""
+    json: str = ""
+    """Write all results to this file."""
 
-    @partial(jax.jit, static_argnames=("first", "last"), out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
-    def run(params: Params, tokens: jax.Array, first: int, last: int) -> jax.Array:
-        def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-            logits = blueprint.bind(params).logits({"tokens": tokens})[0, i - 1] / temperature
-            floor = lax.top_k(logits, min(top_k, logits.size))[0][-1]
-            chosen = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), i), jnp.where(logits < floor, -jnp.inf, logits))
-            return tokens.at[:, i].set(chosen.astype(jnp.int32))
 
-        return lax.fori_loop(first, last, step, tokens)
+def main(argv: list[str]) -> int:
+    arguments = cli.command(Arguments, argv, description="Measures a trained model on a text, or on tasks of lm-evaluation-harness.")
+    if bool(arguments.text) == bool(arguments.tasks):
+        raise ConfigError("give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness")
+    if arguments.batch < 1 or arguments.stride < 0 or arguments.limit < 0:
+        raise ConfigError(
+            f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and --limit={arguments.limit} at least 0"
+        )
+    result = _text(arguments) if arguments.text else _tasks(arguments)
+    if arguments.json and jax.process_index() == 0:
+        path = Path(arguments.json).expanduser()
+        try:
+            with atomic_write(path) as (file,):
+                file.write(json.dumps(result, indent=1, default=str).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"--json={path}: cannot be written ({error.strerror})") from error
+    return 0
 
-    return np.asarray(run(params, tokens, len(prompt), last))[0, :last].tolist()
+
+def _text(arguments: Arguments) -> dict[str, Any]:
+    beside = compressors(read(arguments.text))  # first, for what is wrong with the text
+    trained = arguments.load()
+    seq_len = trained.config.model.seq_len
+    if arguments.stride > seq_len:
+        raise ConfigError(
+            f"--stride={arguments.stride} is more than the model's seq_len={seq_len}: tokens between windows would be left out"
+        )
+    stride = arguments.stride or max(1, seq_len // 2)
+    scorer = Scorer(trained.blueprint, trained.params, arguments.batch)
+    start = document_start(trained.tokenizer, arguments.start)
+    found = measure(scorer, trained.tokenizer, read(arguments.text), stride=stride, start=start)
+    summary = found.summary()
+    launch.say(
+        f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
+        f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
+        f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
+    )
+    about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
+    counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes}
+    return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
+
+
+def _tasks(arguments: Arguments) -> dict[str, Any]:
+    from mesh_lm import harness
+
+    names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    tasks = harness.find_tasks(names, arguments.include_path)  # first, for what is wrong with their names
+    trained = arguments.load()
+    model = harness.adapter(trained, batch=arguments.batch, start=document_start(trained.tokenizer, arguments.start))
+    results, table = harness.run(model, tasks, names, limit=arguments.limit)
+    launch.say(table)
+    return {"checkpoint": arguments.checkpoint, "step": trained.step, **results}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ConfigError, ShardingRuleError) as error:
+        sys.exit(f"{launch.prefix()}error: {error}")

@@ -10,6 +10,7 @@ Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,40 +61,84 @@ def cross_entropy(
     return {"objective": objective, **sums}
 
 
+def label_scores(
+    x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, shard: Shard, *, vocab_size: int, chunk: int = 1024, softcap: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Of each label: its log-probability, float32 [B, S], and whether it is the first of the likeliest tokens, bool [B, S].
+
+    Arguments as in `cross_entropy`; not differentiable.
+    """
+    stored, row_spec = shard.stored("vocab", "embed"), shard.spec("activations", ("batch", "seq"))
+    seq_by = shard.cut("seq_resid")
+
+    def local(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, head_VD, ids_V, vocab_by = _gathered(x, head, stored, seq_by)
+
+        def step(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            z, top, hit = _vocabulary(row[0], row[1], head_VD, ids_V, vocab_by, vocab_size, softcap)
+            lse = top + jnp.log(_over(vocab_by, lax.psum, jnp.exp(z - top[:, None]).sum(-1)))
+            likeliest = _over(vocab_by, lax.pmin, jnp.where(z == top[:, None], ids_V, jnp.iinfo(jnp.int32).max).min(-1))
+            return _over(vocab_by, lax.psum, jnp.where(hit, z, 0).sum(-1)) - lse, likeliest == row[1]
+
+        scores = lax.map(step, _chunks((x, labels), chunk))
+        return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in scores)  # pyright: ignore[reportReturnType]
+
+    in_specs = (shard.spec("activations", ("batch", "seq_resid", "embed")), stored.spec, row_spec)
+    return shard.local(local, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
+
+
+def _gathered(x: jax.Array, head: jax.Array, stored: StoredWeight, seq_by: tuple[str, ...]) -> tuple[Any, ...]:
+    """Inside `Shard.local`: whole sequences [B, S, D], this device's rows of the head as used [V, D], their ids, and what cuts the ids."""
+    vocab_by = axes_of(stored.used[0])
+    x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
+    head_VD = stored.gather(head.astype(x.dtype))
+    ids_V = jnp.arange(len(head_VD)) + (lax.axis_index(vocab_by) * len(head_VD) if vocab_by else 0)
+    return x, head_VD, ids_V, vocab_by
+
+
+def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:
+    """[B, S, ...] as [n, C, ...], padded with zeros."""
+    T = arrays[0].shape[0] * arrays[0].shape[1]
+    n, C = -(-T // chunk), min(chunk, T)
+    flat = [jnp.pad(a.reshape(T, *a.shape[2:]), [(0, n * C - T)] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
+    return [a.reshape(n, C, *a.shape[1:]) for a in flat]
+
+
+def _vocabulary(
+    x_CD: jax.Array, label_C: jax.Array, head_VD: jax.Array, ids_V: jax.Array, vocab_by: tuple[str, ...], vocab_size: int, softcap: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a chunk: logits over this device's rows of the head [C, V], each token's greatest over all rows [C], and where its label is."""
+    raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
+    z = softcap * jnp.tanh(raw / softcap) if softcap else raw
+    z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
+    return z, _over(vocab_by, lax.pmax, z.max(-1)), ids_V == label_C[:, None]
+
+
+def _over(vocab_by: tuple[str, ...], reduce: Callable[..., jax.Array], value: jax.Array) -> jax.Array:
+    return reduce(value, vocab_by) if vocab_by else value
+
+
 def _local(
     x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, *,
     stored: StoredWeight, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
     chunk: int, softcap: float, z_loss: float, with_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:  # fmt: skip
     """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head), or a pair of None."""
-    vocab_by = axes_of(stored.used[0])
     dtype, out_shape = x.dtype, x.shape
-    x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
-    head_VD = stored.gather(head.astype(dtype))
+    x, head_VD, ids_V, vocab_by = _gathered(x, head, stored, seq_by)
     V, D = head_VD.shape
-    ids_V = jnp.arange(V) + (lax.axis_index(vocab_by) * V if vocab_by else 0)
-
-    batch_shape = x.shape
-    T = labels.size
-    n, C = -(-T // chunk), min(chunk, T)
-    rows = [jnp.pad(a.reshape(T, *a.shape[2:]), [(0, n * C - T)] + [(0, 0)] * (a.ndim - 2)) for a in (x, labels, weights)]
-    rows = [a.reshape(n, C, *a.shape[1:]) for a in rows]
-
-    def over_vocab(reduce, value):
-        return reduce(value, vocab_by) if vocab_by else value
+    batch_shape, T = x.shape, labels.size
+    rows = _chunks((x, labels, weights), chunk)
+    n = len(rows[1])
 
     def step(carry, row):
         sums, dhead = carry
         x_CD, label_C, weight_C = row
-        raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
-        z = softcap * jnp.tanh(raw / softcap) if softcap else raw
-        z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
-        top = over_vocab(lax.pmax, z.max(-1))
+        z, top, hit = _vocabulary(x_CD, label_C, head_VD, ids_V, vocab_by, vocab_size, softcap)
         exp = jnp.exp(z - top[:, None])
-        total = over_vocab(lax.psum, exp.sum(-1))
+        total = _over(vocab_by, lax.psum, exp.sum(-1))
         lse = top + jnp.log(total)
-        hit = ids_V == label_C[:, None]
-        loss = lse - over_vocab(lax.psum, jnp.where(hit, z, 0).sum(-1))
+        loss = lse - _over(vocab_by, lax.psum, jnp.where(hit, z, 0).sum(-1))
         sums = {
             "loss": sums["loss"] + (weight_C * loss).sum(),
             "weight": sums["weight"] + weight_C.sum(),

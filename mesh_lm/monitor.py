@@ -12,18 +12,20 @@ from types import TracebackType
 import jax
 
 from mesh_lm.blueprint import Blueprint
-from mesh_lm.config import ProfileConfig, TrainConfig
+from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
 from mesh_lm.data.corpus import Corpus
-from mesh_lm.evaluate import bits_per_byte
+from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.perplexity import bits_per_byte
 from mesh_lm.report.plot import loss_curve
 from mesh_lm.report.progress import Progress
+from mesh_lm.report.weights_and_biases import WeightsAndBiases
 from mesh_lm.report.writer import Writer
 
 
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
 
-    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus | Prefixes, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -36,9 +38,10 @@ class Monitor:
             n_devices=jax.device_count(),
             device_kind=device.device_kind,
             enabled=self.speaks,
-            bits_per_byte=lambda nats: bits_per_byte(nats, corpus.train_tokens, corpus.train_bytes),
+            bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
         )
-        self._writer = Writer(self.output if self.speaks else None, first_step)
+        wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
+        self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
         self._profile = Profile(config.profile, self.output / "profile", first_step)
         self._late: tuple[int, dict[str, jax.Array]] | None = None
         n_params = sum(math.prod(shape.shape) for shape in blueprint.shapes.values())
@@ -57,10 +60,14 @@ class Monitor:
 
     def heldout(self, step: int, loss: float) -> None:
         """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
-        bpb = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
-        self._writer.write(step, {"heldout_loss": loss, "heldout_bpb": bpb})
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
-        self.note(f"step {step}: held-out {bpb:.3f} bits per byte ({beside or f'{self.config.train.eval_sequences} sequences'})")
+        row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
+        if self.corpus.heldout_bytes:
+            row["heldout_bpb"] = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
+            shown = f"{row['heldout_bpb']:.3f} bits per byte"
+        self._writer.write(step, row)
+        part = f"{self.config.train.eval_sequences or 'all'} sequences"
+        self.note(f"step {step}: held-out {shown} ({beside or part})")
 
     def has_heldout(self, step: int) -> bool:
         """Whether a held-out loss after this step is on record, as in a finished run that is started again."""
@@ -70,8 +77,8 @@ class Monitor:
 
     def _yardsticks(self) -> dict[str, float]:
         """Bits per byte of general compressors on the held-out text; none where only a part of it is evaluated."""
-        whole = not self.config.train.eval_sequences
-        return {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte} if whole else {}
+        known = {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte}
+        return {} if self.config.train.eval_sequences else {name: value for name, value in known.items() if value is not None}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

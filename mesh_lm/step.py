@@ -111,8 +111,16 @@ def init_state(blueprint: Blueprint, optimizer: AdamW, seed: int) -> State:
     return jax.jit(lambda: _initial(blueprint, optimizer, seed), out_shardings=state_shardings(blueprint))()
 
 
+def fresh_state(blueprint: Blueprint, optimizer: AdamW, params: Params) -> State:
+    """The state at step 0 of a run that starts from these weights, which it takes over."""
+    return jax.jit(lambda params: _begin(optimizer, params), donate_argnums=0, out_shardings=state_shardings(blueprint))(params)
+
+
 def _initial(blueprint: Blueprint, optimizer: AdamW, seed: int) -> State:
-    params = blueprint.init(jax.random.key(seed))
+    return _begin(optimizer, blueprint.init(jax.random.key(seed)))
+
+
+def _begin(optimizer: AdamW, params: Params) -> State:
     return {"step": jnp.int32(0), "skipped": jnp.int32(0), "params": params, **optimizer.init(params)}
 
 

@@ -17,10 +17,17 @@ MAY_IMPORT = {
     "train": {"mesh_lm", "sharding_rules"},
 }
 ONE_DOOR = {
+    "safetensors": "mesh_lm/huggingface/files.py",
     "tyro": "mesh_lm/cli.py",
     "grain": "mesh_lm/data/loader.py",
     "tensorboardX": "mesh_lm/report/writer.py",
-    "tokenizers": "mesh_lm/data/tokenizer.py",
+    "tokenizers": "mesh_lm/data/tokenizer/hugging_face.py",
+    "sentencepiece": "mesh_lm/data/tokenizer/sentence_piece.py",
+    "tiktoken": "mesh_lm/data/tokenizer/ranks.py",
+    "pyarrow": "mesh_lm/data/formats.py",
+    "zstandard": "mesh_lm/data/formats.py",
+    "lm_eval": "mesh_lm/harness.py",
+    "wandb": "mesh_lm/report/weights_and_biases.py",
 }
 FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *ROOT.glob(f"{top}.py")))
 

@@ -3,39 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jax.sharding import NamedSharding
 
-from mesh_lm.config import TrainConfig
+from mesh_lm import launch
+from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.data.blend import Blend, normalized
+from mesh_lm.data.blend_plan import make_plan
 from mesh_lm.data.corpus import Corpus
+from mesh_lm.data.fim import FillInMiddle
+from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, samples_in
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Text
 from mesh_lm.data.loader import Batch, Loader, heldout
+from mesh_lm.data.packing import Packed
+from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.data.rows import Chain, Order, Rows
 from mesh_lm.data.sequences import Sequences
 
 
 class Batches:
-    """Cuts a corpus into the batches that a config asks for; `sharding` is that of a [M, B, S] leaf (M microbatches of B sequences)."""
+    """Cuts a corpus into the batches that a config asks for; `sharding` is that of a [M, B, S] leaf (M microbatches of B sequences).
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, sharding: NamedSharding) -> None:
-        """Raises ConfigError where the corpus is too small for one batch."""
+    Attributes:
+      name: what a position in the data is a position in: another corpus, length, split or seed is another order.
+      position: global samples consumed when training starts.
+      changed: how the data differs from what was saved, in words.
+    """
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus | Prefixes, sharding: NamedSharding, saved: dict[str, Any] | None = None
+    ) -> None:
+        """saved: the `state` that a checkpoint holds; the training batches go on from there.
+
+        Raises ConfigError where the corpus is too small for one batch, lacks what the config asks for, or `saved` is a place in other data.
+        """
         self._config = config
-        self.name = f"{corpus.name} in sequences of {config.model.seq_len}, seed {config.seed}"
-        """What a position in the data is a position in: another corpus, length or seed is another order."""
-        data, train, seq_len = config.data, config.train, config.model.seq_len
-        documents = {"documents_mode": data.documents, "mask_document_start": data.mask_document_start, "eod": corpus.tokenizer().eod}
-        self._train = Sequences(corpus.train(), seq_len, seed=config.seed, shuffle=True, **documents)
+        data, train = config.data, config.train
+        kind = "packed sequences" if data.documents == "packed" else "sequences"
+        self.name = f"{corpus.name} in {kind} of {config.model.seq_len}, seed {config.seed}"
+        self.position: int = saved["position"] if saved else 0
+        if saved and saved["corpus"] != self.name:
+            raise ConfigError(
+                f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; set another output, or that data"
+            )
+        tokenizer, before = corpus.tokenizer(), saved.get("tokenizer") if saved else None
+        self._tokenizer = tokenizer.fingerprint if tokenizer else before
+        if before and self._tokenizer and before != self._tokenizer:
+            raise ConfigError(
+                f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
+                f"{self._tokenizer[:12]}): ids mean something else; set another output, or data of that tokenizer"
+            )
+        self._blended = None
+        if isinstance(corpus, Prefixes):
+            eod, held = corpus.eod, corpus.heldout(config.model.vocab_size)
+            self._blended = Blended(config, corpus, saved)
+            order: Order = self._blended.order
+        else:
+            eod, held = corpus.tokenizer().eod, [Text(corpus.heldout(), vocab=config.model.vocab_size)]
+            order = _text_order(config, corpus, eod)
+        fill = None
+        if data.fim_rate:
+            fill = FillInMiddle(corpus.tokenizer(), rate=data.fim_rate, spm_rate=data.fim_spm_rate, seed=config.seed)
+        self._train = Rows(order, eod=eod, documents=data.documents, mask_document_start=data.mask_document_start, fill_in_middle=fill)
         self._train.require(train.global_batch)
-        # Every held-out byte must cost its bits, so nothing of that split is masked.
-        documents["mask_document_start"] = False
-        self._heldout = Sequences(corpus.heldout(), seq_len, seed=0, shuffle=False, pad=True, **documents)
+        # Every held-out byte must cost its bits, so nothing of that split is masked, rearranged or reordered.
+        orders = [Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in held if len(text.tokens)]
+        self._heldout = Rows(Chain(orders), eod=eod, documents="joined" if data.documents == "joined" else "separate")
         self._batching = {
             "global_batch": train.global_batch, "microbatches": train.microbatches, "sharding": sharding,
             "threads": data.threads, "prefetch": data.prefetch,
         }  # fmt: skip
 
-    def train(self, position: int) -> Loader:
-        """Endless (position after the batch, batch) from a global sample position on."""
-        return Loader(self._train, position=position, **self._batching)
+    @property
+    def changed(self) -> list[str]:
+        return list(self._blended.plan.changed) if self._blended else []
+
+    def state(self, position: int) -> dict[str, Any]:
+        """The whole state of the data after that many global samples, as JSON: what a checkpoint holds."""
+        state: dict[str, Any] = {"position": position, "corpus": self.name, "tokenizer": self._tokenizer}
+        if self._blended:
+            state["blend"] = self._blended.plan.state(self._blended.order.consumed(position))
+        return state
+
+    def train(self) -> Loader:
+        """Endless (position after the batch, batch) from `position` on."""
+        return Loader(self._train, position=self.position, **self._batching)
 
     def heldout(self) -> Iterator[Batch]:
         """One pass over the held-out sequences, or over the config's `train.eval_sequences` of them, always the same."""
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)
+
+
+def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
+    text = Text(corpus.train(), vocab=config.model.vocab_size)
+    if config.data.documents != "packed":
+        return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
+    cache = IndexCache(config.data.cache, launch.say)
+    return Packed(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=corpus.train().fingerprint())
+
+
+class Blended:
+    """The training order of prefixes, and the plan that it follows."""
+
+    def __init__(self, config: TrainConfig, corpus: Prefixes, saved: dict[str, Any] | None) -> None:
+        self._config, self._corpus = config, corpus
+        self._texts = corpus.train(config.model.vocab_size)
+        n_samples = config.train.steps * config.train.global_batch
+        packed = self._packed() if config.data.documents == "packed" else None
+        seq_len, tokens = config.model.seq_len, [len(text.tokens) for text in self._texts]
+        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]
+        self.plan = make_plan(
+            [(member.prefix, member.fingerprint) for member in corpus.members],
+            corpus.weights,
+            n_samples=n_samples,
+            epoch_sizes=epoch_sizes,
+            order_size=lambda i, n: n if packed else samples_in(Epochs.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
+            saved=saved["blend"] if saved else None,
+            position=saved["position"] if saved else 0,
+        )
+        orders = packed or [self._appended(i) for i in range(len(tokens))]
+        weights = list(self.plan.weights or normalized(epoch_sizes))
+        consumed = [share.consumed for share in self.plan.members]
+        size = max(1, n_samples - self.plan.start)
+        self.order = Blend(orders, weights, size, consumed=consumed, start=self.plan.start, cache=corpus.cache)
+
+    def _packed(self) -> list[Packed]:
+        config, corpus = self._config, self._corpus
+        if corpus.eod is None:
+            raise ConfigError("data.documents=packed: the end-of-document token of this data is not known; set data.tokenizer")
+        return [
+            Packed(text, config.model.seq_len, eod=corpus.eod, seed=config.seed, cache=corpus.cache, fingerprint=member.fingerprint)
+            for member, text in zip(corpus.members, self._texts, strict=True)
+        ]
+
+    def _appended(self, i: int) -> Chain:
+        """Order k of a member has the seed + k."""
+        share, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
+        return Chain(
+            [
+                GPTDataset(
+                    text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
+                    cache=self._corpus.cache, fingerprint=member.fingerprint,
+                )
+                for k, n in enumerate(share.orders)
+            ]
+        )  # fmt: skip

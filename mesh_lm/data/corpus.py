@@ -1,4 +1,4 @@
-"""Text to a prepared corpus: a tokenizer trained on it, its tokens in two splits, and how well gzip and xz compress the held-out one.
+"""Text to a prepared corpus: a tokenizer, its tokens in two splits, and how well gzip and xz compress the held-out one.
 
 `gzip -9` and `xz -9` are the baselines that a language model's held-out bits per byte has to beat to have learnt more than repetition.
 """
@@ -12,25 +12,21 @@ import lzma
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mesh_lm.config import ConfigError, DataConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
+from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.indexed import Documents, write_documents
-from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer
+from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 
 _FORMAT = 1
 """Raised whenever the same text would be prepared differently: older caches are then left alone."""
-_PIECE = 2**16
-"""Characters in one encoding task: small enough to keep all cores busy to the end."""
-_BATCH = 2**22
-"""Characters encoded at once: the tokenizer needs about 100 bytes of memory per token."""
 _REPORT = 10**8
 """Characters between two lines of progress."""
 _BPE_CHARACTERS = 2**25
@@ -75,31 +71,46 @@ class Corpus:
         return Documents(self.directory / "heldout")
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.directory / "tokenizer.json")
+        return load_tokenizer(self.directory)
 
 
-def prepare(config: DataConfig, *, vocab: int, progress: Callable[[str], None] = lambda message: None) -> Corpus:
-    """Finds the corpus of config.path in config.cache, or makes it there.
+def prepare(
+    config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
+) -> Corpus | Prefixes:
+    """Opens config.blend; without one, finds the corpus of config.path in config.cache, or makes it there.
 
-    One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl), or the last twentieth of a .txt; see
-    `sources`. The byte-level BPE is trained on the training split only. Each document is stored as its tokens followed by EOD.
+    One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
+    see `sources`. The tokenizer is config.tokenizer, or a byte-level BPE trained on the training split only. Each document is stored as
+    its tokens followed by EOD.
 
-    The directory <cache>/<name>-<hash of text, vocab and format> is made under another name and renamed when complete, so that a killed
+    The directory <cache>/<name>-<hash of text, tokenizer and format> is made under another name and renamed when complete, so that a killed
     process leaves nothing that looks finished, and of several processes that prepare at once the first wins and the others use its files.
 
     Args:
-      vocab: entries of the vocabulary to train, at least 257.
+      vocab: entries of the vocabulary to train, at least 257; not used where config.tokenizer is set.
+      model_vocab: ids that the model has; None: any.
       progress: receives a line of text at each stage.
 
     Raises:
-      ConfigError: path missing or not text, no document in one of the splits, a bad .jsonl line, vocab too small, cache full or not
-        writable.
+      ConfigError: path missing or not text, no document in one of the splits, a bad .jsonl line, vocab too small, a tokenizer that cannot
+        be read or has more ids than the model, cache full or not writable.
     """
-    if vocab < MIN_VOCAB:
+    if config.blend:
+        return Prefixes(config, progress)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
-    source = sources.find(config.path)
-    settings = {"format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "vocab": vocab}
-    key = hashlib.sha256(f"{_FORMAT} {vocab} {source.digest()}".encode()).hexdigest()[:16]
+    if tokenizer and model_vocab is not None and tokenizer.vocab_size > model_vocab:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, which model.vocab_size={model_vocab} does not "
+            f"have; set model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    source = sources.find(config.path, config.text_field)
+    made_by = tokenizer.fingerprint if tokenizer else vocab
+    settings = {
+        "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
+    }  # fmt: skip
+    key = hashlib.sha256(f"{_FORMAT} {made_by} {source.digest()}".encode()).hexdigest()[:16]
     directory = Path(config.cache).expanduser() / f"{source.name}-{key}"
     try:
         if not directory.exists():
@@ -107,7 +118,7 @@ def prepare(config: DataConfig, *, vocab: int, progress: Callable[[str], None] =
             unfinished = sibling(directory)
             unfinished.mkdir()
             try:
-                _build(unfinished, source, settings, progress)
+                _build(unfinished, source, tokenizer or vocab, settings, progress)
                 _rename(unfinished, directory)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,21 +145,25 @@ def _load(directory: Path) -> Corpus:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it, and it will be prepared again") from error
 
 
-def _build(directory: Path, source: sources.Source, settings: dict[str, Any], progress: Callable[[str], None]) -> None:
-    """Fills `directory`; corpus.json comes last."""
+def _build(
+    directory: Path, source: sources.Source, tokenizer: Tokenizer | int, settings: dict[str, Any], progress: Callable[[str], None]
+) -> None:
+    """Fills `directory`; corpus.json comes last. A number for a tokenizer is the vocabulary to train."""
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
     sample, heldout, n_bytes = _read(source, settings["path"])
     with ThreadPoolExecutor(2) as pool:  # both release the GIL
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
-        progress(f"training a byte-level BPE of {settings['vocab']} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
-        tokenizer = Tokenizer.train(sample, settings["vocab"])
-        tokenizer.save(directory / "tokenizer.json")
+        if isinstance(tokenizer, int):
+            progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
+            tokenizer = Tokenizer.train(sample, tokenizer)
+        tokenizer.save(directory)
         del sample
         progress("encoding")
         splits = []
         for name, is_heldout in (("train", False), ("heldout", True)):
             texts = (document.text for document in source.documents() if document.heldout == is_heldout)
-            splits.append(write_documents(directory / name, _encode(tokenizer, texts, progress), vocab=tokenizer.vocab_size))
+            tokens = encode(tokenizer, texts, report=_Reporter(progress).done)
+            splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
         gzip_bytes, xz_bytes = (future.result() for future in compressed)
     facts = {
         "documents": len(splits[0]),
@@ -180,7 +195,7 @@ def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict
         if document.heldout:
             heldout += encoded[: _BASELINE_BYTES - len(heldout)]
             continue
-        for piece in _pieces(document.text):
+        for piece in pieces(document.text):
             n_pieces += 1
             if (mark := _fraction(n_pieces)) < threshold:
                 sample.append((mark, piece))
@@ -205,45 +220,16 @@ def _fraction(number: int) -> float:
     return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6], "big") / 2**48
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cuts the text at line ends, or in lines without end anywhere, into pieces of 64 to 128 thousand characters."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE, start + 2 * _PIECE) + 1 or start + 2 * _PIECE
-        yield text[start:end]
-        start = end
+class _Reporter:
+    """A line of progress every so many characters."""
 
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress, self._done = progress, 0
 
-def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """(piece, whether it ends its text), in lists of about 4 million characters."""
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for text in texts:
-        pieces = list(_pieces(text))
-        for number, piece in enumerate(pieces, 1):
-            batch.append((piece, number == len(pieces)))
-            size += len(piece)
-            if size >= _BATCH:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(tokenizer: Tokenizer, texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[np.ndarray]:
-    """Each text's tokens followed by EOD, int32 [its length + 1]."""
-    document: list[np.ndarray] = []
-    done = reported = 0
-    for batch in _batches(texts):
-        for ids, (piece, is_last) in zip(tokenizer.encode_batch([piece for piece, _ in batch]), batch, strict=True):
-            document.append(ids)
-            done += len(piece)
-            if is_last:
-                yield np.concatenate([*document, np.array([tokenizer.eod], np.int32)])
-                document = []
-        if done - reported >= _REPORT:
-            progress(f"encoded {done / 1e6:.0f} M characters")
-            reported = done
+    def done(self, characters: int) -> None:
+        before, self._done = self._done, self._done + characters
+        if self._done // _REPORT > before // _REPORT:
+            self._progress(f"encoded {self._done / 1e6:.0f} M characters")
 
 
 def _gzip(data: bytes) -> int:

@@ -6,25 +6,31 @@
   lengths i32[sequences] | byte offsets i64[sequences] | document indices i64[documents + 1]: first sequence of each document, and the end
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM (`_IndexWriter`, `_IndexReader`, `DType`). The writer stores one sequence
-per document; the reader takes any number.
+per document; the reader takes any number. A *sequence* of the format is a document to Megatron's GPTDataset, and so to `Text`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.atomic import atomic_write
+from mesh_lm.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _UINT16_VOCAB = 65500  # Megatron's threshold (`DType.optimal_dtype`)
+_BLOCK = 2**20
+"""Documents of which an index is computed at once."""
+_SAMPLED = 2**20
+"""Bytes at each end of the .bin that its fingerprint covers."""
 
 
 def bin_path(prefix: Path | str) -> Path:
@@ -39,8 +45,10 @@ class Documents:
     """The documents under a prefix.
 
     Attributes:
+      prefix: as given.
       tokens: all documents back to back, [total tokens], a read-only memory map in the file's integer type.
       offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
+      sequences: int64 [sequences + 1], the same for the format's sequences.
 
     Raises:
       ConfigError: a file is missing, truncated, or not of this format; the text names the file.
@@ -48,6 +56,7 @@ class Documents:
 
     tokens: np.ndarray
     offsets: np.ndarray
+    sequences: np.ndarray
 
     def __init__(self, prefix: Path | str) -> None:
         data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
@@ -73,7 +82,7 @@ class Documents:
             raise _broken(idx_path(prefix), f"its document indices do not run from 0 to its {n_sequences} sequences")
         if len(data) != ends[-1] * dtype.itemsize:
             raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {ends[-1] * dtype.itemsize}")
-        self.tokens, self.offsets = data.view(dtype), ends[indices]
+        self.prefix, self.tokens, self.offsets, self.sequences = str(prefix), data.view(dtype), ends[indices], ends
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -84,6 +93,49 @@ class Documents:
         if not 0 <= document < len(self):
             raise IndexError(document)
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+
+    def fingerprint(self) -> str:
+        """16 hex digits of a SHA-256 of all lengths, the integer type, and the first and last MiB of tokens: the same wherever it lies."""
+        digest = hashlib.sha256(self.tokens.dtype.str.encode())
+        digest.update(np.ascontiguousarray(self.sequences, "<i8").data)
+        data = self.tokens.view(np.uint8)
+        for part in (data[:_SAMPLED], data[-_SAMPLED:]):
+            digest.update(part.tobytes())
+        return digest.hexdigest()[:16]
+
+
+class Text:
+    """Consecutive sequences of a prefix, as one stream of tokens that a model is to read.
+
+    Attributes:
+      tokens: the stream, [tokens], a view of the memory map.
+      offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
+      first: number of the first in the file.
+    """
+
+    def __init__(self, documents: Documents, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
+        """Sequences first to stop - 1 (default: all); vocab: ids that the model has (None: any)."""
+        stop = len(documents.sequences) - 1 if stop is None else stop
+        bounds = documents.sequences[first : stop + 1]
+        self.prefix, self.first, self.offsets = documents.prefix, first, bounds - bounds[0] if bounds[0] else bounds
+        self.tokens, self._vocab = documents.tokens[bounds[0] : bounds[-1]], vocab
+        is_unsigned = documents.tokens.dtype.kind == "u"
+        self._is_any_good = vocab is None or (is_unsigned and np.iinfo(documents.tokens.dtype).max < vocab)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+    def check(self, tokens: np.ndarray, place: Callable[[int, int], int]) -> None:
+        """Raises ConfigError for ids that the model lacks, in tokens [B, n] read at places (row, column) of the stream."""
+        if self._is_any_good or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
+            return
+        row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
+        document = self.first + int(np.searchsorted(self.offsets, place(int(row), int(column)), side="right")) - 1
+        raise ConfigError(
+            f"{bin_path(self.prefix)}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
+            f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, or give data of that tokenizer"
+        )
 
 
 def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, vocab: int) -> Documents:
@@ -97,7 +149,7 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
       ConfigError: a document longer than the format's 2^31 - 1 tokens.
       OSError: with the path, when the disk is full or not writable.
     """
-    dtype = np.dtype("<u2") if vocab < _UINT16_VOCAB else np.dtype("<i4")
+    dtype = dtype_of(vocab)
     lengths: list[int] = []
     with atomic_write(bin_path(prefix), idx_path(prefix)) as (data, index):
         for ids in documents:
@@ -107,12 +159,28 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
                 raise ConfigError(f"document {len(lengths)} has {len(ids)} tokens; the .idx format holds up to 2^31 - 1: split it")
             data.write(ids.astype(dtype).data)
             lengths.append(len(ids))
-        sizes = np.array(lengths, np.int64)
-        index.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(sizes), len(sizes) + 1))
-        index.write(sizes.astype("<i4").data)
-        index.write(((np.cumsum(sizes) - sizes) * dtype.itemsize).astype("<i8").data)
-        index.write(np.arange(len(sizes) + 1, dtype="<i8").data)
+        write_index(index, np.array(lengths, np.int32), dtype)
     return Documents(prefix)
+
+
+def dtype_of(vocab: int) -> np.dtype:
+    """The type that ids of a vocabulary are stored in."""
+    return np.dtype("<u2") if vocab < _UINT16_VOCAB else np.dtype("<i4")
+
+
+def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
+    """Writes an .idx of one sequence per document; lengths int32 [documents], perhaps a memory map, are read a block at a time."""
+    index.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(lengths), len(lengths) + 1))
+    blocks = range(0, len(lengths) + 1, _BLOCK)
+    for i in blocks:
+        index.write(lengths[i : i + _BLOCK].astype("<i4").data)
+    offset = 0
+    for i in blocks:
+        ends = offset + np.cumsum(sizes := lengths[i : i + _BLOCK].astype(np.int64) * dtype.itemsize)
+        index.write((ends - sizes).astype("<i8").data)
+        offset = int(ends[-1]) if len(ends) else offset
+    for i in blocks:
+        index.write(np.arange(i, min(i + _BLOCK, len(lengths) + 1), dtype="<i8").data)
 
 
 def _map(path: Path) -> np.ndarray:

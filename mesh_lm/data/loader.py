@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.config import ConfigError
-from mesh_lm.data.sequences import Sequences
+from mesh_lm.data.rows import Rows
 
 Batch = dict[str, jax.Array]
 
@@ -28,11 +28,11 @@ Batch = dict[str, jax.Array]
 class Loader:
     """Endless iterator of (position after the batch, batch), from a global sample position on.
 
-    A batch has the leaves of `Sequences.rows` as global arrays: [M, B, S] with `sharding`, sample_ids [M, B] with its spec's first two
+    A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, sample_ids [M, B] with its spec's first two
     entries. The next batch is already on its way to the devices when one is returned.
 
     Args:
-      sequences: the training split.
+      rows: of the training split.
       global_batch: sequences in a batch, M x B.
       microbatches: M.
       sharding: of a [M, B, S] leaf.
@@ -46,7 +46,7 @@ class Loader:
 
     def __init__(
         self,
-        sequences: Sequences,
+        rows: Rows,
         *,
         global_batch: int,
         microbatches: int,
@@ -55,10 +55,10 @@ class Loader:
         threads: int,
         prefetch: int,
     ) -> None:
-        sequences.require(global_batch)
-        self._layout = _Layout.of(global_batch, microbatches, sequences.seq_len, sharding)
+        rows.require(global_batch)
+        self._layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
         self._position, self._global_batch = position, global_batch
-        self._batches = _read(_Rows(sequences, self._layout, position, sys.maxsize), threads, prefetch)
+        self._batches = _read(_Source(rows, self._layout, position, sys.maxsize), threads, prefetch)
         self._ahead: Batch | None = None
 
     def __iter__(self) -> Loader:
@@ -76,7 +76,7 @@ class Loader:
 
 
 def heldout(
-    sequences: Sequences,
+    rows: Rows,
     *,
     global_batch: int,
     microbatches: int,
@@ -90,9 +90,9 @@ def heldout(
     The last batch is filled up with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`,
     but any number of sequences will do.
     """
-    layout = _Layout.of(global_batch, microbatches, sequences.seq_len, sharding)
-    stop = min(limit or len(sequences), len(sequences))
-    with contextlib.closing(_read(_Rows(sequences, layout, 0, stop, len(sequences)), threads, prefetch)) as batches:
+    layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
+    stop = min(limit or len(rows), len(rows))
+    with contextlib.closing(_read(_Source(rows, layout, 0, stop, len(rows)), threads, prefetch)) as batches:
         for batch in batches:
             yield layout.place(batch)
 
@@ -138,10 +138,10 @@ class _Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Grain's source: element `index` is this process's part of that batch, as `Sequences.rows` [R, ...]."""
+class _Source:
+    """Grain's source: element `index` is this process's part of that batch, as `Rows.rows` [R, ...]."""
 
-    sequences: Sequences
+    rows: Rows
     layout: _Layout
     start: int
     """First global sample position."""
@@ -156,7 +156,7 @@ class _Rows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = self.start + index * self._global_batch + self.layout.rows
         taken = np.minimum(indices, self.stop - 1)
-        batch = self.sequences.rows(taken * self.spread // self.stop if self.spread else taken)
+        batch = self.rows.rows(taken * self.spread // self.stop if self.spread else taken)
         batch["weights"][indices >= self.stop] = 0.0
         return batch
 
@@ -165,7 +165,7 @@ class _Rows:
         return self.layout.shape[0] * self.layout.shape[1]
 
 
-def _read(source: _Rows, threads: int, prefetch: int) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+def _read(source: _Source, threads: int, prefetch: int) -> grain.DatasetIterator[dict[str, np.ndarray]]:
     """The source's elements in order, read ahead by threads."""
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     return iter(grain.MapDataset.source(source).to_iter_dataset(options))

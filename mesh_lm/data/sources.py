@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -13,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from mesh_lm.config import ConfigError
+from mesh_lm.data import formats
+from mesh_lm.errors import ConfigError
 
 _HELDOUT = 20
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
@@ -34,12 +34,14 @@ class Source:
 
     name: str
     """Safe as part of a file name."""
-    kind: Literal["directory", "jsonl", "txt"]
+    kind: Literal["directory", "jsonl", "parquet", "txt"]
     root: Path
     files: tuple[str, ...]
     """Posix paths relative to root, sorted."""
     size: int
     """Bytes in all files."""
+    field: str
+    """Where the text is in a line of a .jsonl or a row of a .parquet."""
 
     def digest(self) -> str:
         """SHA-256 (hex) of the kind, the file names and what is in them.
@@ -48,6 +50,8 @@ class Source:
         hold the same text; above that, size and modification time stand for them.
         """
         digest = hashlib.sha256(self.kind.encode())
+        if {formats.kind_of(name) for name in self.files} & {"jsonl", "parquet"}:
+            digest.update(f"\0{self.field}".encode())
         for name in self.files:
             try:
                 if self.size <= _DIGEST_CONTENTS:
@@ -64,49 +68,52 @@ class Source:
         """All documents that are not empty, in order, read anew at each call.
 
         Raises:
-          ConfigError: a .txt or .jsonl that cannot be read, a line of a .jsonl without a "text"; the text names the file and line.
+          ConfigError: a file that holds documents and cannot be read, a line without text; the message names the file and line.
         """
-        match self.kind:
-            case "directory":
-                for name in self.files:
-                    if text := _text(self.root / name):
+        if self.kind == "txt":
+            yield from _txt(self.root / self.files[0])
+            return
+        for name in self.files:
+            path, key = self.root / name, f"{name}:" if self.kind == "directory" else ""
+            match formats.kind_of(name):
+                case "jsonl":
+                    yield from _jsonl(path, self.field, key)
+                case "parquet":
+                    for number, text in enumerate(formats.rows(path, self.field), 1):
+                        if text:
+                            yield Document(text, is_heldout(f"{key}{number}"))
+                case _:
+                    if text := _text(path):
                         yield Document(text, is_heldout(name))
-            case "jsonl":
-                yield from _jsonl(self.root / self.files[0])
-            case "txt":
-                yield from _txt(self.root / self.files[0])
 
 
-def find(path: str) -> Source:
+def find(path: str, field: str = "text") -> Source:
     """The source that `data.path` names.
 
     `stdlib` is every .py file of the running Python's standard library, without its tests, encodings, lib2to3 and installed packages. A
-    directory gives every file below it that is valid UTF-8, whatever its name, save hidden files and directories (names with a leading
-    dot); others are skipped in silence. A .jsonl has one object with a string "text" per line. A .txt is one document, read whole: text
-    that does not fit into memory should be a .jsonl or a directory.
+    .jsonl has one object with a string under `field` per line, a .parquet a column of that name. A .txt is one document, read whole: text
+    that does not fit into memory should be one of the others. .txt and .jsonl may be compressed: .gz, .zst. A directory gives the documents
+    of every such file below it, and every other file that is valid UTF-8 as a document, whatever its name, save hidden files and
+    directories (names with a leading dot); others are skipped in silence.
 
     Raises:
       ConfigError: no such path, another kind of file, no files.
     """
     if path == "stdlib":
-        return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), suffix=".py", skip=_STDLIB_SKIPPED)
+        return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
     found = Path(path).expanduser()
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", found.resolve().stem) or "corpus"
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", found.resolve().name.split(".")[0]) or "corpus"
     if found.is_dir():
-        return _directory(name, found)
-    kinds = "a .txt, a .jsonl, a directory of text files, or `stdlib`"
+        return _directory(name, found, field)
+    kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
     if not found.is_file():
         raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}")
     size = found.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
-    match found.suffix:
-        case ".jsonl":
-            return Source(name, "jsonl", found.parent, (found.name,), size)
-        case ".txt":
-            return Source(name, "txt", found.parent, (found.name,), size)
-        case suffix:
-            raise ConfigError(f"data.path={path}: files of type {suffix or '(none)'} are not read; give {kinds}")
+    if kind := formats.kind_of(found):
+        return Source(name, kind, found.parent, (found.name,), size, field)
+    raise ConfigError(f"data.path={path}: files of type {found.suffix or '(none)'} are not read; give {kinds}")
 
 
 def is_heldout(key: str) -> bool:
@@ -114,52 +121,49 @@ def is_heldout(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), "big") % _HELDOUT == 0
 
 
-def _directory(name: str, root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
-    files, size = [], 0
+def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
+    """The files below a directory, as sorted posix paths, without hidden ones and what is neither file nor link to one."""
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
         for path in (Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")):
             if path.is_file():  # neither a pipe nor a dangling link
                 files.append(path.relative_to(root).as_posix())
-                size += path.stat().st_size
+    return sorted(files)
+
+
+def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
+    files = below(root, suffix, skip)
+    size = sum((root / file).stat().st_size for file in files)
     if not size:
         raise ConfigError(f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty ones; give one with text")
-    return Source(name, "directory", root, tuple(sorted(files)), size)
+    return Source(name, "directory", root, tuple(files), size, field)
 
 
 def _text(path: Path) -> str | None:
     """The file as text, line ends untouched; None where it cannot be read or is not UTF-8."""
     try:
-        with open(path, "rb") as file:
+        with formats.opened(path) as (file, _):
             start = file.read(4096)
             codecs.getincrementaldecoder("utf-8")().decode(start)  # spares reading a large binary file whole
             return (start + file.read()).decode()
-    except (OSError, UnicodeDecodeError):
+    except (ConfigError, UnicodeDecodeError):
         return None
 
 
-def _jsonl(path: Path) -> Iterator[Document]:
+def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
     """The documents of a .jsonl; blank lines are skipped, and lines are numbered from 1, for the held-out split as for messages."""
-    with open(path, "rb") as file:
+    with formats.opened(path) as (file, _):
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode())["text"]
-                text.encode()  # JSON can spell lone surrogates, which are not text
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ConfigError(
-                    f'{path}, line {number}: expected a JSON object with a string "text", got {line[:60]!r} ({type(error).__name__}); '
-                    "correct or remove the line"
-                ) from error
-            if text:
-                yield Document(text, is_heldout(str(number)))
+            if line.strip() and (text := formats.text_of(line, field, f"{path}, line {number}")):
+                yield Document(text, is_heldout(f"{key}{number}"))
 
 
 def _txt(path: Path) -> Iterator[Document]:
     """The first 19/20 of the file and, from the next line on, the rest, which is held out."""
     try:
-        text = path.read_bytes().decode()
+        with formats.opened(path) as (file, _):
+            text = file.read().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
     cut = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1

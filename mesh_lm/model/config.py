@@ -53,6 +53,8 @@ class DecoderConfig(ModelConfig):
     """Attention logits are squashed to c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
     head_softcap: float = 0.0
     """The same for the vocabulary logits; 0: off."""
+    qk_norm: bool = False
+    """Each head's query and key are normalised before their positions go in (Qwen3, arXiv 2505.09388)."""
     sinks: bool = False
     """A learned logit per head that takes attention without a value (gpt-oss)."""
     dropout: float = 0.0
@@ -131,12 +133,12 @@ class DecoderConfig(ModelConfig):
         d, h = self.d_model, self.d_head
         attention = d * h * (2 * self.n_heads + 2 * self.kv_heads)
         mlp = d * self.d_mlp * (3 if self.activation == "swiglu" else 2)
-        norms = d * (2 if self.norm == "layernorm" and self.biases else 1)
-        block = attention + mlp + 2 * norms + self.n_heads * self.sinks
+        norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
+        block = attention + mlp + norm * (2 * d + 2 * h * self.qk_norm) + self.n_heads * self.sinks
         if self.biases:
             block += h * (self.n_heads + 2 * self.kv_heads) + d + self.d_mlp * (2 if self.activation == "swiglu" else 1) + d
         tables = self.vocab_size * d * (1 if self.tied else 2) + (self.seq_len * d if self.positions == "learned" else 0)
-        return self.n_layers * block + norms + tables
+        return self.n_layers * block + norm * d + tables
 
     def flops_per_token(self) -> float:
         """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -27,5 +27,24 @@ class Model(Protocol):
         ...
 
     def logits(self, batch: Batch) -> jax.Array:
-        """float32 [B, S, V]. Only for generating text; a model without it trains all the same."""
+        """float32 [B, S, V]. Only for generating and scoring text; a model without it trains all the same."""
+        ...
+
+
+class Generative(Protocol):
+    """What a model may offer beside, so that generating a token does not read the whole text again (`mesh_lm.generation`).
+
+    The texts of a batch end in the same slot: `segment_ids` are 0 for the padding before them, which no other token may see, and 1 for
+    the text; `positions` count from its first token.
+    """
+
+    def empty_cache(self, rows: int, length: int) -> Any:
+        """What is remembered of `rows` texts of at most `length` tokens, padding included: arrays, in any tree."""
+        ...
+
+    def extend(self, batch: Batch, cache: Any, start: int | jax.Array) -> tuple[jax.Array, Any]:
+        """Reads tokens, positions and segment_ids, int32 [B, S], into the slots from `start` on; 0 as an int: the cache is empty.
+
+        Returns the logits after the last token, float32 [B, V], and the new cache, of the old one's shapes.
+        """
         ...

@@ -12,7 +12,8 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_lm.loss import cross_entropy
+from mesh_lm.loss import cross_entropy, label_scores
+from mesh_lm.model.cache import Cache, Past, empty
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Batch, Sums
 from mesh_lm.model.dropout import Dropout
@@ -34,13 +35,14 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
 
     def __call__(
-        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, dropout: Dropout | None
-    ) -> jax.Array:
+        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None,
+        dropout: Dropout | None, past: Past | None = None,
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
         with jax.named_scope("attention"):
-            y_BSD = self.attention(self._enter(self.attention_norm(x_BSD)), rope, segment_ids, window)
+            y_BSD, past = self.attention(self._enter(self.attention_norm(x_BSD)), rope, segment_ids, window, past)
             x_BSD = checkpoint_name(self._add(x_BSD, y_BSD, dropout, 0), "mid_residual")
         with jax.named_scope("mlp"):
-            return self._add(x_BSD, self.mlp(self._enter(self.mlp_norm(x_BSD))), dropout, 1)
+            return self._add(x_BSD, self.mlp(self._enter(self.mlp_norm(x_BSD))), dropout, 1), past
 
     def _enter(self, x_BSD: jax.Array) -> jax.Array:
         return self.shard(x_BSD, "batch", "seq", "embed")
@@ -75,18 +77,42 @@ class Decoder(nnx.Module):
 
     def logits(self, batch: Batch) -> jax.Array:
         """float32 [B, S, V] without the padding, whole in memory: for short texts."""
-        head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
-        z = jnp.einsum("bsd,vd->bsv", self.hidden(batch, None), head, preferred_element_type=jnp.float32)
-        z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
-        return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
+        return self._logits(self.hidden(batch, None))
+
+    def scores(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Of each label: its log-probability, float32 [B, S], and whether it is the likeliest token, bool [B, S]."""
+        c = self.config
+        x_BSD, head_VD = self.hidden(batch, None), self._head()
+        return label_scores(
+            x_BSD, head_VD, batch["labels"], self.shard, vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap
+        )
+
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """For `rows` texts of at most `length` tokens, padding included."""
+        return empty(self.config, self.shard, rows, length)
+
+    def extend(self, batch: Batch, cache: Cache, start: int | jax.Array) -> tuple[jax.Array, Cache]:
+        """Reads tokens into the slots from `start` on; returns the logits after the last of them, float32 [B, V], and the cache."""
+        seen = lax.dynamic_update_slice_in_dim(cache["segment_ids"], batch["segment_ids"], start, axis=1)
+        x_BSD, cache = self._hidden(batch, None, cache | {"segment_ids": seen}, start)
+        return self._logits(x_BSD[:, -1:])[:, 0], cache
 
     def hidden(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
         """Activations [B, S, D] after the last norm, cut like the residual stream."""
+        return self._hidden(batch, dropout, None, 0)[0]
+
+    def _hidden(self, batch: Batch, dropout: Dropout | None, cache: Any, start: int | jax.Array) -> tuple[jax.Array, Any]:
         with jax.named_scope("embed"):
             x_BSD = self.embed(batch, dropout)
         with jax.named_scope("layers"):
-            x_BSD = self.layers(self.blocks, x_BSD, batch, dropout)
-        return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
+            x_BSD, cache = self.layers(self.blocks, x_BSD, batch, dropout, cache=cache, start=start)
+        return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed"), cache
+
+    def _logits(self, x_BSD: jax.Array) -> jax.Array:
+        head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
+        z = jnp.einsum("bsd,vd->bsv", x_BSD, head, preferred_element_type=jnp.float32)
+        z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
+        return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
 
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
         """Token and, where learned, position vectors [B, S, D]."""
@@ -101,8 +127,14 @@ class Decoder(nnx.Module):
         x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
         return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
 
-    def layers(self, blocks: Block, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0) -> jax.Array:
-        """A run of consecutive blocks, the first of which is number `first` of the model. One scan step is one period of windows."""
+    def layers(
+        self, blocks: Block, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0,
+        cache: Cache | None = None, start: int | jax.Array = 0,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        """A run of consecutive blocks, the first of which is number `first` of the model. One scan step is one period of windows.
+
+        Where there is a cache of the whole model, the tokens are read into its slots from `start` on.
+        """
         c, windows = self.config, self.config.windows()
         S = batch["tokens"].shape[1]
         rope = rope_table(c, batch.get("positions", jnp.arange(S))) if c.positions == "rotary" else None
@@ -110,17 +142,19 @@ class Decoder(nnx.Module):
         n = jax.tree.leaves(stacked)[0].shape[0]
         periods = jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
 
-        def block(x: jax.Array, weights: Any, number: jax.Array, window: int | None) -> jax.Array:
-            return nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, dropout.fold(number) if dropout else None)
+        def block(x: jax.Array, cache: Cache | None, weights: Any, number: jax.Array, window: int | None) -> tuple[jax.Array, Any]:
+            past, keys = Past(cache, number, start) if cache else None, dropout.fold(number) if dropout else None
+            x, past = nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, keys, past)
+            return x, past and past.cache
 
-        def period(x: jax.Array, scanned: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-            weights, number = scanned
+        def period(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+            (x, cache), (weights, number) = carry, scanned
             for i, window in enumerate(windows):
                 run = remat(c.remat)(partial(block, window=window))
-                x = run(x, jax.tree.map(lambda w, i=i: w[i], weights), number + i)
-            return x, None
+                x, cache = run(x, cache, jax.tree.map(lambda w, i=i: w[i], weights), number + i)
+            return (x, cache), None
 
-        return lax.scan(period, x_BSD, (periods, first + jnp.arange(0, n, len(windows))))[0]
+        return lax.scan(period, (x_BSD, cache), (periods, first + jnp.arange(0, n, len(windows))))[0]
 
     def _head(self) -> jax.Array:
         return self.embedding[...] if self.config.tied else self.head[...]

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
 from pallas_kernels import flash_attention
 from sharding_rules import Shard, ShardingRuleError
@@ -40,19 +41,20 @@ class Weights:
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over D, computed in fp32, returned in the compute type."""
+    """LayerNorm or RMSNorm over the last dimension, computed in fp32, returned in the compute type."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        self.config = config
-        self.scale = weights((config.d_model,), ("norm",), fill=1.0)
+    def __init__(self, config: DecoderConfig, weights: Weights, width: int = 0) -> None:
+        """width: of the last dimension; 0: D, the residual stream's."""
+        self.config, self.residual = config, not width
+        self.scale = weights((width or config.d_model,), ("norm",), fill=1.0)
         if config.norm == "layernorm" and config.biases:
-            self.bias = weights((config.d_model,), ("norm",), fill=0.0)
+            self.bias = weights((width or config.d_model,), ("norm",), fill=0.0)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         bias = self.bias[...] if self.config.norm == "layernorm" and self.config.biases else None
-        x_BSD = _normalise(x_BSD, self.scale[...], bias, self.config)
+        x = _normalise(x, self.scale[...], bias, self.config)
         # Without the barrier XLA moves the cast behind the all-gather that follows, which then carries fp32.
-        return x_BSD if self.config.dtype == "float32" else lax.optimization_barrier(x_BSD)
+        return lax.optimization_barrier(x) if self.residual and self.config.dtype != "float32" else x
 
 
 # Elementwise chains keep their input for the backward and nothing in between: left alone, GELU keeps five arrays of its input's size.
@@ -133,10 +135,15 @@ class Attention(nnx.Module):
             std=weights.residual_std,
             bias_axes=("norm",),
         )
+        if config.qk_norm:
+            self.q_norm, self.k_norm = Norm(config, weights, h), Norm(config, weights, h)
         if config.sinks:
             self.sinks = weights((n,), ("heads",), fill=0.0)
 
-    def __call__(self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, past: Past | None = None
+    ) -> tuple[jax.Array, Past | None]:
+        """Of tokens that see each other and, where there is a `past`, what it holds; returned with these tokens in it."""
         shard = self.shard
         if self.config.n_heads == self.config.kv_heads:
             fused = shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
@@ -145,13 +152,27 @@ class Attention(nnx.Module):
             q = shard(self.q(x_BSD), "batch", "seq", "heads", "head_dim")
             kv = shard(self.kv(x_BSD), "batch", "seq", "fused", "kv_heads", "head_dim")
             k, v = kv[:, :, 0], kv[:, :, 1]
+        if self.config.qk_norm:
+            # A norm's backward needs its input: that is what save_names keeps of q and k, not what becomes of them.
+            q, k = self.q_norm(checkpoint_name(q, "q")), self.k_norm(checkpoint_name(k, "k"))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
-        return self.out(shard(self._attend(q, k, v, segment_ids, window), "batch", "seq", "heads", "head_dim"))
+        if not self.config.qk_norm:
+            q, k = checkpoint_name(q, "q"), checkpoint_name(k, "k")
+        v = checkpoint_name(v, "v")
+        kv_segment_ids = start = None
+        if past is not None:
+            past = past.put(k, v, shard)
+            if not (isinstance(past.start, int) and past.start == 0):  # else these tokens are all there is
+                (k, v), kv_segment_ids, start = past.keys_and_values(), past.cache["segment_ids"], jnp.asarray(past.start)
+        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start)
+        return self.out(shard(y, "batch", "seq", "heads", "head_dim")), past
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None) -> jax.Array:
-        """The kernel, on each device's own sequences and heads."""
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None,
+        kv_segment_ids: jax.Array | None, start: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """The kernel, on each device's own sequences and heads. start: the key that query 0 is, where it is not key 0."""
         config, shard = self.config, self.shard
         heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
@@ -163,13 +184,14 @@ class Attention(nnx.Module):
                 "cut kv_heads as heads, or set heads and kv_heads to None"
             )
 
-        def kernel(q, k, v, segment_ids, sinks):
+        def kernel(q, k, v, segment_ids, kv_segment_ids, sinks, start):
             if heads_by and not kv_by and config.kv_heads > 1:
                 # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
             return flash_attention(
-                q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, sinks=sinks,
+                q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
+                sinks=sinks, q_offset=0 if start is None else start,
                 implementation=None if config.attention == "auto" else config.attention, platform=shard.mesh.devices.flat[0].platform,
             )  # fmt: skip
 
@@ -177,7 +199,8 @@ class Attention(nnx.Module):
         kv_spec = shard.spec("activations", ("batch", "seq", "kv_heads", "head_dim"))
         row_spec, sink_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("heads",))
         sinks = self.sinks[...] if config.sinks else None
-        return shard.local(kernel, (q_spec, kv_spec, kv_spec, row_spec, sink_spec), q_spec)(q, k, v, segment_ids, sinks)
+        in_specs = (q_spec, kv_spec, kv_spec, row_spec, row_spec, sink_spec, jax.P())
+        return shard.local(kernel, in_specs, q_spec)(q, k, v, segment_ids, kv_segment_ids, sinks, start)
 
 
 class Mlp(nnx.Module):

@@ -8,9 +8,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tensorboardX import SummaryWriter
+
+
+class Sink(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Writer:
@@ -18,11 +25,11 @@ class Writer:
 
     A run that continues from `start_step` (0: a new run) takes back what a killed run had written past it, so that no step is there
     twice: metrics.jsonl is rewritten atomically, TensorBoard is told to purge. Does nothing where `directory` is None, as on every
-    process but the first. Raises OSError where it cannot write.
+    process but the first. `also` gets the same numbers. Raises OSError where it cannot write.
     """
 
-    def __init__(self, directory: str | Path | None, start_step: int = 0) -> None:
-        self._lines = self._events = None
+    def __init__(self, directory: str | Path | None, start_step: int = 0, also: Sink | None = None) -> None:
+        self._lines, self._events, self._also = None, None, also
         if directory is None:
             return
         path = Path(directory) / "metrics.jsonl"
@@ -41,11 +48,15 @@ class Writer:
         self._lines.flush()  # a killed run keeps what it measured
         for name, value in numbers.items():
             self._events.add_scalar(name, value, step)
+        if self._also:
+            self._also.write(step, numbers)
 
     def close(self) -> None:
         if self._lines is not None and self._events is not None:
             self._lines.close()
             self._events.close()
+        if self._also:
+            self._also.close()
 
     def __enter__(self) -> Self:
         return self

@@ -47,6 +47,26 @@ def test_loader(tmp_path: Path) -> None:
     assert all(row["loader_tokens_per_s"] > 0 and row["model_tokens_per_s"] > 0 for row in rows)
 
 
+def test_prepare(tmp_path: Path) -> None:
+    rows = run("prepare", tmp_path)["Text to .bin/.idx"]
+    assert [row["workers"] for row in rows] == [1, 1, 1, 2] and len({row["tokens"] for row in rows}) == 1
+    assert all(row["mb_per_s"] > 0 and row["cpu_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_huggingface(tmp_path: Path) -> None:
+    rows = run("huggingface", tmp_path)["Import and export"]
+    assert len(rows) == 3 and len({row["read_MiB"] for row in rows}) == 1, "replicas must not be read again"
+    assert all(row["import_beside_MiB"] < row["arrays_MiB"] for row in rows)
+
+
+@pytest.mark.slow
+def test_generate(tmp_path: Path) -> None:
+    rows = run("generate", tmp_path)["Tokens a second"]
+    assert [(row["batch"], row["way"]) for row in rows] == [(b, w) for b in (1, 2) for w in ("cache", "cache, streamed", "no cache")]
+    assert all(row["tokens_per_s"] > 0 and row["tokens_as_with_cache"] == 1 for row in rows)
+
+
 @pytest.mark.slow
 def test_start_time(tmp_path: Path) -> None:
     tables = run("start_time", tmp_path)

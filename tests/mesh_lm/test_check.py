@@ -26,6 +26,10 @@ def test_configs_can_run_somewhere(name: str) -> None:
     assert -1 not in config.mesh.sizes().values()
 
 
+def test_a_given_tokenizer_needs_no_size() -> None:
+    check(parse([f"--config={TINY}", "--config.data.tokenizer=bytes", "--config.data.tokenizer_vocab=9000"]), 1)
+
+
 def test_all_problems_at_once() -> None:
     assert problems(
         "model.n_heads=6",

@@ -11,7 +11,7 @@ import pytest
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.checkpoint import Checkpoints, find
 from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
 
 COMPILE_BUDGET = 10
@@ -34,9 +34,10 @@ def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules:
     assert versions["jax"] == "0.10.2"
     shard = shard_on(rules, **mesh)
     with Checkpoints(at(copy)) as checkpoints:
-        restored = checkpoints.restore(fixture.abstract(fixture.CONFIG, shard), corpus=fixture.CORPUS)
-    assert restored is not None and (restored.step, restored.position) == (fixture.STEP, fixture.POSITION)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(restored.state)[0]:
+        saved = checkpoints.newest()
+        assert saved is not None and (saved.step, saved.data) == (fixture.STEP, fixture.DATA)
+        state = saved.state(fixture.abstract(fixture.CONFIG, shard))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         np.testing.assert_array_equal(leaf, fixture.pattern(jax.tree_util.keystr(path), leaf.shape, leaf.dtype))
         assert leaf.sharding.mesh.shape == shard.mesh.shape
 
@@ -52,16 +53,32 @@ def test_the_tree_on_disk_is_plain(copy: Path) -> None:
 def test_changed_fields_are_told(copy: Path) -> None:
     changed = at(copy, optimizer=OptimizerConfig(learning_rate=1.0), seed=5)
     with Checkpoints(changed) as checkpoints:
-        restored = checkpoints.restore(fixture.abstract(changed, shard_on("ddp")), corpus=fixture.CORPUS)
-    assert restored is not None
-    changes = {line for line in restored.changed if line.startswith(("optimizer", "seed"))}
+        saved = checkpoints.newest()
+    assert saved is not None
+    changes = {line for line in saved.changed(changed) if line.startswith(("optimizer", "seed"))}
     assert changes == {"optimizer.learning_rate: 0.0003 -> 1.0", "seed: 0 -> 5"}
 
 
 def test_an_empty_directory_restores_nothing(tmp_path: Path) -> None:
     with Checkpoints(at(tmp_path)) as checkpoints:
-        assert checkpoints.latest() is None
-        assert checkpoints.restore(fixture.abstract(fixture.CONFIG, shard_on("ddp")), corpus=fixture.CORPUS) is None
+        assert checkpoints.latest() is None and checkpoints.newest() is None
+    (tmp_path / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no complete checkpoint in .*/checkpoints"):
+        find(tmp_path)
+
+
+def test_a_checkpoint_is_found_by_its_run_and_by_its_step(copy: Path) -> None:
+    """Read without the run's config, and the weights alone."""
+    abstract = fixture.abstract(fixture.CONFIG, shard_on("ddp"))
+    for path in (copy, copy / "checkpoints", copy / "checkpoints" / str(fixture.STEP), str(copy)):
+        saved = find(path)
+        assert saved is not None and saved.path == copy / "checkpoints" / str(fixture.STEP)
+    assert find(copy.parent) is None and find(copy / "nothing") is None
+    assert saved is not None
+    found = saved.state({"params": abstract["params"]})
+    assert found.keys() == {"params"} and found["params"].keys() == abstract["params"].keys()
+    for name, leaf in found["params"].items():
+        np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
 
 
 def test_policy(tmp_path: Path) -> None:
@@ -71,12 +88,12 @@ def test_policy(tmp_path: Path) -> None:
     with Checkpoints(config) as checkpoints:
         assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
         for step in (2, 4, 6):
-            checkpoints.save(step, state, position=step, corpus="c")
+            checkpoints.save(step, state, {"position": step})
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}
     (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(config) as checkpoints:
         assert checkpoints.latest() == 6
-        checkpoints.save(8, state, position=8, corpus="c")
+        checkpoints.save(8, state, {"position": 8})
     with Checkpoints(config) as checkpoints:
         assert checkpoints.latest() == 8
 
@@ -85,7 +102,9 @@ def test_another_model_is_refused_before_any_array_is_read(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / str(fixture.STEP) / "state" / "d")  # the arrays
     wider = dataclasses.replace(fixture.CONFIG, model=dataclasses.replace(fixture.CONFIG.model, d_ff=16, tied=False))
     with Checkpoints(at(copy)) as checkpoints, pytest.raises(ConfigError) as caught:
-        checkpoints.restore(fixture.abstract(wider, shard_on("ddp")), corpus=fixture.CORPUS)
+        saved = checkpoints.newest()
+        assert saved is not None
+        saved.state(fixture.abstract(wider, shard_on("ddp")))
     lines = str(caught.value).split("\n")
     assert lines[0].endswith("checkpoints/7 is a checkpoint of another model")
     assert "  - blocks.mlp.up.weight: [2, 8, 32, 'float32'] in the checkpoint, [2, 8, 16, 'float32'] in this config" in lines

@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -9,11 +10,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 
 from mesh_lm.config import ConfigError, DataConfig
-from mesh_lm.data import corpus, sources
+from mesh_lm.data import corpus, encoding, sources
 from mesh_lm.data.corpus import prepare
+from mesh_lm.data.tokenizer import load_tokenizer
 
 
 def is_heldout(key: str) -> bool:
@@ -94,8 +99,9 @@ def test_pieces_batches_and_samples_change_nothing_else(folder: Path, tmp_path: 
     sampled: list[int] = []
     train = corpus.Tokenizer.train
     monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab))
-    monkeypatch.setattr(corpus, "_PIECE", 5)
-    monkeypatch.setattr(corpus, "_BATCH", 17)
+    monkeypatch.setattr(corpus, "pieces", lambda text: encoding.pieces(text, 5))
+    monkeypatch.setattr(encoding, "_PIECE", 5)
+    monkeypatch.setitem(encoding.encode.__kwdefaults__, "batch", 17)
     monkeypatch.setattr(corpus, "_REPORT", 500)
     monkeypatch.setattr(corpus, "_BPE_CHARACTERS", 1000)
     monkeypatch.setattr(corpus, "_BASELINE_BYTES", 100)
@@ -156,6 +162,7 @@ KILLED = """
 import sys, time
 from mesh_lm.config import DataConfig
 from mesh_lm.data.corpus import prepare
+from mesh_lm.data.tokenizer import load_tokenizer
 def wait_at_encoding(message):
     if message == "encoding":
         print(message, flush=True)
@@ -226,7 +233,8 @@ def test_errors(tmp_path: Path):
         ("a.txt", b"", "is empty"),
         ("b.txt", b"one line", "single line"),
         ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
-        ("d.parquet", b"PAR1", r"type \.parquet"),
+        ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),
+        ("d.csv", b"a,b", r"type \.csv are not read; give one of \.txt, \.jsonl \(each also \.gz and \.zst\) and \.parquet, a directory"),
         ("e.jsonl", b"\n\n", "no text"),
         ("f.jsonl", b'{"text": ""}\n', "no text"),
         ("g.jsonl", b"\n" * (heldout_line(False) - 1) + b'{"text": "a"}', "held-out split"),
@@ -246,3 +254,65 @@ def test_vocabulary_above_uint16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The type in the file follows the vocabulary in use, not the one asked for."""
     (tmp_path / "x.txt").write_text("ab\n" * 40)
     assert prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype == np.uint16
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
+    texts = [f"line {i}\nof a document" for i in range(1, 101)]
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    half = zstandard.compress(lines[: len(lines) // 2]), zstandard.compress(lines[len(lines) // 2 :])
+    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(half))  # two frames, as parallel compressors write
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(100), "body": texts}), tmp_path / "d.parquet", row_group_size=30)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.rename(tmp_path / "b.jsonl.gz", folder / "b.jsonl.gz")
+    os.link(tmp_path / "d.parquet", folder / "d.parquet")
+    (folder / "e.txt").write_text("single")
+
+    def documents(path: Path) -> list[str]:
+        return [document.text for document in sources.find(str(path), "body").documents()]
+
+    for name in ("a.jsonl", "c.jsonl.zst", "d.parquet"):
+        assert documents(tmp_path / name) == texts
+    assert documents(folder) == [*texts, *texts, "single"]
+    (tmp_path / "f.txt.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
+    assert "".join(documents(tmp_path / "f.txt.zst")) == "\n".join(texts)
+    digests = {sources.find(str(tmp_path / "a.jsonl"), field).digest() for field in ("text", "body")}
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str):
+    text = "".join(json.dumps({"text": f"{i} {hashlib.sha256(bytes([i])).hexdigest()}"}) + "\n" for i in range(200)).encode()
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [str(i) for i in range(200)], "n": range(200)}), path)
+        good = path.read_bytes()
+    else:
+        good = gzip.compress(text) if suffix == "jsonl.gz" else zstandard.compress(text)
+    for bad in (good[: len(good) // 2], good[:-5], b"hello" * 9):
+        path.write_bytes(bad)
+        with pytest.raises(ConfigError, match=rf"x\.{suffix} is damaged"):
+            list(sources.find(str(path)).documents())
+    path.write_bytes(good)
+    assert len(list(sources.find(str(path)).documents())) == 200
+    with pytest.raises(ConfigError, match='"body"'):
+        list(sources.find(str(path), "body").documents())
+    if suffix == "parquet":
+        with pytest.raises(ConfigError, match='column "n" holds int64, not strings'):
+            list(sources.find(str(path), "n").documents())
+
+
+def test_a_given_tokenizer(folder: Path, tmp_path: Path):
+    settings = dataclasses.replace(config(folder, tmp_path), tokenizer="bytes")
+    made = prepare(settings, vocab=0, model_vocab=257)
+    assert made.vocab_size == 257
+    assert made.tokenizer().fingerprint == load_tokenizer("bytes").fingerprint
+    assert made.heldout_tokens == made.heldout_bytes + made.heldout_documents
+    (tmp_path / "t").mkdir()
+    copy = str(load_tokenizer("bytes").save(tmp_path / "t"))
+    assert prepare(dataclasses.replace(settings, tokenizer=copy), vocab=0) == made  # known by what it does, not by its name
+    assert prepare(config(folder, tmp_path), vocab=257).directory != made.directory
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes has ids up to 256, which model\.vocab_size=256 does not have; set.*257"):
+        prepare(settings, vocab=0, model_vocab=256)

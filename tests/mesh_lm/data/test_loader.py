@@ -3,17 +3,18 @@ import os
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import numpy as np
 import pytest
+from in_memory import Tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mesh_lm.config import ConfigError
 from mesh_lm.data.loader import Loader, heldout
+from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 
 SEQ_LEN = 8
@@ -31,10 +32,10 @@ def make_sharding(shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(jax.make_mesh(shape, ("pipeline", "data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 4), spec)
 
 
-def make_sequences(n_tokens: int = 1000, mode="separate", **changes) -> Sequences:
+def make_sequences(n_tokens: int = 1000, mode="separate", shuffle=True, pad=False) -> Rows:
     tokens = np.random.default_rng(0).integers(0, 9, n_tokens).astype(np.uint16)
-    settings = {"seed": 3, "shuffle": True, "documents_mode": mode, "mask_document_start": True, "eod": 0, **changes}
-    return Sequences(SimpleNamespace(tokens=tokens), SEQ_LEN, **settings)
+    order = Sequences(Tokens(tokens), SEQ_LEN, eod=0, seed=3 if shuffle else None, pad=pad)
+    return Rows(order, eod=0, documents=mode, mask_document_start=True)
 
 
 def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatches=2, threads=2, prefetch=3) -> Loader:
@@ -123,15 +124,24 @@ def test_errors():
         make_loader(make_sequences(), sharding, microbatches=4)
 
 
-def test_errors_of_the_reader_threads_arrive():
-    class Broken(Sequences):
+@pytest.mark.parametrize("threads", [0, 2])
+def test_errors_of_the_reader_threads_arrive(threads: int):
+    class Broken(Rows):
         def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
             raise OSError("disk gone")
 
-    documents = SimpleNamespace(tokens=np.zeros(1000, np.uint16))
-    sequences = Broken(documents, 8, seed=0, shuffle=False, documents_mode="joined", mask_document_start=False, eod=0)
+    order = Sequences(Tokens(np.zeros(1000)), 8, eod=0, seed=None)
     with pytest.raises(OSError, match="disk gone"):
-        next(make_loader(sequences, make_sharding(*SHARDINGS["data"])))
+        next(make_loader(Broken(order, eod=0), make_sharding(*SHARDINGS["data"]), threads=threads))
+    tokens = np.zeros(1000)
+    tokens[300] = 70  # in the third batch: found when it is read
+    loader = make_loader(
+        Rows(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0), make_sharding(*SHARDINGS["data"]), threads=threads
+    )
+    with pytest.raises(ConfigError) as error:
+        for _ in range(3):
+            next(loader)
+    assert str(error.value).startswith("memory.bin, document 0: token id 70, but model.vocab_size=70 has ids 0 to 69;")
 
 
 TWO_PROCESSES = """
@@ -139,9 +149,9 @@ import json, sys
 import jax, numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from test_loader import SHARDINGS, make_loader, make_sequences, make_sharding
-from mesh_lm.data.sequences import Sequences
+from mesh_lm.data.rows import Rows
 
-class Recording(Sequences):
+class Recording(Rows):
     def rows(self, indices):
         self.asked = sorted(indices.tolist())
         return super().rows(indices)

@@ -2,23 +2,24 @@ import struct
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import Tokens
 
 from mesh_lm.config import ConfigError
-from mesh_lm.data.indexed import Documents, bin_path, idx_path
+from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
+from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 
 EOD = 0
 
 
-def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False) -> Sequences:
-    documents = SimpleNamespace(tokens=np.asarray(tokens, np.uint16))
-    return Sequences(documents, seq_len, seed=seed, shuffle=shuffle, documents_mode=mode, mask_document_start=mask, eod=EOD, pad=pad)
+def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False) -> Rows:
+    order = Sequences(Tokens(tokens), seq_len, eod=EOD, seed=seed if shuffle else None, pad=pad)
+    return Rows(order, eod=EOD, documents=mode, mask_document_start=mask)
 
 
 def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str, list]:
@@ -85,7 +86,7 @@ def test_types_and_sample():
         assert (row == rows[name][1]).all()
 
 
-def order(sequences: Sequences, start: int, count: int) -> list[int]:
+def order(sequences: Rows, start: int, count: int) -> list[int]:
     """Sequence numbers, read off the labels of a stream 1, 2, 3, ..."""
     return [(int(label) - 1) // sequences.seq_len for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]]
 
@@ -121,7 +122,7 @@ def test_threads_read_the_same_and_keep_two_epochs():
     for thread in threads:
         thread.join()
     assert results == {s: order(single, s, 20) for s in starts}
-    assert len(sequences._orders) <= 2
+    assert len(sequences.order._epochs._orders) <= 2
 
 
 def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
@@ -133,9 +134,7 @@ def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
         file.truncate(4 * half)
         file.seek(4 * half - 8)
         file.write(struct.pack("<4H", 1, 2, 3, 4))
-    sequences = Sequences(
-        Documents(tmp_path / "x"), 2**10, seed=0, shuffle=False, documents_mode="joined", mask_document_start=False, eod=9
-    )
+    sequences = Rows(Sequences(Text(Documents(tmp_path / "x")), 2**10, eod=9, seed=None), eod=9)
     last = sequences.sample(len(sequences) - 1)
     assert last["labels"][-4:].tolist() == [1, 2, 3, 4]
     assert last["tokens"][-4:].tolist() == [0, 1, 2, 3]
@@ -148,3 +147,27 @@ def test_too_little_text():
     sequences.require(3)
     with pytest.raises(ConfigError, match=r"3 sequences of 8 tokens.*global_batch=4"):
         sequences.require(4)
+
+
+def test_an_unknown_eod_costs_the_first_label():
+    rows = Rows(Sequences(Tokens([5, 6, 7]), 2, eod=None, seed=None, pad=True), eod=None).rows(np.arange(2))
+    assert rows["labels"][rows["weights"] > 0].tolist() == [6, 7]
+    assert rows["tokens"].tolist() == [[0, 5], [6, 7]]
+    for asked in ({"documents": "separate"}, {"mask_document_start": True}):
+        with pytest.raises(ConfigError, match=r"end-of-document token of this data is not known; set data\.tokenizer"):
+            Rows(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **asked)
+
+
+def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
+    documents = write_documents(tmp_path / "x", [np.arange(5), np.arange(0), np.array([3, 70, 2])], vocab=100)
+    whole = Sequences(Text(documents, vocab=70), 4, eod=0, seed=None, pad=True)
+    with pytest.raises(ConfigError) as error:
+        whole.read(np.array([1, 0]))
+    assert str(error.value) == (
+        f"{tmp_path}/x.bin, document 2: token id 70, but model.vocab_size=70 has ids 0 to 69; "
+        "set the vocab_size of this data's tokenizer, or give data of that tokenizer"
+    )
+    whole.read(np.array([0]))
+    with pytest.raises(ConfigError, match=r"document 2: token id 70"):
+        Sequences(Text(documents, 1, 3, vocab=70), 3, eod=0, seed=None).read(np.array([0]))
+    Sequences(Text(documents, vocab=71), 4, eod=0, seed=None, pad=True).read(np.arange(2))

@@ -1,0 +1,76 @@
+"""Fill-in-the-middle (Bavarian et al., arXiv 2207.14255): a document is cut in three, and its middle comes last.
+
+Source of the details: `GPTFIMDataset` of Megatron-LM. Documents are cut between characters, not tokens, so that a model learns to continue
+from the middle of a word; each part is encoded by itself. A window keeps its length: what no longer fits is cut off, what is missing is
+padded. Two choices are ours: empty documents are left alone, and the draws depend on nothing but the seed and the position, so that any
+process makes the same rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from mesh_lm.config import ConfigError
+
+_SPELLINGS = ("<|fim_{}|>", "<fim_{}>", "<fim-{}>")
+_PARTS = ("prefix", "middle", "suffix")
+
+
+class Codec(Protocol):
+    """What is needed of a tokenizer."""
+
+    eod: int
+
+    def decode(self, ids: np.ndarray) -> str: ...
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]: ...
+
+    def special(self, name: str) -> int | None: ...
+
+
+class FillInMiddle:
+    """Rearranges a part `rate` of the documents in a window: prefix-suffix-middle, or suffix-prefix-middle for `spm_rate` of them.
+
+    Raises:
+      ConfigError: no tokenizer, or one without the three special tokens (<|fim_prefix|>, <fim_prefix> or <fim-prefix>, and so on).
+    """
+
+    def __init__(self, tokenizer: Codec | None, *, rate: float, spm_rate: float, seed: int) -> None:
+        if tokenizer is None:
+            raise ConfigError(f"data.fim_rate={rate} cuts documents between characters, which needs data.tokenizer; set it, or 0")
+        spelled = [[tokenizer.special(spelling.format(part)) for part in _PARTS] for spelling in _SPELLINGS]
+        known = next((ids for ids in spelled if None not in ids), None)
+        if known is None:
+            names = " or ".join(", ".join(spelling.format(part) for part in _PARTS) for spelling in _SPELLINGS)
+            raise ConfigError(
+                f"data.fim_rate={rate}: the tokenizer lacks the special tokens {names}; use one that has them, or data.fim_rate=0"
+            )
+        self._prefix, self._middle, self._suffix = (np.array([i], np.int32) for i in known if i is not None)
+        self._tokenizer, self._eod, self._rate, self._spm_rate, self._seed = tokenizer, tokenizer.eod, rate, spm_rate, seed
+
+    def __call__(self, window: np.ndarray, g: int) -> int:
+        """Rearranges the tokens int32 [S + 1] of position g in place; returns how many of them are text, the rest being EOD."""
+        ends = np.append(np.flatnonzero(window == self._eod), len(window))
+        starts = np.concatenate(([0], ends[:-1] + 1))
+        # Raw bits, four for each document: NumPy promises the same bits in every version, but not the same draws from its Generator.
+        bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, g))).random_raw((len(ends), 4))
+        parts = []
+        for start, end, draws in zip(starts, ends, bits * 2.0**-64, strict=True):
+            parts += [self._permuted(window[start:end], draws), window[end : end + 1]]
+        text = np.concatenate(parts)[: len(window)]
+        window[: len(text)], window[len(text) :] = text, self._eod
+        return len(text)
+
+    def _permuted(self, document: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        if not len(document) or draws[0] >= self._rate:
+            return document
+        text = self._tokenizer.decode(document)
+        if "\ufffd" in text:  # the window cuts a character: its bytes would be lost
+            return document
+        low, high = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
+        prefix, middle, suffix = self._tokenizer.encode_batch([text[:low], text[low:high], text[high:]])
+        if draws[3] < self._spm_rate:
+            return np.concatenate([self._prefix, self._suffix, suffix, self._middle, prefix, middle])
+        return np.concatenate([self._prefix, prefix, self._suffix, suffix, self._middle, middle])

@@ -1,0 +1,178 @@
+"""Files that hold many documents: .jsonl and .parquet, and the compressed .gz and .zst. The only file that knows pyarrow and zstandard."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from mesh_lm.errors import ConfigError
+
+Kind = Literal["jsonl", "txt", "parquet"]
+_COMPRESSED = (".gz", ".zst")
+_ROWS = 256
+"""Rows of a .parquet in memory at once."""
+SUFFIXES = ".txt, .jsonl (each also .gz and .zst) and .parquet"
+
+
+def kind_of(path: Path | str) -> Kind | None:
+    """What the suffix says; None where it says nothing that is known here."""
+    suffixes = Path(path).suffixes
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    elif suffixes and suffixes[-1] == ".parquet":
+        return "parquet"
+    match suffixes[-1:]:
+        case [".jsonl"]:
+            return "jsonl"
+        case [".txt"]:
+            return "txt"
+        case _:
+            return None
+
+
+def is_compressed(path: Path | str) -> bool:
+    return Path(path).suffix in _COMPRESSED
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The file's bytes from the start, decompressed where the suffix says so; and the file underneath, whose `tell` is a place on disk.
+
+    Raises:
+      ConfigError: unreadable, or damaged as far as it was read; zstandard is missing.
+    """
+    try:
+        with open(path, "rb") as raw, _decompressed(raw, path.suffix) as file:
+            yield file, raw
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (EOFError, zlib.error, _zstd_error(path.suffix)) as error:
+        raise ConfigError(f"{path} is damaged or cut short: {error}; fetch or compress it again") from error
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    if error.strerror is None:  # such as gzip's BadGzipFile
+        return ConfigError(f"{path} is damaged or not what its name says: {error}; fetch or compress it again")
+    return ConfigError(f"cannot read {path}: {error.strerror}; make it readable, or leave it out")
+
+
+def text_of(line: bytes, field: str, where: str) -> str:
+    """The document in a line of a .jsonl.
+
+    Raises:
+      ConfigError: not a JSON object with a string under `field`; the text starts with `where`.
+    """
+    try:
+        text = json.loads(line.decode())[field]
+        text.encode()  # JSON can spell lone surrogates, which are not text
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f'{where}: expected a JSON object with a string "{field}", got {line[:60]!r} ({type(error).__name__}); '
+            "correct or remove the line"
+        ) from error
+    return text
+
+
+def row_groups(path: Path, field: str) -> list[tuple[int, int]]:
+    """(rows, bytes in the column `field`, uncompressed) of each row group of a .parquet. Raises ConfigError as `rows` does."""
+    with _parquet(path) as file:
+        _check_column(path, file, field)
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        column = [groups[0].column(i).path_in_schema for i in range(groups[0].num_columns)].index(field) if groups else 0
+        return [(group.num_rows, group.column(column).total_uncompressed_size) for group in groups]
+
+
+def rows(path: Path, field: str, group: int | None = None, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """The string column `field` of rows start to stop of all, or of one row group; "" for null.
+
+    Raises:
+      ConfigError: damaged, no such column, or not of strings.
+    """
+    with _parquet(path) as file:
+        _check_column(path, file, field)
+        groups = None if group is None else [group]
+        batches = file.iter_batches(_ROWS, row_groups=groups, columns=[field])
+        texts = (text or "" for batch in batches for text in batch.column(0).to_pylist())
+        yield from itertools.islice(texts, start, stop)
+
+
+def _check_column(path: Path, file: Any, field: str) -> None:
+    schema = file.schema_arrow
+    if field not in schema.names:
+        names = ", ".join(schema.names[:8])
+        raise ConfigError(f'{path} has no column "{field}"; it has {names}: choose one with text_field')
+    if not (kind := str(schema.field(field).type)).endswith(("string", "string_view")):
+        raise ConfigError(f'{path}: column "{field}" holds {kind}, not strings; choose another with text_field')
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"{path} needs pyarrow: pip install 'mesh_lm[data]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged or not a .parquet: {error}; fetch it again") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+@contextlib.contextmanager
+def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
+    if suffix == ".gz":
+        with gzip.open(raw) as file:
+            yield cast(BinaryIO, file)
+    elif suffix == ".zst":
+        with io.BufferedReader(_Frames(raw, _zstandard().ZstdDecompressor()), 2**20) as file:
+            yield cast(BinaryIO, file)
+    else:
+        yield raw
+
+
+class _Frames(io.RawIOBase):
+    """The zstd frames of a file, one after another. The library's own reader takes a file that is cut short for its end."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None  # the one under way
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not (data := self._input or self._raw.read(2**17)):
+                if self._frame:
+                    raise EOFError("the last zstd frame is not complete")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._output, self._input = self._frame.decompress(data), b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        n = min(len(buffer), len(self._output))
+        buffer[:n], self._output = self._output[:n], self._output[n:]
+        return n
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("files of type .zst need zstandard: pip install 'mesh_lm[data]'") from error
+    return zstandard
+
+
+def _zstd_error(suffix: str) -> type[Exception]:
+    return _zstandard().ZstdError if suffix == ".zst" else zlib.error

@@ -1,0 +1,120 @@
+"""Whole documents packed into sequences: nothing is cut but what is longer than a sequence, and nothing attends across documents.
+
+The documents of a split, in a shuffled order, go one by one into the fullest sequence that still has room (online best fit; for language
+models: Ding et al., arXiv 2404.10830). A document longer than S is cut into pieces of S and a rest. Which documents lie together is decided
+once for all epochs; each epoch has its own order of the sequences. So position g says everything, as for `Sequences`.
+
+A piece of n tokens fills n places of a sequence with n labels. Its inputs are the tokens before them: EOD before a document's first token,
+the document's own token before a later piece. Legend: B windows, S sequence length, N sequences, P pieces.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mesh_lm.config import ConfigError
+from mesh_lm.data.index_cache import Arrays, IndexCache
+from mesh_lm.data.indexed import Text
+from mesh_lm.data.rows import Windows, ranges
+from mesh_lm.data.sequences import Epochs
+
+
+class Packed:
+    """The packed sequences of one split. Safe to read from several threads; keeps memory maps only.
+
+    Args:
+      text: the split.
+      seq_len: S.
+      eod: id of the end-of-document token.
+      seed: of the packing and of the order.
+
+    Raises:
+      ConfigError: the split has no tokens.
+    """
+
+    def __init__(self, text: Text, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
+        if not len(text.tokens):
+            raise ConfigError(f"{text.prefix} has no tokens in this split ({len(text)} documents from document {text.first} on)")
+        self.seq_len, self._text, self._eod = seq_len, text, eod
+        key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed}
+        arrays = cache.get("packed", key, lambda: pack(text.offsets, seq_len, seed), size=len(text), slow=10**6)
+        self._bounds, self._starts, self._sizes, self._heads = (arrays[name] for name in ("bounds", "starts", "sizes", "heads"))
+        self._epochs = Epochs(len(self), seed)
+
+    def __len__(self) -> int:
+        """Sequences in one epoch."""
+        return len(self._bounds) - 1
+
+    @property
+    def fill(self) -> float:
+        """Part of the places that hold a label."""
+        return len(self._text.tokens) / (len(self) * self.seq_len)
+
+    def read(self, indices: np.ndarray) -> Windows:
+        """The windows at the positions int64 [B]; raises ConfigError for a token id that the model lacks."""
+        numbers = self._epochs(indices)
+        row, piece = ranges(self._bounds[numbers], self._bounds[numbers + 1])
+        starts, sizes, heads = self._starts[piece], self._sizes[piece].astype(np.int64), self._heads[piece]
+        ends = np.cumsum(sizes)
+        before = np.concatenate(([0], ends))[np.searchsorted(row, np.arange(len(indices)))]  # tokens in the rows before
+        begins = ends - sizes - before[row] + row * self.seq_len  # places among the B S
+        _, place = ranges(begins, begins + sizes)
+        _, source = ranges(starts, starts + sizes)
+        flat = {name: np.full(len(indices) * self.seq_len, self._eod, np.int32) for name in ("tokens", "labels")}
+        flat["labels"][place] = self._text.tokens.take(source)
+        flat["tokens"][place] = self._text.tokens.take(np.maximum(source - 1, 0))
+        flat["tokens"][begins[heads]] = self._eod
+        weights, is_start = np.zeros(flat["labels"].shape, np.float32), np.zeros(flat["labels"].shape, bool)
+        weights[place] = 1.0
+        is_start[begins] = True
+        is_start[1:] |= (weights[1:] == 0) & (weights[:-1] == 1)  # the padding is a segment of its own
+        shape = (len(indices), self.seq_len)
+        labels = flat["labels"].reshape(shape)
+
+        def source_of(row: int, column: int) -> int:
+            return int(source[np.searchsorted(place, row * self.seq_len + column)])
+
+        self._text.check(labels, source_of)
+        return Windows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))
+
+
+def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:
+    """The plan: which pieces each sequence holds.
+
+    offsets: int64 [documents + 1], of the documents in the stream.
+
+    Returns bounds int64 [N + 1]: sequence i holds the pieces bounds[i] to bounds[i + 1] - 1; starts int64 [P] and sizes int32 [P]: the
+    piece's labels are tokens[start : start + size]; heads bool [P]: whether it begins its document.
+    """
+    lengths = np.diff(offsets)
+    counts = -(-lengths // seq_len)
+    document, number = ranges(np.zeros_like(counts), counts)
+    within = number * seq_len
+    starts, sizes = offsets[document] + within, np.minimum(lengths[document] - within, seq_len)
+    bits = np.random.PCG64(np.random.SeedSequence((seed % 2**64, 2**64 - 1))).random_raw(len(starts))
+    order = np.argsort(bits, kind="stable")
+    bins = np.array(best_fit(sizes[order].tolist(), seq_len), np.int64)
+    order = order[np.argsort(bins, kind="stable")]
+    bounds = np.concatenate(([0], np.cumsum(np.bincount(bins))))
+    return {"bounds": bounds, "starts": starts[order], "sizes": sizes[order].astype(np.int32), "heads": within[order] == 0}
+
+
+def best_fit(sizes: list[int], capacity: int) -> list[int]:
+    """The number of each item's bin: the fullest that has room for it, else a new one. All sizes are 1 to capacity."""
+    open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left
+    rooms = 0  # bit r: a bin with room r is open
+    numbers, n_bins = [], 0
+    for size in sizes:
+        if fitting := rooms >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            number = open_bins[room].pop()
+            if not open_bins[room]:
+                rooms ^= 1 << room
+        else:
+            room, number = capacity, n_bins
+            n_bins += 1
+        numbers.append(number)
+        if room := room - size:
+            open_bins[room].append(number)
+            rooms |= 1 << room
+    return numbers

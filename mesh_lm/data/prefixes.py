@@ -1,0 +1,132 @@
+"""Megatron .bin/.idx prefixes as a corpus: what `data.blend` names, with the numbers that a run reports about its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.data.blend import normalized, parse
+from mesh_lm.data.gpt_dataset import SPLITS, split_ranges
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One prefix of a blend."""
+
+    documents: Documents
+    fingerprint: str
+    about: dict[str, Any]
+    """<prefix>.json, which `mesh_lm.data.prepare` writes; empty where there is none, as beside Megatron's own files."""
+
+    @property
+    def prefix(self) -> str:
+        return self.documents.prefix
+
+
+class Prefixes:
+    """The corpus of a blend; the same attributes as `Corpus` where both have a meaning, None where a number is not known.
+
+    Attributes:
+      members, weights: in the config's order; weights are normalized, or None.
+      eod: id of the end-of-document token: the tokenizer's, else the one that all <prefix>.json agree on, else None.
+      train_bytes, heldout_bytes: UTF-8 bytes of the text; None without a tokenizer and <prefix>.json.
+    """
+
+    gzip_bits_per_byte = xz_bits_per_byte = None
+
+    def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
+        """Raises ConfigError for a bad blend, split or prefix, and for prefixes of different tokenizers."""
+        prefixes, weights = parse(config.blend)
+        self.members = [_member(prefix) for prefix in prefixes]
+        self.weights = normalized(weights) if weights else None
+        self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
+        self.eod = self._agreed()
+        self.cache = IndexCache(config.cache, progress)
+        self.name = f"Megatron prefixes, split {config.split}"
+        training, heldout = self.train(), self.heldout()
+        self.train_tokens, self.heldout_tokens = (sum(len(text.tokens) for text in texts) for texts in (training, heldout))
+        if not self.heldout_tokens:
+            sizes = ", ".join(f"{member.prefix} has {len(member.documents)} documents" for member in self.members)
+            raise ConfigError(f"data.split={config.split} holds out no text: {sizes}; give its second number a larger share")
+        self.heldout_bytes = self._bytes(heldout)
+        self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """That of data.tokenizer, else the one that `mesh_lm.data.prepare` left beside the first prefix; None without either."""
+        return self._tokenizer
+
+    def train(self, vocab: int | None = None) -> list[Text]:
+        """The training split of each member; vocab: ids that the model has."""
+        return self._texts("train", vocab)
+
+    def heldout(self, vocab: int | None = None) -> list[Text]:
+        """The validation split of each member."""
+        return self._texts("valid", vocab)
+
+    def _texts(self, split: str, vocab: int | None) -> list[Text]:
+        texts = []
+        for member in self.members:
+            numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
+            texts.append(Text(member.documents, numbers.start, numbers.stop, vocab=vocab))
+        return texts
+
+    def _agreed(self) -> int | None:
+        """The EOD; raises where tokenizers differ."""
+        known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self.members if "tokenizer_fingerprint" in member.about}
+        if self._tokenizer:
+            known["data.tokenizer"] = self._tokenizer.fingerprint
+        if len(set(known.values())) > 1:
+            listed = "\n".join(f"  - {name}: {fingerprint[:16]}" for name, fingerprint in known.items())
+            fix = "prepare it with one, and set data.tokenizer to that or leave it out"
+            raise ConfigError(f"the data was made with different tokenizers\n{listed}\n{fix}")
+        if self._tokenizer:
+            return self._tokenizer.eod
+        found = {member.about.get("eod") for member in self.members}
+        return found.pop() if len(found) == 1 else None
+
+    def _bytes(self, texts: list[Text]) -> int | None:
+        """Of the held-out text: in proportion to the tokens where <prefix>.json knows the whole, else counted (once, then cached)."""
+        total = 0
+        for member, text in zip(self.members, texts, strict=True):
+            if member.about.get("bytes") and member.about.get("tokens"):
+                total += round(member.about["bytes"] * len(text.tokens) / member.about["tokens"])
+            elif self._tokenizer:
+                key = {"data": member.fingerprint, "documents": [text.first, len(text)], "tokenizer": self._tokenizer.fingerprint}
+                counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=len(text.tokens), slow=10**6)
+                total += int(counted["n"])
+            else:
+                return None
+        return total
+
+    def _count(self, text: Text) -> np.ndarray:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        documents = (text.tokens[start:stop] for start, stop in zip(text.offsets[:-1], text.offsets[1:], strict=True))
+        return np.array(sum(len(tokenizer.decode(ids[ids != tokenizer.eod]).encode()) for ids in documents))
+
+
+def _tokenizer(config: DataConfig, first: Member) -> Tokenizer | None:
+    if config.tokenizer:
+        return load_tokenizer(config.tokenizer)
+    beside = Path(f"{first.prefix}.tokenizer")
+    return load_tokenizer(str(beside)) if beside.exists() else None
+
+
+def _member(prefix: str) -> Member:
+    documents = Documents(Path(prefix).expanduser())
+    try:
+        about = json.loads(Path(f"{documents.prefix}.json").read_text())
+    except FileNotFoundError:
+        about = {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
+    return Member(documents, documents.fingerprint(), about if isinstance(about, dict) else {})

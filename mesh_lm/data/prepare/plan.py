@@ -1,0 +1,204 @@
+"""Which part of which file is encoded when. The same files give the same shards, whatever the number of workers."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from mesh_lm.data import formats, sources
+from mesh_lm.errors import ConfigError
+
+SHARD = 2 * 2**20
+"""Bytes of text in a shard, about: a few seconds of a worker."""
+_SLICE = 16
+"""Shards' worth of text in a part of a large row group: each part decodes those before it anew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A part of one file."""
+
+    path: str
+    kind: Literal["jsonl", "txt", "parquet", "other"]
+    """other: a file of a directory whose suffix says nothing; a document if it is UTF-8."""
+    start: int = 0
+    stop: int = 0
+    """Bytes: lines that start in [start, stop) belong to the segment. Rows, for a .parquet."""
+    group: int = 0
+    """Row group of a .parquet."""
+    whole: bool = True
+    """Whether it is all of the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What can be read without reading anything before it: parts of a large file, some small files, or one compressed file."""
+
+    segments: tuple[Segment, ...]
+    size: int
+    """Bytes on disk."""
+    ends: bool = True
+    """Whether its last document ends here; False inside a large .txt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One task of a worker: a unit, or a chunk of the text of a compressed one."""
+
+    unit: int
+    chunk: int
+    segments: tuple[Segment, ...]
+    size: int
+    """Bytes on disk that it stands for."""
+    ends: bool = True
+    """Whether its last document ends here."""
+    last: bool = True
+    """Whether the unit ends here."""
+    data: bytes | None = None
+    """The decompressed text."""
+    first_line: int = 1
+    """Number of the first line in `data`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is to be read, in order."""
+
+    units: tuple[Unit, ...]
+    files: tuple[tuple[str, int, int], ...]
+    """Absolute path, bytes, modification time (ns) of every file."""
+    not_text: int
+    """Files of directories that are left out because they are not UTF-8."""
+
+    @property
+    def size(self) -> int:
+        return sum(unit.size for unit in self.units)
+
+    @property
+    def tasks(self) -> int:
+        """At least as many as there are shards."""
+        return sum(2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units)
+
+    def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[Shard]:
+        """In order, from a chunk of a unit on."""
+        for number in range(unit, len(self.units)):
+            yield from _shards(number, self.units[number], chunk if number == unit else 0)
+
+
+def make(inputs: Sequence[str], field: str) -> Plan:
+    """The plan for files and directories, in the order given.
+
+    Raises:
+      ConfigError: a path that is missing, empty, unreadable or of a type that is not read.
+    """
+    planner = _Planner(field)
+    for given in inputs:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            if not (names := [name for name in sources.below(path) if (path / name).stat().st_size]):
+                raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
+            for name in names:
+                planner.add(path / name, inside=True)
+        elif not path.is_file():
+            raise ConfigError(f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, or directories")
+        elif path.stat().st_size == 0:
+            raise ConfigError(f"--input={given} is empty; leave it out")
+        elif formats.kind_of(path) is None:
+            raise ConfigError(
+                f"--input={given}: files of type {path.suffix or '(none)'} are not read; give {formats.SUFFIXES} files, "
+                "or a directory of text"
+            )
+        else:
+            planner.add(path, inside=False)
+    return planner.plan()
+
+
+class _Planner:
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._units: list[Unit] = []
+        self._files: list[tuple[str, int, int]] = []
+        self._small: list[tuple[Segment, int, int]] = []
+        self._not_text = 0
+
+    def add(self, file: Path, inside: bool) -> None:
+        path, stat = str(file.absolute()), file.stat()
+        kind = formats.kind_of(file) or "other"
+        if kind == "other" and not _is_text(file, stat.st_size):
+            self._not_text += 1
+            return
+        self._files.append((path, stat.st_size, stat.st_mtime_ns))
+        if formats.is_compressed(file):
+            self._flush()
+            self._units.append(Unit((Segment(path, kind),), stat.st_size))
+        elif kind == "parquet":
+            self._add_parquet(file, path, stat.st_size)
+        elif stat.st_size <= SHARD:
+            self._add_small(Segment(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
+        else:
+            self._flush()
+            for start in range(0, stat.st_size, SHARD):
+                stop = min(start + SHARD, stat.st_size)
+                ends = kind == "jsonl" or stop == stat.st_size
+                self._units.append(Unit((Segment(path, kind, start, stop, whole=False),), stop - start, ends))
+
+    def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
+        groups = formats.row_groups(file, self._field)
+        total = sum(size for _, size in groups) or 1
+        for group, (n_rows, size) in enumerate(groups):
+            parts = max(1, min(n_rows, -(-size // (_SLICE * SHARD))))
+            for part in range(parts):
+                start, stop = n_rows * part // parts, n_rows * (part + 1) // parts
+                self._add_small(Segment(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
+
+    def _add_small(self, segment: Segment, size: int, on_disk: int) -> None:
+        self._small.append((segment, size, on_disk))
+        if sum(size for _, size, _ in self._small) >= SHARD:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._small:
+            self._units.append(Unit(tuple(segment for segment, _, _ in self._small), sum(size for _, _, size in self._small)))
+            self._small = []
+
+    def plan(self) -> Plan:
+        self._flush()
+        return Plan(tuple(self._units), tuple(self._files), self._not_text)
+
+
+def _is_text(file: Path, size: int) -> bool:
+    """Whether it is UTF-8 as far as must be known now: a small file can still be left out when it is read, a part of a large one cannot."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with open(file, "rb") as opened:
+            decoder.decode(opened.read(4096))
+            while size > SHARD and (data := opened.read(2**20)):
+                decoder.decode(data)
+        return True
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise formats.unreadable(file, error) from error
+
+
+def _shards(number: int, unit: Unit, skip: int) -> Iterator[Shard]:
+    (segment, *_) = unit.segments
+    if not formats.is_compressed(segment.path):
+        yield Shard(number, 0, unit.segments, unit.size, unit.ends)
+        return
+    with formats.opened(Path(segment.path)) as (file, raw):
+        chunk, line, place = 0, 1, 0
+        data = file.read(SHARD) + file.readline()
+        while True:
+            here = raw.tell()
+            following = file.read(SHARD) + file.readline()
+            last = not following
+            if chunk >= skip:
+                ends = last or segment.kind == "jsonl"
+                yield Shard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
+            if last:
+                return
+            chunk, line, place, data = chunk + 1, line + data.count(b"\n"), here, following

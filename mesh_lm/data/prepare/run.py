@@ -1,0 +1,232 @@
+"""The preparation itself: plan, workers, journal, finished files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from mesh_lm.data.encoding import pieces
+from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
+from mesh_lm.data.prepare import plan, worker
+from mesh_lm.data.prepare.plan import Plan, Shard
+from mesh_lm.data.prepare.progress import Display
+from mesh_lm.data.prepare.unfinished import Unfinished
+from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.errors import ConfigError
+
+_FORMAT = 1
+"""Raised whenever the same inputs would be prepared differently."""
+_AHEAD = 3
+"""Shards under way or waiting for their turn, for each worker."""
+_TRAINED_ON = 2**25
+"""Characters that `train:` learns a vocabulary from, taken in equal parts from up to 64 places spread over the inputs."""
+_PLACES = 64
+_SKIPPED = {"skipped_lines": "bad lines", "skipped_files": "files that are not UTF-8"}
+
+
+def prepare(
+    inputs: tuple[str, ...], prefix: str, tokenizer: str, *, workers: int = 0, text_field: str = "text", skip_bad_lines: bool = False,
+    output: TextIO | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes <prefix>.bin, .idx, .json and .tokenizer/, all of them or none; continues where a killed process left <prefix>.parts/.
+
+    The documents come in the order of the inputs, and the files are the same bytes whatever the number of workers and interruptions.
+
+    Args:
+      inputs: files and directories; see `plan.make`.
+      tokenizer: what `load_tokenizer` takes, or train:N for a byte-level BPE of N entries learnt from the inputs.
+      workers: processes; 0: one for each core that this process may use.
+      text_field: field of a .jsonl line, or column of a .parquet.
+      skip_bad_lines: leave out lines of a .jsonl that hold no text, and count them.
+      output: where progress goes; None: stdout.
+
+    Returns:
+      The contents of <prefix>.json.
+
+    Raises:
+      ConfigError: whatever is wrong with inputs, tokenizer or disk; what was done is kept.
+    """
+    if workers < 0:
+        raise ConfigError(f"--workers={workers} must be at least 1, or 0 for one a core")
+    if not prefix or prefix.endswith(os.sep):
+        raise ConfigError(f"--output={prefix}: expected a prefix of file names, such as {prefix or 'data/'}books")
+    prefix, vocab = str(Path(prefix).expanduser()), _vocab_to_train(tokenizer)
+    shown = output or sys.stdout
+    work = plan.make(inputs, text_field)
+    given = None if vocab else load_tokenizer(tokenizer)
+    made_from = {
+        "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
+        "versions": _versions(given), "files": [list(file) for file in work.files],
+    }  # fmt: skip
+    identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    with Unfinished(prefix) as unfinished:
+        if facts := _finished(prefix, identity):
+            unfinished.remove()
+            print(f"{prefix} is already prepared from these inputs: {_summary(facts)}", file=shown)
+            return facts
+        unfinished.claim(made_from)
+        if unfinished.tokenizer is None:
+            unfinished.keep(given or _train(work, vocab, worker.Settings("", text_field, skip_bad_lines), shown))
+        used = load_tokenizer(str(unfinished.tokenizer))
+        settings = worker.Settings(str(unfinished.tokenizer), text_field, skip_bad_lines)
+        _encode(unfinished, work, settings, dtype_of(used.vocab_size), workers or _cores(), shown)
+        totals = unfinished.totals()
+        if not totals.documents:
+            unfinished.remove()
+            raise ConfigError(f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad lines; all else is empty")
+        facts = {
+            "tokenizer": {"fingerprint": used.fingerprint, "spec": tokenizer if vocab else Path(tokenizer).name},
+            "tokenizer_fingerprint": used.fingerprint,
+            "eod": used.eod,
+            "vocab_size": used.vocab_size,
+            "documents": totals.documents,
+            "tokens": totals.tokens,
+            "bytes": totals.bytes,
+            "text_field": text_field,
+            "skipped_lines": totals.bad_lines,
+            "skipped_files": totals.bad_files + work.not_text,
+            "inputs": [{"path": path, "bytes": size, "modified_ns": modified} for path, size, modified in work.files],
+            "versions": _versions(used),
+            "identity": identity,
+        }
+        unfinished.finish(facts, dtype_of(used.vocab_size))
+    print(f"{prefix}: {_summary(facts)}", file=shown)
+    return facts
+
+
+def _encode(unfinished: Unfinished, work: Plan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
+    """Encodes and appends the shards that are still to do."""
+    totals = unfinished.totals()
+    if totals.unit == len(work.units):
+        return
+    with unfinished.appending(dtype) as appender, Display(output, work.size, totals) as display:
+        if totals.size:
+            display.note(f"continuing after {totals.size / work.size:.0%}: {totals.documents:,} documents are done")
+        shards = work.shards(totals.unit, totals.chunk)
+        for shard, encoded in _results(shards, settings, min(workers, work.tasks)):
+            display.show(appender.append(shard, encoded))
+
+
+def _results(shards: Iterator[Shard], settings: worker.Settings, workers: int) -> Iterator[tuple[Shard, worker.Encoded]]:
+    """The shards and what the workers made of them, in order. Raises ConfigError where a worker does, or dies."""
+    waiting: deque[tuple[Shard, Future[worker.Encoded]]] = deque()
+    with _pool(workers) as pool:
+        try:
+            for shard in shards:
+                waiting.append((dataclasses.replace(shard, data=None), pool.submit(worker.run, settings, shard)))
+                if len(waiting) >= _AHEAD * workers:
+                    yield waiting[0][0], waiting.popleft()[1].result()
+            while waiting:
+                yield waiting[0][0], waiting.popleft()[1].result()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a worker process died, perhaps for want of memory; what is done is kept: run the same again, with fewer --workers"
+            ) from error
+
+
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes are ended at once when the block is left by an exception."""
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), worker.start)
+    try:
+        # Processes inherit that SIGINT is ignored, so that Ctrl-C finds none of them while it still imports.
+        with _ignoring_sigint():
+            for _ in range(workers):
+                pool.submit(int)
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _ignoring_sigint() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main one may touch signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train(work: Plan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
+    """Learns from the same number of characters at places spread evenly over the inputs."""
+    places = [len(work.units) * i // _PLACES for i in range(_PLACES)] if len(work.units) > _PLACES else range(len(work.units))
+    reader, texts = worker.Encoder(settings, load_tokenizer("bytes")), []
+    for place in places:
+        quota = _TRAINED_ON // len(places)
+        for shard in itertools.takewhile(lambda shard, place=place: shard.unit == place, work.shards(place)):
+            for text in reader.texts(shard, worker.Encoded.empty()):
+                texts += pieces(text[:quota])
+                quota -= len(text)
+                if quota <= 0:
+                    break
+            if quota <= 0:
+                break
+    print(f"training a byte-level BPE of {vocab} entries on {sum(map(len, texts)) / 1e6:.1f} M characters", file=output, flush=True)
+    return Tokenizer.train(texts, vocab)
+
+
+def _vocab_to_train(tokenizer: str) -> int:
+    """N of train:N; 0 for a tokenizer that exists."""
+    word, colon, number = tokenizer.partition(":")
+    if not (colon and word == "train"):
+        return 0
+    if not number.isdecimal() or int(number) < MIN_VOCAB:
+        raise ConfigError(f"--tokenizer={tokenizer}: expected train:N with a number of entries of at least {MIN_VOCAB}")
+    return int(number)
+
+
+def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
+    """What <prefix>.json says, or None where there is none. Raises ConfigError where it is of other inputs."""
+    path = Path(f"{prefix}.json")
+    try:
+        facts = json.loads(path.read_bytes())
+        same = facts["identity"] == identity
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        same, facts = False, None
+    if not same or not (bin_path(prefix).exists() and idx_path(prefix).exists()):
+        names = ", ".join(f"{prefix}{suffix}" for suffix in (".bin", ".idx", ".json", ".tokenizer"))
+        raise ConfigError(f"{path} exists and was made from other inputs or settings; remove {names}, or choose another --output")
+    return facts
+
+
+def _versions(tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Of what the ids depend on."""
+    library = tokenizer.library if tokenizer else "tokenizers"
+    return {name: importlib.metadata.version(name) for name in filter(None, [library])}
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    skipped = "".join(f", {facts[key]:,} {words} skipped" for key, words in _SKIPPED.items() if facts[key])
+    size = f"{facts['bytes'] / 1e6:,.1f} MB ({facts['bytes'] / facts['tokens']:.2f} bytes a token)"
+    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {size}{skipped}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,190 @@
+"""Hugging Face's tokenizer.json, and the byte-level BPE that is trained here. The only file that imports `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
+from mesh_lm.errors import ConfigError
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_EODS = (EOD, "<|end_of_text|>", "</s>", "<eos>")
+_WITHOUT_MEANING = ("version", "truncation", "padding", "post_processor")
+"""Parts of a tokenizer.json that do not change the ids of `encode_batch`."""
+
+
+class HuggingFace(Tokenizer):
+    """The tokenizer of a tokenizer.json, byte-level (GPT-2, Llama 3, Qwen) or of SentencePiece's kind (Llama 2, Gemma).
+
+    Its truncation, padding and templates are left out: documents are whole and get their EOD from us.
+    """
+
+    library = "tokenizers"
+
+    def __init__(self, text: str, path: Path, eod: str | None = None) -> None:
+        """
+        Args:
+          text: contents of the tokenizer.json.
+          path: where it came from, for messages.
+          eod: spelling of the end-of-document token; None: one of those in common use.
+
+        Raises:
+          ConfigError: damaged; no such EOD; a kind whose ids do not spell bytes.
+        """
+        self._text, self._data = text, _parse(text, path)
+        added = self._data.get("added_tokens") or ()
+        self._eod_name = _find_eod([token["content"] for token in added], eod, path)
+        for token in added:
+            if token["content"] == self._eod_name:
+                token["special"] = True  # any other kind of added token is matched in text
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._data))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
+        self._tokenizer.encode_special_tokens = True  # a document that spells <|endoftext|> must not end there
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may overrule a file's "id"
+        self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
+        self._decoders = _decoders(self._data.get("decoder"), path)
+        self.joins = "ByteLevel" in self._decoders
+        self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
+        meaning = {key: value for key, value in self._data.items() if key not in _WITHOUT_MEANING}
+        self.fingerprint = fingerprint("hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no character offsets
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def special(self, name: str) -> int | None:
+        return self._added.get(name)
+
+    def save(self, directory: Path) -> Path:
+        """tokenizer.json as it was read, and a tokenizer_config.json that names the EOD; Hugging Face's libraries read both."""
+        with atomic_write(directory / CONFIG, directory / FILE) as (config, file):
+            config.write(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eod_name}, indent=1).encode())
+            file.write(self._text.encode())
+        return directory / FILE
+
+    def _spell(self) -> list[bytes]:
+        spellings = [b""] * self.vocab_size
+        alphabet = {character: bytes([byte]) for byte, character in enumerate(_byte_alphabet())}
+        for token, i in self._vocab.items():
+            if token in self._added:
+                spellings[i] = token.encode()
+            elif self.joins:
+                spellings[i] = b"".join(alphabet.get(character, character.encode()) for character in token)
+            elif "ByteFallback" in self._decoders and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                spellings[i] = bytes([int(token[3:5], 16)])
+            else:
+                spellings[i] = token.replace("\u2581", " ").encode()
+        return spellings
+
+
+def train(texts: Iterable[str], vocab: int) -> HuggingFace:
+    """Learns a byte-level BPE of at most `vocab` entries; fewer where the text has too few repeated pairs.
+
+    The same texts give the same tokenizer, on any number of cores, and decode(encode(text)) == text for every text.
+
+    Raises:
+      ConfigError: vocab < 257.
+    """
+    if vocab < MIN_VOCAB:
+        raise ConfigError(
+            f"data.tokenizer_vocab={vocab} is too small; a byte-level vocabulary has at least {MIN_VOCAB}: 256 bytes and {EOD}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return HuggingFace(tokenizer.to_str(), Path(FILE), EOD)
+
+
+def load(path: Path) -> HuggingFace:
+    """The tokenizer.json at `path`. Its EOD is the eos_token of the tokenizer_config.json or special_tokens_map.json beside it, if any.
+
+    Raises:
+      ConfigError: with the path, where it is missing, damaged or without EOD.
+    """
+    try:
+        return HuggingFace(path.read_text(encoding="utf-8"), path, _configured_eod(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
+
+
+def _configured_eod(path: Path) -> str | None:
+    for beside in (path.with_name(CONFIG), path.with_name("special_tokens_map.json")):
+        try:
+            token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"cannot read {beside}, which names the end-of-document token of {path.name}: {error}") from error
+        if token := token.get("content") if isinstance(token, dict) else token:
+            return token
+    return None
+
+
+def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:
+    if wanted is not None:
+        if wanted in added:
+            return wanted
+        raise ConfigError(f"{path} has no token {wanted!r}, which the files beside it name as eos_token; fetch all files of one model")
+    for name in _EODS:
+        if name in added:
+            return name
+    raise ConfigError(
+        f"{path} has no end-of-document token among its added_tokens: none of {', '.join(_EODS)}; "
+        f"name one of them as eos_token in a {CONFIG} beside it"
+    )
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+        merges = data["model"].get("merges")
+        if merges and isinstance(merges[0], str):  # older files write a pair as "a b"
+            data["model"]["merges"] = [merge.split(" ") for merge in merges]
+        return data
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"cannot load the tokenizer {path}: it is not a tokenizer.json of Hugging Face ({problem})") from error
+
+
+def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
+    """The types of the decoder's steps. Strip and Metaspace are there only where they take a leading space away."""
+    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": "none"}]
+    kinds = set()
+    for step in steps:
+        kind = step["type"]
+        takes_space = step.get("start") == 1 if kind == "Strip" else step.get("prepend_scheme", "always") != "never"
+        known = {
+            "Replace": step.get("pattern") == {"String": "\u2581"} and step.get("content") == " ",
+            "Strip": step.get("content") == " " and step.get("stop") == 0,
+        }
+        if kind not in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace") and not known.get(kind):
+            raise ConfigError(
+                f"{path}: a tokenizer with decoder step {kind} is not read; byte-level ones (GPT-2, Llama 3, Qwen) and those made from "
+                "SentencePiece (Llama 2, Gemma) are"
+            )
+        if kind not in ("Strip", "Metaspace") or takes_space:
+            kinds.add(kind)
+    return kinds
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that stands for each byte (Radford et al. 2019): itself where it is printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

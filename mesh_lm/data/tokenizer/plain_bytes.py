@@ -1,0 +1,36 @@
+"""No vocabulary at all: the 256 bytes of UTF-8 text, and an end-of-document token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
+
+FILE = "tokenizer.bytes"
+"""Stands in a directory for this tokenizer, which has nothing to store."""
+
+
+class Bytes(Tokenizer):
+    """Id i < 256 is byte i; 256 is EOD."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.eod = 257, 256
+        self.fingerprint = fingerprint("bytes", b"", self.eod)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def special(self, name: str) -> int | None:
+        return self.eod if name == EOD else None
+
+    def save(self, directory: Path) -> Path:
+        with atomic_write(directory / FILE) as (file,):
+            file.write(f"ids 0 to 255 are bytes, {self.eod} is {EOD}\n".encode())
+        return directory / FILE
+
+    def _spell(self) -> list[bytes]:
+        return [*(bytes([i]) for i in range(256)), EOD.encode()]

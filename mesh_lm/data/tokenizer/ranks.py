@@ -1,0 +1,120 @@
+"""tiktoken rank files: one line of `base64-of-bytes rank` per token, as OpenAI and Meta's Llama 3 publish them. Only here: tiktoken.
+
+Such a file holds neither the pattern that cuts text into words nor the special tokens. Both are known for the published ones, which are
+told apart by their number of ranks:
+
+  50256 (GPT-2, r50k) and 50280 (p50k): GPT-2's pattern, <|endoftext|> = 50256
+  100256 (cl100k): its pattern, <|endoftext|> = 100257, and the fill-in-the-middle tokens
+  128000 (Llama 3): cl100k's pattern and Llama 3's 256 special tokens; EOD is <|end_of_text|> = 128001
+  199998 (o200k): its pattern, <|endoftext|> = 199999
+
+For any other number the pattern is cl100k's, and <|endoftext|> the id after the highest rank.
+
+Sources: tiktoken_ext/openai_public.py of tiktoken; llama/tokenizer.py of meta-llama/llama3.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
+from mesh_lm.errors import ConfigError
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# Possessive (++): without backtracking, so that a long run of one character does not overflow the stack.
+_CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+_UPPER, _LOWER, _SUFFIX = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+_LLAMA3 = [
+    "<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>", "<|end_header_id|>", _RESERVED[4], "<|eot_id|>",
+    *_RESERVED[5:],
+]  # fmt: skip
+_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260, "<|endofprompt|>": 100276}
+_PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
+    50256: (_GPT2, {EOD: 50256}),
+    50280: (_GPT2, {EOD: 50256}),
+    100256: (_CL100K, {EOD: 100257, **_FIM}),
+    128000: (_CL100K, {name: 128000 + i for i, name in enumerate(_LLAMA3)}),
+    199998: (_O200K, {EOD: 199999, "<|endofprompt|>": 200018}),
+}
+FILE = "tokenizer.tiktoken"
+
+
+class Ranks(Tokenizer):
+    """The ranks in `data`, the contents of such a file. Raises ConfigError where it is damaged or tiktoken is not installed."""
+
+    library = "tiktoken"
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self._data, self._ranks = data, _parse(data, path)
+        pattern, self._specials = _PUBLISHED.get(len(self._ranks), (_CL100K, {EOD: max(self._ranks.values()) + 1}))
+        self._encoding = _tiktoken().Encoding("ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials)
+        self.eod = self._specials.get(EOD, self._specials.get("<|end_of_text|>", -1))
+        self.vocab_size = self._encoding.n_vocab
+        ordered = sorted((rank, token.hex()) for token, rank in self._ranks.items())
+        self.fingerprint = fingerprint("ranks", repr((pattern, sorted(self._specials.items()), ordered)).encode(), self.eod)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if len(texts) == 1:  # spares starting threads
+            return [np.array(self._encoding.encode_ordinary(texts[0]), np.int32)]
+        return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)]
+
+    def special(self, name: str) -> int | None:
+        return self._specials.get(name)
+
+    def save(self, directory: Path) -> Path:
+        with atomic_write(directory / FILE) as (file,):
+            file.write(self._data)
+        return directory / FILE
+
+    def _spell(self) -> list[bytes]:
+        spellings = [b""] * self.vocab_size
+        for token, rank in (self._ranks | {name.encode(): i for name, i in self._specials.items()}).items():
+            spellings[rank] = token
+        return spellings
+
+
+def looks_like_ranks(data: bytes) -> bool:
+    """Whether the first line is base64 and a number, as no SentencePiece model's is."""
+    try:
+        token, rank = data[:4096].split(b"\n", 1)[0].split()
+        return bool(base64.b64decode(token, validate=True)) and int(rank) >= 0
+    except ValueError:
+        return False
+
+
+def _parse(data: bytes, path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}: expected a token in base64 and its rank, got {line[:60]!r}; fetch it again"
+            ) from error
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ConfigError(f"{path} has no rank for {len(missing)} of the 256 bytes, such as {missing[0]}: it is truncated; fetch it again")
+    if len(set(ranks.values())) < len(ranks):
+        raise ConfigError(f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch it again")
+    return ranks
+
+
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError("a tiktoken rank file needs tiktoken: pip install 'mesh_lm[data]'") from error
+    return tiktoken

@@ -1,0 +1,74 @@
+"""SentencePiece models (Kudo and Richardson 2018, arXiv 1808.06226), as Llama 2, Mistral and T5 have them. Only here: sentencepiece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.tokenizer.base import Tokenizer, fingerprint
+from mesh_lm.errors import ConfigError
+
+FILE = "tokenizer.model"
+_SPACE = "\u2581"  # how pieces spell a space
+
+
+class SentencePiece(Tokenizer):
+    """The model in `data`, the contents of its file; EOD is its end-of-sentence piece.
+
+    A model may normalise text (NFKC, spaces) and lack characters, so decode(encode(text)) can differ from the text.
+
+    Raises:
+      ConfigError: damaged, without an end-of-sentence piece, or sentencepiece is not installed.
+    """
+
+    joins = False
+    library = "sentencepiece"
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self._data, self._model = data, _load(data, path)
+        self.vocab_size, self.eod = self._model.get_piece_size(), self._model.eos_id()
+        if self.eod < 0:
+            raise ConfigError(f"{path} has no end-of-sentence piece to end documents with; train it with one (eos_id >= 0)")
+        self.fingerprint = fingerprint("sentencepiece", data, self.eod)
+        self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        threads = 1 if len(texts) == 1 else -1
+        return [np.array(ids, np.int32) for ids in self._model.encode(list(texts), out_type=int, num_threads=threads)]
+
+    def special(self, name: str) -> int | None:
+        i = self._model.piece_to_id(name)
+        return i if self._model.is_control(i) else None  # user-defined pieces are text; a name that is no piece gives the id of <unk>
+
+    def save(self, directory: Path) -> Path:
+        with atomic_write(directory / FILE) as (file,):
+            file.write(self._data)
+        return directory / FILE
+
+    def _spell(self) -> list[bytes]:
+        return [self._spelling(i) for i in range(self.vocab_size)]
+
+    def _spelling(self, i: int) -> bytes:
+        piece = self._model.id_to_piece(i)
+        if self._model.is_byte(i):  # <0x0A>
+            return bytes([int(piece[3:5], 16)])
+        if self._model.is_unknown(i):
+            return self._model.decode([i]).encode()
+        return piece.encode() if self._model.is_control(i) else piece.replace(_SPACE, " ").encode()
+
+
+def _load(data: bytes, path: Path) -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ConfigError(f"{path} needs sentencepiece: pip install 'mesh_lm[data]'") from error
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=data)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path} is neither a SentencePiece model nor a tiktoken rank file: {str(error).strip()}; fetch it again"
+        ) from error

@@ -1,0 +1,7 @@
+"""Hugging Face weights both ways: GPT-2, Llama 3 and Qwen3. `python -m mesh_lm.huggingface` is the command."""
+
+from mesh_lm.huggingface.configs import config_of as config_of
+from mesh_lm.huggingface.configs import is_huggingface as is_huggingface
+from mesh_lm.huggingface.weights_in import load as load
+from mesh_lm.huggingface.weights_in import reader as reader
+from mesh_lm.huggingface.weights_out import save as save

@@ -1,0 +1,151 @@
+"""The model families that both sides know: which field of config.json is which of ours, and where each number lies.
+
+Sources: the config.json and .safetensors that transformers writes for these classes (https://huggingface.co/docs/transformers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mesh_lm.huggingface.layout import Row
+
+REQUIRED = object()
+"""Stands where a default would."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A class of transformers and the part of DecoderConfig that it is."""
+
+    architecture: str
+    """As `architectures` in config.json has it."""
+    model_type: str
+    base: str
+    """The prefix of all names but the head's; a file of the model without its head lacks it."""
+    fields: Mapping[str, tuple[str, Any]]
+    """Their field -> ours, and what transformers takes where the field is absent."""
+    fixed: Mapping[str, Any]
+    """Fields of ours that the family leaves no choice in."""
+    only: Mapping[str, tuple[Any, ...]]
+    """Their fields of which we know these values alone; the first is what transformers takes where the field is absent."""
+    rows: tuple[Row, ...]
+    ignored: tuple[str, ...] = ()
+    """Endings of the names of tensors that old files hold and no one needs."""
+
+
+def _row(ours: str, dims: str, layout: str, *theirs: str) -> Row:
+    return Row(ours, dims.replace(" ", ""), layout, theirs)
+
+
+_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": ()}
+"""What no family here has."""
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    base="transformer.",
+    fields={
+        "vocab_size": ("vocab_size", REQUIRED),
+        "n_positions": ("seq_len", REQUIRED),
+        "n_layer": ("n_layers", REQUIRED),
+        "n_embd": ("d_model", REQUIRED),
+        "n_head": ("n_heads", REQUIRED),
+        "n_inner": ("d_ff", None),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "tie_word_embeddings": ("tied", True),
+    },
+    fixed={**_PLAIN, "positions": "learned", "norm": "layernorm", "activation": "gelu", "biases": True, "qk_norm": False},
+    only={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "quantization_config": (None,),
+    },
+    rows=(
+        _row("embedding", "V D", "V D", "transformer.wte.weight"),
+        _row("positions", "S D", "S D", "transformer.wpe.weight"),
+        _row("blocks.attention_norm.scale", "L D", "D", "transformer.h.{}.ln_1.weight"),
+        _row("blocks.attention_norm.bias", "L D", "D", "transformer.h.{}.ln_1.bias"),
+        _row("blocks.attention.qkv.weight", "L D f N H", "D fNH", "transformer.h.{}.attn.c_attn.weight"),
+        _row("blocks.attention.qkv.bias", "L f N H", "fNH", "transformer.h.{}.attn.c_attn.bias"),
+        _row("blocks.attention.out.weight", "L N H D", "NH D", "transformer.h.{}.attn.c_proj.weight"),
+        _row("blocks.attention.out.bias", "L D", "D", "transformer.h.{}.attn.c_proj.bias"),
+        _row("blocks.mlp_norm.scale", "L D", "D", "transformer.h.{}.ln_2.weight"),
+        _row("blocks.mlp_norm.bias", "L D", "D", "transformer.h.{}.ln_2.bias"),
+        _row("blocks.mlp.up.weight", "L D F", "D F", "transformer.h.{}.mlp.c_fc.weight"),
+        _row("blocks.mlp.up.bias", "L F", "F", "transformer.h.{}.mlp.c_fc.bias"),
+        _row("blocks.mlp.down.weight", "L F D", "F D", "transformer.h.{}.mlp.c_proj.weight"),
+        _row("blocks.mlp.down.bias", "L D", "D", "transformer.h.{}.mlp.c_proj.bias"),
+        _row("norm.scale", "D", "D", "transformer.ln_f.weight"),
+        _row("norm.bias", "D", "D", "transformer.ln_f.bias"),
+        _row("head", "V D", "V D", "lm_head.weight"),
+    ),
+    ignored=(".attn.bias", ".attn.masked_bias"),  # the causal mask
+)
+
+_Q, _K, _V = (f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkv")
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    base="model.",
+    fields={
+        "vocab_size": ("vocab_size", REQUIRED),
+        "max_position_embeddings": ("seq_len", REQUIRED),
+        "num_hidden_layers": ("n_layers", REQUIRED),
+        "hidden_size": ("d_model", REQUIRED),
+        "num_attention_heads": ("n_heads", REQUIRED),
+        "num_key_value_heads": ("n_kv_heads", None),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("d_ff", REQUIRED),
+        "rms_norm_eps": ("norm_eps", 1e-6),
+        "tie_word_embeddings": ("tied", False),
+    },
+    fixed={**_PLAIN, "positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "qk_norm": False},
+    only={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "partial_rotary_factor": (1.0, None),
+        "quantization_config": (None,),
+    },
+    rows=(
+        _row("embedding", "V D", "V D", "model.embed_tokens.weight"),
+        _row("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
+        _row("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # as many kv heads as heads
+        _row("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # fewer
+        _row("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
+        _row("blocks.attention.out.weight", "L N H D", "D NH", "model.layers.{}.self_attn.o_proj.weight"),
+        _row("blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"),
+        _row("blocks.mlp.up.weight", "L D f F", "F D", "model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
+        _row("blocks.mlp.down.weight", "L F D", "D F", "model.layers.{}.mlp.down_proj.weight"),
+        _row("norm.scale", "D", "D", "model.norm.weight"),
+        _row("head", "V D", "V D", "lm_head.weight"),
+    ),
+    ignored=(".rotary_emb.inv_freq",),
+)
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fields={**LLAMA.fields, "num_key_value_heads": ("n_kv_heads", REQUIRED), "head_dim": ("head_dim", 128)},
+    fixed={**LLAMA.fixed, "qk_norm": True},
+    only={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "layer_types": (None, "full_attention"),
+        "partial_rotary_factor": (1.0, None),
+        "quantization_config": (None,),
+    },
+    rows=(
+        *LLAMA.rows,
+        _row("blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"),
+        _row("blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"),
+    ),
+)
+
+FAMILIES = (GPT2, LLAMA, QWEN3)

@@ -1,0 +1,80 @@
+"""A directory of .safetensors files: which tensors it has, any part of any of them, and how new ones are written.
+
+The only file that imports `safetensors` (format: https://huggingface.co/docs/safetensors), lazily.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where a tensor is; `shape` is None where its file cannot be read."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...] | None
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        """A slice of each dimension, in the type of the file. The file is opened for this alone, so that no page of it stays mapped."""
+        with _open(self.file) as file:
+            return file.get_slice(self.name)[part]
+
+
+def scan(directory: Path) -> tuple[dict[str, Stored], list[str]]:
+    """The tensors of a directory, one file or many with an index, and what is wrong with the files. Reads headers only."""
+    index = directory / INDEX
+    files = sorted(directory.glob("*.safetensors"))
+    if not index.exists():
+        if len(files) != 1:
+            have = ", ".join(f.name for f in files[:4]) if files else "none"
+            problem = f"expected one .safetensors file, or several and {INDEX}; there {'are' if len(files) > 1 else 'is'} {have}"
+            return {}, [problem + ("; pytorch_model.bin is not read" if (directory / "pytorch_model.bin").exists() else "")]
+        found, problem = _header(files[0])
+        return {name: Stored(files[0], name, shape) for name, shape in found.items()}, problem
+    try:
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = [directory / name for name in dict.fromkeys(names.values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]
+    headers = {file: _header(file) for file in files}
+    problems = [problem for _, found in headers.values() for problem in found]
+    tensors = {}
+    for name, file in names.items():
+        shapes, broken = headers[directory / file]
+        if not broken and name not in shapes:
+            problems.append(f"{file}: {name} is not in it, though {INDEX} says so")
+        tensors[name] = Stored(directory / file, name, shapes.get(name))
+    return tensors, problems
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """One file. transformers refuses a file that does not call its format pt."""
+    from safetensors.numpy import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="numpy")
+
+
+def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Shapes by name, and what is wrong with the file."""
+    try:
+        with _open(file) as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}, []  # noqa: SIM118
+    except FileNotFoundError:
+        return {}, [f"{file.name} is missing"]
+    except Exception as error:  # safetensors has an exception of its own, and OSError
+        return {}, [f"{file.name} is truncated or damaged: {error}"]

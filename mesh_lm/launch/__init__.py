@@ -1,0 +1,130 @@
+"""The processes and devices of a run, before anything asks JAX for them; what they agree on; and the signal that ends them.
+
+`python -m mesh_lm.launch` starts several processes on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mesh_lm.config import ConfigError, TrainConfig, as_dict
+from mesh_lm.launch import rendezvous
+from mesh_lm.launch.place import Place
+
+EXIT_PREEMPTED = 99
+"""Status of a run that SIGTERM ended: it saved, and the same command continues it."""
+
+
+def start(config: TrainConfig) -> None:
+    """Sets up JAX and, where the run has several processes, brings them together. Must run before the first use of a device.
+
+    Raises ConfigError where it comes too late, where a process does not come, and where two of them differ in config, code or versions.
+    """
+    launch = config.launch
+    if launch.cpu_devices:
+        try:
+            jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
+        except RuntimeError as error:
+            raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
+    if launch.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(launch.compile_cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if place := Place.of(launch):
+        join(place, launch.timeout, rendezvous.describe(_shared(config)))
+
+
+def join(place: Place, timeout: float, description: rendezvous.Description) -> None:
+    """Makes this process one of several. Raises ConfigError as `start` does."""
+    rendezvous.meet(place, timeout, description)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator, place.count, place.index, place.local_devices,
+        cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
+        initialization_timeout=int(timeout),
+    )  # fmt: skip
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """The config without the one field that differs between processes."""
+    plain = as_dict(config)
+    plain["launch"].pop("index")
+    return plain
+
+
+def say(text: str) -> None:
+    """Prints on process 0 only."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def prefix() -> str:
+    """What the lines of processes other than the first start with."""
+    index = jax.process_index() if jax.distributed.is_initialized() else 0
+    return f"[process {index}] " if index else ""
+
+
+@contextlib.contextmanager
+def first_before_others(what: str) -> Iterator[None]:
+    """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
+    if jax.process_index() > 0:
+        multihost_utils.sync_global_devices(what)
+    yield
+    if jax.process_index() == 0 and jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def agree(what: str, value: str, fix: str) -> None:
+    """Raises ConfigError on every process where they do not all have the same `value`."""
+    if jax.process_count() == 1:
+        return
+    text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    mine = np.frombuffer(text.encode()[:256].ljust(256), np.uint8)
+    everyone = multihost_utils.process_allgather(mine)
+    values = [bytes(row).decode(errors="replace").rstrip() for row in np.asarray(everyone)]
+    if len(set(values)) > 1:
+        other = next(i for i, v in enumerate(values) if v != values[0])
+        raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
+
+
+def from_first(value: bool) -> bool:
+    """The value that process 0 has."""
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value))) if jax.process_count() > 1 else value
+
+
+class StopOnSigterm:
+    """A context in which SIGTERM, to any process of the run, makes `poll` true on all of them at the same call, so that they save and
+    leave. With several processes JAX's own handler catches it and its preemption service picks the call: all must call equally often."""
+
+    requested = False
+    """Whether a poll was true."""
+
+    def poll(self) -> bool:
+        """Whether to stop now."""
+        if jax.process_count() == 1:
+            self.requested |= self._signalled
+        elif not self.requested:
+            self._polls += 1
+            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
+        return self.requested
+
+    def __enter__(self) -> StopOnSigterm:
+        self._polls, self._signalled = 0, False
+        self._before = signal.signal(signal.SIGTERM, self._signal) if jax.process_count() == 1 else None
+        return self
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,105 @@
+"""Which process of a run this is, and which devices are its own: from flags, from variables, or from Slurm."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+from mesh_lm.config import ConfigError, LaunchConfig
+
+VARIABLES = {"coordinator": "MESH_LM_COORDINATOR", "processes": "MESH_LM_PROCESSES", "index": "MESH_LM_PROCESS_INDEX"}
+"""Field of LaunchConfig -> the variable that stands for it."""
+_PORTS = range(61_440, 65_536)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One process among several."""
+
+    coordinator: str
+    """host:port at which process 0 listens."""
+    count: int
+    """Processes of the run."""
+    index: int
+    """This one's number, 0 to count - 1."""
+    local_devices: tuple[int, ...] | None = None
+    """GPUs of this node that belong to it, numbered as it sees them; None: all."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @classmethod
+    def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
+        """The place that flags give, else variables, else Slurm; None where the run has one process.
+
+        Raises ConfigError for an incomplete or impossible place.
+        """
+        names = {field: f"launch.{field}" for field in VARIABLES}
+        index = "" if config.index < 0 else str(config.index)
+        given = {"coordinator": config.coordinator, "processes": str(config.processes or ""), "index": index}
+        if not any(given.values()):
+            names, given = VARIABLES, {field: environment.get(name, "") for field, name in VARIABLES.items()}
+        if any(given.values()):
+            return cls._explicit(given, names)
+        return cls._slurm(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else None
+
+    @classmethod
+    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str]) -> Place | None:
+        if missing := [names[field] for field, value in given.items() if not value]:
+            have = ", ".join(f"{names[field]}={value}" for field, value in given.items() if value)
+            raise ConfigError(f"{have} is given without {' and '.join(missing)}; a process of several needs all three")
+        try:
+            count, index = int(given["processes"]), int(given["index"])
+        except ValueError:
+            pair = f"{names['processes']}={given['processes']} and {names['index']}={given['index']}"
+            raise ConfigError(f"{pair} must be whole numbers") from None
+        if not 0 <= index < count:
+            raise ConfigError(f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}")
+        if not re.fullmatch(r".+:\d+", coordinator := given["coordinator"]):
+            raise ConfigError(f"{names['coordinator']}={coordinator} must be host:port of process 0, such as node1:9876")
+        return cls(coordinator, count, index) if count > 1 else None
+
+    @classmethod
+    def _slurm(cls, environment: Mapping[str, str]) -> Place:
+        """A task of `srun`. One task a node takes all its GPUs; several share them in equal parts (JAX alone would take one GPU a task)."""
+        job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        host = first_host(environment["SLURM_STEP_NODELIST"])
+        port = _PORTS[(job * 31 + step) % len(_PORTS)]  # steps of one job may run side by side
+        tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
+        return cls(
+            f"{host}:{port}",
+            int(environment["SLURM_STEP_NUM_TASKS"]),
+            int(environment["SLURM_PROCID"]),
+            _share(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
+        )
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of Slurm's list: gpu[003-004,7],login -> gpu003."""
+    found = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodelist)
+    assert found is not None  # every part may be empty
+    return "".join(part or "" for part in found.groups())
+
+
+def tasks_here(tasks_per_node: str, node: int) -> int:
+    """Slurm's 8(x3),4 -> tasks on node number `node`."""
+    counts = [
+        int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
+    ]  # fmt: skip
+    return counts[node]
+
+
+def _share(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    ids = environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(ids.split(",")) if ids else int(environment.get("SLURM_GPUS_ON_NODE", 0))
+    if tasks == 1 or gpus == 1:
+        return None  # alone here, or Slurm has cut the node already
+    if gpus == 0:
+        return (local,)
+    if gpus % tasks:
+        raise ConfigError(f"{gpus} GPUs of this node do not divide over its {tasks} tasks; start a task a node, or a task a GPU")
+    return tuple(range(local * (gpus // tasks), (local + 1) * (gpus // tasks)))

@@ -1,0 +1,158 @@
+"""The processes of a run meet before JAX brings them together, so that what is wrong is said in words.
+
+JAX itself aborts the process, without a Python error, where one never comes, and hangs where they run different programs. Here process 0
+listens at the coordinator's address, hears from each of the others what it runs, compares, and tells all of them the outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mesh_lm.config import ConfigError
+from mesh_lm.launch.place import Place
+
+Description = dict[str, Any]
+"""What must be the same on every process, as nested dicts of JSON values."""
+
+_ROOT = Path(__file__).parents[2]
+_CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
+_VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
+_MAGIC = "mesh_lm"
+_RETRY = 0.2
+
+
+def describe(config: dict[str, Any]) -> Description:
+    """The config, the code, the versions and the variables that change what is compiled."""
+    files = [file for name in _CODE for file in sorted((_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,))]
+    code = {str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files if f.exists()}
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
+    return {"config": config, "code": code, "versions": versions, "environment": {name: os.environ.get(name, "") for name in _VARIABLES}}
+
+
+def meet(place: Place, timeout: float, description: Description) -> None:
+    """Returns when all processes are there and run the same; takes at most `timeout` seconds.
+
+    Raises ConfigError, on every process that is there: no one answers at the coordinator's address, processes that did not come, two with
+    one index, another count, or a difference in the description.
+    """
+    mine = {"magic": _MAGIC, "count": place.count, "index": place.index, "host": socket.gethostname(), "description": description}
+    deadline = time.monotonic() + timeout
+    problem = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> str:
+    """Process 0's side. Returns what is wrong, or nothing."""
+    with contextlib.ExitStack() as open_sockets:
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listener = socket.create_server(("", place.address[1]), family=family, dualstack_ipv6=both, backlog=place.count)
+        except OSError as error:
+            return f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
+        open_sockets.enter_context(listener)
+        came: set[int] = set()
+        visitors: list[socket.socket] = []
+        problem = ""
+        while len(came) < place.count - 1 and not problem:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                visitor = open_sockets.enter_context(listener.accept()[0])
+                visitor.settimeout(10)
+                theirs = json.loads(_receive(visitor))
+                if theirs.get("magic") != _MAGIC:
+                    continue
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue  # someone who connected and said nothing
+                absent = sorted({*range(1, place.count)} - came)
+                problem = f"{_some(absent)} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
+                problem += "; see their logs, launch.processes, and whether they reach that address"
+                break
+            except (OSError, ValueError, AttributeError):
+                continue  # a port scanner
+            if theirs["index"] in came:
+                problem = f"two processes say that they are number {theirs['index']} of {theirs['count']}; each needs its own launch.index"
+            came.add(theirs["index"])
+            visitors.append(visitor)
+            problem = problem or _difference(mine, theirs)
+        for visitor in visitors:
+            with contextlib.suppress(OSError):
+                _send(visitor, json.dumps({"problem": problem}))
+        for visitor in visitors:  # they hang up first, so that no socket of this port lingers when JAX takes it
+            with contextlib.suppress(OSError):
+                visitor.recv(1)
+        return problem
+
+
+def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> str:
+    """The other processes' side."""
+    while True:
+        try:
+            with socket.create_connection(place.address, timeout=max(0.01, deadline - time.monotonic())) as host:
+                _send(host, json.dumps(mine))
+                host.settimeout(max(0.01, deadline + 10 - time.monotonic()))  # process 0 says who is missing
+                return json.loads(_receive(host))["problem"]
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline:
+                return (
+                    f"process {place.index} found no process 0 at {place.coordinator} in {timeout:g} s ({error}); "
+                    "start it, or correct launch.coordinator"
+                )
+            time.sleep(_RETRY)
+
+
+def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """In words, the first fields in which another process differs from process 0; nothing where it does not."""
+    if theirs["count"] != mine["count"]:
+        return f"process {theirs['index']} expects {theirs['count']} processes, process 0 expects {mine['count']}"
+    lines = _compare(mine["description"], theirs["description"], "")
+    if not lines:
+        return ""
+    more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+    head = f"process {theirs['index']} on {theirs['host']} does not run what process 0 on {mine['host']} runs"
+    return "\n  - ".join([head, *lines[:8], *more]) + "\nstart all of them from the same files with the same arguments"
+
+
+def _compare(a: Any, b: Any, path: str) -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [line for key in dict.fromkeys([*a, *b]) for line in _compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
+    return [] if a == b else [f"{path}: {a} on process 0, {b} there"]
+
+
+def _some(processes: list[int]) -> str:
+    shown = ", ".join(map(str, processes[:8])) + (f" and {len(processes) - 8} more" if len(processes) > 8 else "")
+    return f"process{'es' if len(processes) > 1 else ''} {shown}"
+
+
+def _send(to: socket.socket, text: str) -> None:
+    data = text.encode()
+    to.sendall(len(data).to_bytes(4, "big") + data)
+
+
+def _receive(source: socket.socket) -> str:
+    size = int.from_bytes(_exactly(source, 4), "big")
+    if size > 2**24:
+        raise ValueError(size)
+    return _exactly(source, size).decode()
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not (piece := source.recv(size - len(data))):
+            raise ConnectionResetError("hung up")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,76 @@
+"""docs/generation.md and docs/evaluation.md: their commands run, on a tiny model, and their errors are the real ones."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from mesh_lm import cli, evaluate, generate
+from mesh_lm.config import ConfigError
+
+COMPILE_BUDGET = 60
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = [
+    block
+    for page in ("generation", "evaluation")
+    for block in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / f"{page}.md").read_text(), re.M | re.S)
+]
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("here")
+    tiny_run.write(directory / "runs" / "gpt_tiny", dataclasses.replace(tiny_run.MODEL, seq_len=256))
+    (directory / "prompts.txt").write_text("def \nclass ")
+    (directory / "README.md").write_text("Some text. " * 40)
+    (directory / "pages.jsonl").write_text('{"text": "A page."}\n{"text": "Another."}\n')
+    return directory
+
+
+def words(command: str) -> list[str]:
+    """Without --cpu-devices: this process has its devices already."""
+    return [word for word in shlex.split(command.replace("$'\\n'", "'\n'")) if not word.startswith("--cpu-devices")]
+
+
+def test_every_command_is_tried() -> None:
+    modules = [words(command)[2] for command in COMMANDS if command.startswith("python")]
+    assert modules == ["mesh_lm.generate"] * 4 + ["mesh_lm.evaluate"] * 3 + ["mesh_lm.harness"]  # the last: tests/mesh_lm/test_harness.py
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "mesh_lm.generate" in c or "--text" in c])
+def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(here)
+    _, _, module, *arguments = words(command)
+    assert {"mesh_lm.generate": generate, "mesh_lm.evaluate": evaluate}[module].main([*arguments, "--compile-cache="]) == 0
+    out = capsys.readouterr().out
+    assert ("bits per byte (gzip" in out) if "--text" in command else ("def " in out or "2 texts: texts.jsonl" in out)
+    if "texts.jsonl" in command:
+        assert [list(json.loads(line)) for line in Path("texts.jsonl").read_text().splitlines()] == [
+            ["prompt", "text", "tokens", "logprobs", "reason"]
+        ] * 2
+
+
+def test_the_command_for_tasks() -> None:
+    (command,) = [c for c in COMMANDS if "mesh_lm.evaluate" in c and "--tasks" in c]
+    found = cli.command(evaluate.Arguments, words(command)[3:], "")
+    assert (found.tasks, found.include_path, found.limit, found.json) == ("my_task", "tasks", 100, "result.json")
+
+
+def test_the_error(here: Path) -> None:
+    (text,) = [text for kind, text in BLOCKS if kind == "text"]
+    with pytest.raises(ConfigError) as caught:
+        generate.main([f"--checkpoint={here}/runs/gpt_tiny", "--compile-cache=", "--prompt=a", "--tokens=300"])
+    assert f"error: {caught.value}\n" == text
+
+
+def test_from_python(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(here)
+    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    names: dict = {}
+    exec(code, names)
+    assert names["first"].text != names["second"].text and capsys.readouterr().out

@@ -1,0 +1,28 @@
+"""docs/prepare.md: its commands are accepted, and its numbers are the code's."""
+
+import re
+import shlex
+from pathlib import Path
+
+from mesh_lm.cli import command
+from mesh_lm.data.indexed import dtype_of
+from mesh_lm.data.prepare import plan, run, worker
+from mesh_lm.data.prepare.__main__ import Prepare
+
+PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
+
+
+def test_commands() -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    read = [command(Prepare, shlex.split(line)[3:], "") for line in block.splitlines()]
+    assert [each.input for each in read] == [("books.jsonl.zst", "code/"), ("part-*.parquet",)]
+    assert all(line.startswith("python -m mesh_lm.data.prepare ") for line in block.splitlines())
+    options = {f"--{name.replace('_', '-')}" for name in Prepare.__dataclass_fields__}
+    assert set(re.findall(r"--[a-z]+[a-z-]*", PAGE)) <= options
+
+
+def test_numbers() -> None:
+    assert plan.SHARD == 2 * 2**20 and "`.txt` above 2 MiB" in PAGE
+    assert worker.PIECE // 10**6 == 1 and "more than a million characters" in PAGE
+    assert run._TRAINED_ON // 2**20 == 32 and "32 million characters" in PAGE
+    assert dtype_of(65_499).name == "uint16" and dtype_of(65_500).name == "int32" and "below 65,500" in PAGE

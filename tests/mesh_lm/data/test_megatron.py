@@ -1,0 +1,193 @@
+"""The sample order of Megatron-LM: golden hashes of its own code (tests/fixtures/make_megatron_golden.py says how they were made)."""
+
+import hashlib
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh_lm.config import ConfigError
+from mesh_lm.data import blend
+from mesh_lm.data.blend import Blend, blend_index
+from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, build, sample_index, samples_in, split_ranges
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Documents, Text
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("megatron")
+    runpy.run_path(str(FIXTURES / "make_megatron_golden.py"))["corpora"](path)
+    return path
+
+
+def digest(order, n: int) -> str:
+    total = hashlib.sha256()
+    for first in range(0, n, 64):
+        windows = order.read(np.arange(first, min(first + 64, n)))
+        for tokens, labels in zip(windows.tokens, windows.labels, strict=True):
+            total.update(tokens.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
+    return total.hexdigest()
+
+
+def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
+    documents = Documents(directory / name)
+    numbers = split_ranges(case["split"], len(documents))[split]
+    text, cache = Text(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
+    return GPTDataset(text, case["seq_len"], n_samples=n_samples, seed=case["seed"], cache=cache, fingerprint=documents.fingerprint())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_order_is_megatrons(directory: Path, name: str):
+    case = GOLDEN[name]
+    prefixes, weights = blend.parse(case["blend"])
+    weights = blend.normalized(weights) if weights else None
+    epochs = [len(gpt_dataset(directory, prefix, case, 0, 1)) for prefix in prefixes]
+    sizes = blend.sizes(weights, epochs, case["samples"])
+    members = [gpt_dataset(directory, prefix, case, 0, n) for prefix, n in zip(prefixes, sizes, strict=True)]
+    order = Blend(
+        members, weights or blend.normalized(epochs), case["samples"],
+        consumed=[0] * len(members), start=0, cache=IndexCache(str(directory / "cache")),
+    )  # fmt: skip
+    assert digest(order, case["read"]) == case["train"]
+    if case.get("length"):
+        assert len(members[0]) == case["length"]
+    if "valid" in case:
+        n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
+        assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
+    if name.startswith("several epochs"):
+        needed = Epochs.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
+        assert needed.n > 2 and needed.separate_last == name.endswith("apart")
+
+
+def walked(lengths: list[int], seq_len: int) -> list[tuple[int, int]]:
+    """The sample index, token by token: (document, offset) of every S-th token."""
+    tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
+    return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
+def test_sample_index_against_a_walk(lengths: list[int], seq_len: int):
+    if sum(lengths) == 0:
+        return
+    found = sample_index(np.array(lengths, np.int32), seq_len)
+    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len)] and found.dtype == np.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_reading_is_the_stream_of_the_documents(data):
+    """Each sample is S + 1 consecutive tokens of the shuffled documents, and all samples are there once."""
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
+    seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
+    documents = Documents.__new__(Documents)
+    documents.tokens, documents.prefix = np.arange(sum(lengths)).astype(np.uint16), "memory"
+    documents.offsets = documents.sequences = np.concatenate(([0], np.cumsum(lengths)))
+    epochs = Epochs.of(n, sum(lengths), seq_len)
+    if epochs.n * sum(lengths) <= seq_len:
+        with pytest.raises(ConfigError, match=rf"memory has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
+            GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+        return
+    arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
+    stream = np.concatenate([documents[i] for i in arrays["documents"]]).tolist()
+    dataset = GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+    assert len(dataset) == samples_in(len(stream), seq_len) >= n
+    windows = dataset.read(np.arange(len(dataset)))
+    for row, sample in enumerate(arrays["shuffle"]):
+        assert windows.tokens[row].tolist() == stream[sample * seq_len : sample * seq_len + seq_len]
+        assert windows.labels[row].tolist() == stream[sample * seq_len + 1 : sample * seq_len + seq_len + 1]
+    assert sorted(arrays["shuffle"].tolist()) == list(range(len(dataset)))
+
+
+class Uncached(IndexCache):
+    def __init__(self) -> None:
+        pass
+
+    def get(self, kind, key, compute, **size):
+        return compute()
+
+
+def greedy(weights: list[float], size: int) -> list[int]:
+    """`build_blending_indices` of helpers.cpp in plain Python, whose doubles are those of C++."""
+    counts, chosen = [0] * len(weights), []
+    for n in range(size):
+        lags = [weight * max(n, 1.0) - count for weight, count in zip(weights, counts, strict=True)]
+        chosen.append(lags.index(max(lags)))
+        counts[chosen[-1]] += 1
+    return chosen
+
+
+TIES = [[0.5, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
+"""Where sums of weights meet exactly; and tiny weights, whose blocks start from a wrong guess."""
+
+
+@pytest.mark.parametrize("weights", TIES)
+def test_blend_index_is_the_greedy_loop(weights: list[float]):
+    check_blend(blend.normalized(weights), 9 * blend.BLOCK + 5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 9), st.floats(1e-6, 1)), min_size=1, max_size=9), st.integers(1, 4 * blend.BLOCK))
+def test_blend_index_of_any_weights(weights: list[float], size: int):
+    check_blend(blend.normalized(weights), size)
+
+
+def check_blend(weights: list[float], size: int) -> None:
+    index, expected = blend_index(np.array(weights), size), greedy(weights, size)
+    assert index["members"].tolist() == expected
+    seen = [0] * len(weights)
+    for n, member in enumerate(expected):
+        assert index["counts"][n // blend.BLOCK, member] + index["ranks"][n] == seen[member]
+        seen[member] += 1
+
+
+def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pytest.MonkeyPatch):
+    weights, size = np.array(blend.normalized([5, 3, 1e-3])), 7 * blend.BLOCK
+    whole = blend_index(weights, size)
+    monkeypatch.setattr(blend, "_SIDE_BY_SIDE", 2)
+    for name, array in blend_index(weights, size).items():
+        assert (array == whole[name]).all() and array.dtype == whole[name].dtype
+
+
+@pytest.mark.parametrize(
+    ("split", "n", "expected"),
+    [
+        ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
+        ("99,1", 250, [(0, 248), (248, 250), (250, 250)]),  # 247.5 goes to the even side
+        ("1", 7, [(0, 7), (7, 7), (7, 7)]),
+        (" .5, 0 ,0.5", 3, [(0, 2), (2, 2), (2, 3)]),
+    ],
+)
+def test_split_ranges(split: str, n: int, expected: list[tuple[int, int]]):
+    assert [(numbers.start, numbers.stop) for numbers in split_ranges(split, n)] == expected
+
+
+@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "train", "1;2", "1,-2", "1..2"])
+def test_bad_splits(split: str):
+    with pytest.raises(ConfigError, match=r"data\.split=.*as 969,30,1"):
+        split_ranges(split, 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("0.3", "a", "b", "c"), "give prefixes only, or a weight before each prefix"),
+        (("0.3", "a", "0.2"), "give prefixes only, or a weight before each prefix"),
+        (("1", "a", "0", "b"), "weight 0 must be a number above 0"),
+        (("1", "a", "nan", "b"), "weight nan must be a number above 0"),
+        (("a", "b", "a"), "a is given twice; give it once, with the sum of the weights"),
+    ],
+)
+def test_bad_blends(words: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=f"data.blend={' '.join(words)}: {message}"):
+        blend.parse(words)
+    assert blend.parse(("2", "a", "1e1", "b")) == (["a", "b"], [2.0, 10.0])
+    assert blend.parse(("a", "b")) == (["a", "b"], None)

@@ -1,0 +1,76 @@
+"""Which process this is, from flags, variables or Slurm; no process is started."""
+
+import pytest
+
+from mesh_lm.config import ConfigError, LaunchConfig
+from mesh_lm.launch.place import Place, first_host, tasks_here
+
+VARIABLES = {"MESH_LM_COORDINATOR": "node1:99", "MESH_LM_PROCESSES": "4", "MESH_LM_PROCESS_INDEX": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+def test_one_process_is_the_default() -> None:
+    assert Place.of(LaunchConfig(), {}) is None
+    assert Place.of(LaunchConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) is None, "a batch script without srun is one process"
+    assert Place.of(LaunchConfig(coordinator="a:1", processes=1, index=0), {}) is None
+
+
+def test_flags_win_over_variables_and_variables_over_slurm() -> None:
+    everywhere = VARIABLES | SLURM
+    assert Place.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == Place("[::1]:7", 2, 0)
+    assert Place.of(LaunchConfig(), everywhere) == Place("node1:99", 4, 3)
+    assert Place("[::1]:7", 2, 0).address == ("::1", 7)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local", "tasks", "mine"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # a task a node: all of them
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4, (3,)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, (2, 3)),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees its own only
+        ({"SLURM_GPUS_ON_NODE": "8"}, 1, 2, (4, 5, 6, 7)),
+        ({}, 3, 4, (3,)),
+    ],
+)
+def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks: int, mine: tuple[int, ...] | None) -> None:
+    place = Place.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
+    assert place is not None and place.local_devices == mine
+    assert (place.count, place.index, place.address[0]) == (2, 1, "n1") and 61_440 <= place.address[1] < 65_536
+
+
+def test_two_steps_of_a_job_use_two_ports() -> None:
+    places = [Place.of(LaunchConfig(), SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
+    assert len({place.address[1] for place in places if place}) == 3
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("n1", "n1"), ("a,b", "a"), ("n[1-2]", "n1"), ("gpu-a[001-004,007],b", "gpu-a001"), ("r[1,3]-eth", "r1-eth"), ("x[03]", "x03")],
+)
+def test_first_host(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first
+
+
+def test_tasks_here() -> None:
+    assert [tasks_here("8(x2),4", node) for node in range(3)] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "message"),
+    [
+        ({"coordinator": "a:1"}, {}, "launch.coordinator=a:1 is given without launch.processes and launch.index; a process of several"),
+        ({}, {"MESH_LM_PROCESSES": "2", "MESH_LM_PROCESS_INDEX": "0"}, "is given without MESH_LM_COORDINATOR"),
+        ({"coordinator": "a", "processes": 2, "index": 0}, {}, "launch.coordinator=a must be host:port of process 0, such as node1:9876"),
+        ({"coordinator": "a:1", "processes": 2, "index": 2}, {}, "launch.index=2 must be 0 to launch.processes - 1 = 1"),
+        ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be whole numbers"),
+        ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node do not divide over its 3"),
+    ],
+)
+def test_an_impossible_place(config: dict, environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Place.of(LaunchConfig(**config), environment)
+    assert message in str(caught.value)

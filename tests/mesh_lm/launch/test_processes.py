@@ -1,0 +1,154 @@
+"""Real processes over gloo: whatever the layout, the same run. And what one of them does wrong is said in words."""
+
+import argparse
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slurm import cluster, why_not
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("worker.py")
+FIELDS = {
+    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
+    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.microbatches": 2, "train.steps": 20, "train.log_every": 1,
+    "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.timeout": 90,
+    "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
+}  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Without the device count that the tests of one process set."""
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    directory = tmp_path_factory.mktemp("text")
+    (directory / "corpus.txt").write_text(inspect.getsource(argparse))
+
+    def make(**changes: object) -> list[str]:
+        values = FIELDS | {"data.path": directory / "corpus.txt", "data.cache": directory / "cache"}
+        values |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [f"--config={ROOT}/configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in values.items())]
+
+    return make
+
+
+def local(processes: int, devices: int, script: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "mesh_lm.launch", f"--processes={processes}", f"--devices={devices}", str(script), *arguments]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def outcome(output: Path) -> tuple[dict, np.ndarray]:
+    """The bits that the worker wrote down, and the losses of train.py."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((output / "bits.json").read_text()), np.array([row["loss"] for row in rows if "loss" in row])
+
+
+@pytest.fixture(scope="module")
+def alone(fields: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, np.ndarray]:
+    """One process with all eight devices."""
+    output = tmp_path_factory.mktemp("alone")
+    process = local(1, 8, WORKER, str(output), *fields())
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    return outcome(output)
+
+
+def assert_same_run(found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarray], processes: int) -> None:
+    bits, losses = found
+    assert bits["processes"] == processes and bits["devices"] == 8 and wanted[0]["processes"] == 1
+    for what in ("init", "batches", "masks"):
+        assert bits[what] == wanted[0][what], what
+    assert len(losses) == 20
+    np.testing.assert_allclose(losses, wanted[1], rtol=1e-6, atol=0)
+
+
+def test_two_processes_are_one_run(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+    process = local(2, 4, WORKER, str(tmp_path), *fields())
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert out.count("step 20/20") == 1, "the second process speaks"
+    assert_same_run(outcome(tmp_path), alone, 2)
+
+
+@pytest.mark.slow
+def test_four_processes_twice(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+    """The same layout gives the same bits, losses included."""
+    found = []
+    for output in (tmp_path / "a", tmp_path / "b"):
+        process = local(4, 2, WORKER, str(output), *fields())
+        out, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, out
+        found.append(outcome(output))
+        assert_same_run(found[-1], alone, 4)
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.slow
+def test_two_nodes_of_slurm(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    (directory := tmp_path / "slurm").mkdir()
+    with cluster(directory) as slurm:
+        command = ["srun", "-N2", "-n2", sys.executable, str(WORKER), str(tmp_path / "run"), *fields()]
+        run = subprocess.run(
+            command, env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"], "JAX_NUM_CPU_DEVICES": "4"},
+            capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert_same_run(outcome(tmp_path / "run"), alone, 2)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Only the second process gets the signal; all save at the same step, leave with 99, and the run continues from there."""
+    arguments = fields(output=tmp_path, train__steps=100_000, train__eval_every=7)
+    process = local(2, 4, ROOT / "train.py", *arguments)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 4:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 99, out
+    (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
+
+    process = local(2, 4, ROOT / "train.py", *fields(output=tmp_path, train__steps=step + 1))
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and f"resumed at step {step}" in out, out
+
+
+def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Before any device is used. The script gives each process another seed."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "sys.argv.append(f\"--config.seed={os.environ['MESH_LM_PROCESS_INDEX']}\")\n"
+        f"exec(compile(open({str(ROOT / 'train.py')!r}).read(), 'train.py', 'exec'))\n"
+    )
+    process = local(2, 1, script, *fields(output=tmp_path / "run"))
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Traceback" not in out, out
+    assert out.count("config.seed: 0 on process 0, 1 there") == 2, out
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(7)\ntime.sleep(600)\n")
+    process = local(2, 1, script)
+    process.communicate(timeout=60)
+    assert process.returncode == 7

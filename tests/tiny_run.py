@@ -1,0 +1,32 @@
+"""A run's output directory without a run: random weights of a tiny model, saved as train.py saves them, beside the tokenizer of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+from support import GPT, shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.model import DecoderConfig
+from mesh_lm.trained import TOKENIZER
+
+MODEL = dataclasses.replace(GPT, vocab_size=272, seq_len=48, init_std=0.3)
+BYTES: Tokenizer = load_tokenizer("bytes")
+
+
+def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
+    """Step 3 of a run on one device with rules ddp."""
+    config = TrainConfig(model=model, output=str(output))
+    blueprint = Blueprint.of(model, shard_on("ddp"))
+    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(4))
+    with Checkpoints(config) as checkpoints:
+        checkpoints.save(3, {"step": np.int32(3), "params": params}, {"position": 3, "tokenizer": BYTES.fingerprint})
+    (output / TOKENIZER).mkdir()
+    BYTES.save(output / TOKENIZER)
+    return config
