@@ -10,7 +10,7 @@ Source: helpers.cpp (`build_blending_indices`), blended_dataset.py and blended_m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class Blend:
         return self._index["counts"][block] + np.bincount(self._index["members"][block * BLOCK : n], minlength=len(self._members))
 
 
-def blend_index(weights: np.ndarray, size: int, progress: Callable[[int], None] = lambda done: None) -> Arrays:
+def blend_index(weights: np.ndarray, size: int) -> Arrays:
     """Which member each sample comes from, and which of its samples it is.
 
     The order is sequential by nature: each choice depends on all before. But the counts at any place are nearly the shares, and a wrong
@@ -157,7 +157,6 @@ def blend_index(weights: np.ndarray, size: int, progress: Callable[[int], None] 
             todo = np.flatnonzero((begins != wanted).any(axis=1))
             begins[todo] = wanted[todo]
         counts[first:stop], counts[stop] = begins, ends[-1]
-        progress(stop * BLOCK)
     return {"members": members.reshape(-1)[:size], "counts": counts.astype(np.int64), "ranks": ranks.reshape(-1)[:size]}
 
 

@@ -78,9 +78,11 @@ def first_before_others(what: str) -> Iterator[None]:
     """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices(what)
-    yield
-    if jax.process_index() == 0 and jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+    try:
+        yield
+    finally:  # what process 0 cannot do the others will not be able to do either, and say so
+        if jax.process_index() == 0 and jax.process_count() > 1:
+            multihost_utils.sync_global_devices(what)
 
 
 def agree(what: str, value: str, fix: str) -> None:
