@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
+_programs = tempfile.TemporaryDirectory(prefix="mesh_lm-tests-")
+"""What one test has compiled, another of this run, or a process that it starts, takes from here."""
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
