@@ -14,15 +14,14 @@ from mesh_lm import cli, launch
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.config import ConfigError
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.evaluate import mean_loss, sample
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
 from mesh_lm.step import abstract_state, batch_sharding, evaluate, fresh_state, init_state, train_step
-from mesh_lm.trained import keep_tokenizer, weights
-from sharding_rules import Shard, ShardingRuleError, make_mesh
+from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
+from sharding_rules import Shard, make_mesh
 
 
 def main(argv: list[str]) -> int:
@@ -45,9 +44,11 @@ def main(argv: list[str]) -> int:
         read = weights(config.init_from, blueprint) if config.init_from and not saved else None
 
         # 4. Data: text, tokens, sequences. The position in them is one number.
-        with launch.first_before_others("data"):
+        with launch.together(), launch.first_before_others("data"):
             corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
             batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None)
+            if read and (tokenizer := corpus.tokenizer()):
+                require_tokenizer(config.init_from, tokenizer)
         launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
 
         # 5. State: restored onto whatever mesh this run has, begun from other weights, or initialised sharded in place.
@@ -56,11 +57,12 @@ def main(argv: list[str]) -> int:
         else:
             state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
         first = saved.step if saved else 0
-        if (tokenizer := corpus.tokenizer()) and jax.process_index() == 0:
-            keep_tokenizer(config.output, tokenizer)
+        with launch.together():
+            tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
+            monitor = Monitor(config, blueprint, corpus, first)
 
         # 6. The loop.
-        with Monitor(config, blueprint, corpus, first) as monitor, closing(batches.train()) as training:
+        with monitor, closing(batches.train()) as training:
 
             def measure(n: int) -> None:
                 with monitor.paused():
@@ -87,12 +89,11 @@ def main(argv: list[str]) -> int:
             # 7. What it came to: the held-out loss, a plot and a text.
             if not launch.from_first(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
+            if stop.requested:
+                return launch.EXIT_PREEMPTED
             monitor.finish(sample(blueprint, state["params"], tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, ShardingRuleError) as error:
-        sys.exit(f"{launch.prefix()}error: {error}")
+    sys.exit(launch.run(main, sys.argv[1:]))

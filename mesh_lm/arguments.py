@@ -39,7 +39,7 @@ class ModelArguments:
         rules = preset(self.rules) if self.rules else None
         model = cli.load(self.config).model if self.config else None
         options = LaunchConfig(cpu_devices=self.cpu_devices, compile_cache=self.compile_cache)
-        launch.start(TrainConfig(model=model or ModelConfig(), output=self.checkpoint, launch=options))
+        launch.start(TrainConfig(model=model or ModelConfig(), output=self.checkpoint, launch=options), dataclasses.asdict(self))
         dtype = "" if self.dtype == "trained" else self.dtype
         return Trained.load(self.checkpoint, mesh=mesh, rules=rules, tokenizer=self.tokenizer, model=model, dtype=dtype)
 

@@ -47,6 +47,8 @@ def _fields(config: TrainConfig) -> Iterator[str]:
             yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
     if not (math.isfinite(config.optimizer.learning_rate) and config.optimizer.learning_rate >= 0):
         yield f"optimizer.learning_rate={config.optimizer.learning_rate} must be a number of at least 0"
+    if not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must be at least 0 and below 2^32"
     yield from _data(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"

@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from mesh_lm import launch
 from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig, as_dict
 from mesh_lm.step import State
 
@@ -156,12 +157,14 @@ class Checkpoints:
 
 def _open(directory: Path, policy: CheckpointConfig) -> ocp.CheckpointManager:
     logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (probe := directory / f".probe-{jax.process_index()}").touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
+    with launch.together():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (probe := directory / f".probe-{jax.process_index()}").touch()
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
+    launch.require_shared(directory)
     options = ocp.CheckpointManagerOptions(preservation_policy=preservation_policy.LatestN(policy.keep), enable_async_checkpointing=True)
     return ocp.CheckpointManager(directory, options=options, item_handlers=_handlers())
 

@@ -129,12 +129,12 @@ def load(file: str) -> TrainConfig:
 
 
 def _find(file: str) -> Path:
-    bases = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[1]])
+    bases, path = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[1]]), Path(file).expanduser()
     for base in bases:
-        if (base / file).is_file():
-            return (base / file).resolve()
-    beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / file).parent.glob("[!_]*.py")]
-    where = "" if Path(file).is_absolute() else f" in {' or '.join(map(str, bases))}"
+        if (base / path).is_file():
+            return (base / path).resolve()
+    beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
+    where = "" if path.is_absolute() else f" in {' or '.join(map(str, bases))}"
     raise ConfigError(f"--config={file}: no such file{where}{_did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))}")
 
 

@@ -25,7 +25,6 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.generation import Generator, Sampling, Scorer
 from mesh_lm.model import Batch, Sums
 from mesh_lm.perplexity import compressors, measure, read
-from sharding_rules import ShardingRuleError
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
@@ -124,7 +123,4 @@ def _tasks(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, ShardingRuleError) as error:
-        sys.exit(f"{launch.prefix()}error: {error}")
+    sys.exit(launch.run(main, sys.argv[1:]))

@@ -15,7 +15,6 @@ from mesh_lm.arguments import ModelArguments, document_start
 from mesh_lm.config import ConfigError
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.generation import Completion, Generator, Sampling
-from sharding_rules import ShardingRuleError
 
 _TOKENS = 200
 
@@ -89,7 +88,7 @@ def _from_file(name: str) -> Iterator[str]:
         return
     path = Path(name).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a .jsonl") from error
     for number, line in enumerate(lines, 1):
@@ -123,7 +122,4 @@ def _write(text: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, ShardingRuleError) as error:
-        sys.exit(f"{launch.prefix()}error: {error}")
+    sys.exit(launch.run(main, sys.argv[1:]))

@@ -174,6 +174,7 @@ def _settings(asked: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
     """A task's generation_kwargs: greedy, unless it says do_sample and a temperature."""
     until = asked.get("until") or []
     stop = (until,) if isinstance(until, str) else tuple(until)
+    asked = {name: value for name, value in asked.items() if value is not None}
     temperature = float(asked.get("temperature", 1.0)) if asked.get("do_sample", False) else 0.0
     new = next((int(asked[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if asked.get(name)), _MAX_NEW)
     return Sampling(temperature, int(asked.get("top_k", 0)), float(asked.get("top_p", 1.0))), stop, new

@@ -90,15 +90,36 @@ def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
     raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
 
 
-def keep_tokenizer(output: str, tokenizer: Tokenizer) -> None:
-    """Writes the tokenizer beside a run's checkpoints, so that its output directory is all that generating text needs."""
+def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where the weights in `path` are known to have been trained with another tokenizer."""
+    if saved := checkpoint.find(path):
+        theirs = saved.data.get("tokenizer")
+    else:
+        theirs = None
+        with contextlib.suppress(ConfigError):  # weights may come without one
+            theirs = load_tokenizer(str(path)).fingerprint
+    if theirs not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            f"init_from={path} was trained with another tokenizer than this data's (fingerprint {str(theirs)[:12]}, not "
+            f"{tokenizer.fingerprint[:12]}): ids mean something else; set data.tokenizer to its own"
+        )
+
+
+def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """Writes the tokenizer beside a run's checkpoints, so that its output directory is all that generating text needs; on process 0."""
+    if tokenizer is None or jax.process_index() > 0:
+        return tokenizer
     kept = Path(output).expanduser() / TOKENIZER
     with contextlib.suppress(ConfigError):
         if load_tokenizer(str(kept)).fingerprint == tokenizer.fingerprint:
-            return
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir(parents=True)
-    tokenizer.save(kept)
+            return tokenizer
+    try:
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        tokenizer.save(kept)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the tokenizer in {kept}: {error.strerror}") from error
+    return tokenizer
 
 
 def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
-_programs = tempfile.TemporaryDirectory(prefix="mesh_lm-tests-")
-"""What one test has compiled, another of this run, or a process that it starts, takes from here."""
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+# What one test has compiled, another of this run, or a process that it starts, takes from here.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mesh_lm-tests-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,6 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import pytest
 
+atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(

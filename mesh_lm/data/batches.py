@@ -48,8 +48,9 @@ class Batches:
             raise ConfigError(
                 f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; set another output, or that data"
             )
-        tokenizer, before = corpus.tokenizer(), saved.get("tokenizer") if saved else None
-        self._tokenizer = tokenizer.fingerprint if tokenizer else before
+        now = corpus.fingerprint if isinstance(corpus, Prefixes) else corpus.tokenizer().fingerprint
+        before = saved.get("tokenizer") if saved else None
+        self._tokenizer = now or before
         if before and self._tokenizer and before != self._tokenizer:
             raise ConfigError(
                 f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "

@@ -37,6 +37,7 @@ class Prefixes:
 
     Attributes:
       members, weights: in the config's order; weights are normalized, or None.
+      fingerprint: of the tokenizer that the data was made with, as far as it is known.
       eod: id of the end-of-document token: the tokenizer's, else the one that all <prefix>.json agree on, else None.
       train_bytes, heldout_bytes: UTF-8 bytes of the text; None without a tokenizer and <prefix>.json.
     """
@@ -49,7 +50,7 @@ class Prefixes:
         self.members = [_member(prefix) for prefix in prefixes]
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
-        self.eod = self._agreed()
+        self.fingerprint, self.eod = self._agreed()
         self.cache = IndexCache(config.cache, progress)
         self.name = f"Megatron prefixes, split {config.split}"
         training, heldout = self.train(), self.heldout()
@@ -79,8 +80,8 @@ class Prefixes:
             texts.append(Text(member.documents, numbers.start, numbers.stop, vocab=vocab))
         return texts
 
-    def _agreed(self) -> int | None:
-        """The EOD; raises where tokenizers differ."""
+    def _agreed(self) -> tuple[str | None, int | None]:
+        """The tokenizer's fingerprint and EOD; raises where tokenizers differ."""
         known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self.members if "tokenizer_fingerprint" in member.about}
         if self._tokenizer:
             known["data.tokenizer"] = self._tokenizer.fingerprint
@@ -88,10 +89,11 @@ class Prefixes:
             listed = "\n".join(f"  - {name}: {fingerprint[:16]}" for name, fingerprint in known.items())
             fix = "prepare it with one, and set data.tokenizer to that or leave it out"
             raise ConfigError(f"the data was made with different tokenizers\n{listed}\n{fix}")
+        fingerprint = next(iter(known.values()), None)
         if self._tokenizer:
-            return self._tokenizer.eod
+            return fingerprint, self._tokenizer.eod
         found = {member.about.get("eod") for member in self.members}
-        return found.pop() if len(found) == 1 else None
+        return fingerprint, found.pop() if len(found) == 1 else None
 
     def _bytes(self, texts: list[Text]) -> int | None:
         """Of the held-out text: in proportion to the tokens where <prefix>.json knows the whole, else counted (once, then cached)."""

@@ -70,7 +70,7 @@ class Engine:
         Raises:
           ConfigError: no or an empty prompt, a token that the vocabulary lacks, or a prompt that leaves no room for the new tokens.
         """
-        self._check(prompts, max_new_tokens)
+        self._check(prompts, max_new_tokens, seed)
         lengths = [len(prompt) for prompt in prompts]
         P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
         T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
@@ -89,8 +89,10 @@ class Engine:
             self._run = jax.jit(self._run_until, donate_argnums=1, out_shardings=jax.tree.map(lambda x: x.sharding, state))
         return Session(self, state, len(prompts), P, P + max_new_tokens)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
         vocab_size = self.blueprint.config.vocab_size
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed} must be at least 0 and below 2^32")
         if max_new_tokens < 1:
             raise ConfigError(f"{max_new_tokens} new tokens: ask for at least 1")
         if not prompts:
@@ -180,7 +182,10 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Rereading:
-    """A model that only reads whole texts, made to generate: its cache is the text, which it reads anew for every token."""
+    """A model that only reads whole texts, made to generate: its cache is the text, which it reads anew for every token.
+
+    Each row is read without the padding before it, since such a model may look at the tokens alone.
+    """
 
     logits: Any
 
@@ -189,8 +194,13 @@ class Rereading:
 
     def extend(self, batch: Batch, cache: Batch, start: int | jax.Array) -> tuple[jax.Array, Batch]:
         cache = {name: lax.dynamic_update_slice_in_dim(x, batch[name], start, axis=1) for name, x in cache.items()}
-        last = start + batch["tokens"].shape[1] - 1
-        return lax.dynamic_index_in_dim(self.logits(cache), last, axis=1, keepdims=False), cache
+        length, ends_B = cache["tokens"].shape[1], batch["positions"][:, -1]
+        pads_B = start + batch["tokens"].shape[1] - 1 - ends_B
+        slots_BT = jnp.arange(length) + pads_B[:, None]
+        text = {name: jnp.take_along_axis(x, jnp.minimum(slots_BT, length - 1), axis=1) for name, x in cache.items()}
+        text["segment_ids"] = jnp.where(jnp.arange(length) <= ends_B[:, None], text["segment_ids"], 0)
+        logits_BTV = self.logits(text | {"positions": jnp.broadcast_to(jnp.arange(length), slots_BT.shape)})
+        return jnp.take_along_axis(logits_BTV, ends_B[:, None, None], axis=1)[:, 0], cache
 
 
 class Session:

@@ -51,6 +51,8 @@ class Generator:
 
     def prompt(self, text: str | Sequence[int]) -> list[int]:
         """The ids of a prompt; an empty one is the end-of-document token, after which a new document starts."""
+        if isinstance(text, str) and not _is_text(text):
+            raise ConfigError(f"the prompt {text[:40]!a} is not text: it has half a UTF-16 pair, or bytes that are not UTF-8")
         ids = self.tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else list(text)
         return [*self._start, *ids] or [self.tokenizer.eod]
 
@@ -92,6 +94,14 @@ class Generator:
                 yield piece
         if rest := writer.finish():
             yield rest
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Writer:

@@ -17,7 +17,6 @@ from mesh_lm.huggingface.weights_out import DType
 from mesh_lm.optimizer import AdamW
 from mesh_lm.step import fresh_state
 from mesh_lm.trained import TOKENIZER, Trained
-from sharding_rules import ShardingRuleError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,4 @@ def _load(path: str, options: Export | Import) -> Trained:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ConfigError, ShardingRuleError) as error:
-        sys.exit(f"{launch.prefix()}error: {error}")
+    sys.exit(launch.run(main, sys.argv[1:]))

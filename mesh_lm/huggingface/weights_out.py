@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mesh_lm import launch
 from mesh_lm.config import ConfigError
 from mesh_lm.data.atomic import sibling
 from mesh_lm.huggingface import files
@@ -53,19 +54,17 @@ def save(
     if dtype not in get_args(DType):
         raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already and not empty; name another directory")
     rows = [(row, _sizes(row, config, params)) for row in family.rows if row.ours in params]
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
     stream = _tensors(rows, params, dtype)
-    if jax.process_index():
+    with launch.together():
+        partial = _begin(directory) if jax.process_index() == 0 else None
+    if partial is None:
         for _ in stream:  # the gathers need every process
             pass
         return
-    partial = sibling(directory)
     try:
-        partial.mkdir(parents=True)
         _write(partial, stream, shards)
         if tokenizer:
             tokenizer.save(partial)
@@ -79,6 +78,18 @@ def save(
         raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _begin(directory: Path) -> Path:
+    """A new hidden directory beside `directory`, which must not be there, or be empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already and not empty; name another directory")
+    partial = sibling(directory)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+    return partial
 
 
 def _tensors(rows: list[tuple[Row, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

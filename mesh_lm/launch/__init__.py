@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import secrets
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,13 +25,40 @@ from jax.experimental import multihost_utils
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.launch import rendezvous
 from mesh_lm.launch.place import Place
+from sharding_rules import ShardingRuleError
 
 EXIT_PREEMPTED = 99
 """Status of a run that SIGTERM ended: it saved, and the same command continues it."""
+_FAREWELL = 5.0
+"""Seconds that a failed process waits for the others to leave with it."""
+_TEXT = 4096
+"""Bytes of an error that another process hears of."""
 
 
-def start(config: TrainConfig) -> None:
+def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
+    try:
+        return main(argv)
+    except (ConfigError, ShardingRuleError) as error:
+        print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+    if jax.distributed.is_initialized():
+        # JAX's own exit waits minutes for processes that may themselves wait for this one.
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL)
+        sys.stdout.flush()
+        os._exit(1)
+    return 1
+
+
+def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None:
     """Sets up JAX and, where the run has several processes, brings them together. Must run before the first use of a device.
+
+    command: what else must be the same on all of them.
 
     Raises ConfigError where it comes too late, where a process does not come, and where two of them differ in config, code or versions.
     """
@@ -40,7 +72,7 @@ def start(config: TrainConfig) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(launch.compile_cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     if place := Place.of(launch):
-        join(place, launch.timeout, rendezvous.describe(_shared(config)))
+        join(place, launch.timeout, rendezvous.describe(_shared(config), command or {}))
 
 
 def join(place: Place, timeout: float, description: rendezvous.Description) -> None:
@@ -83,6 +115,39 @@ def first_before_others(what: str) -> Iterator[None]:
     finally:  # what process 0 cannot do the others will not be able to do either, and say so
         if jax.process_index() == 0 and jax.process_count() > 1:
             multihost_utils.sync_global_devices(what)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A part of the program that all processes pass, or none: an error on one is an error on every one, so that none waits for it."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if jax.process_count() > 1:
+        mine = np.frombuffer((str(error) or repr(error) if error else "").encode()[:_TEXT].ljust(_TEXT), np.uint8)
+        everyone = np.asarray(multihost_utils.process_allgather(mine))
+        said = {i: text for i, row in enumerate(everyone) if (text := bytes(row).decode(errors="replace").rstrip())}
+        if said and error is None:
+            raise ConfigError(f"process {min(said)}: {said[min(said)]}")
+    if error:
+        raise error
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError on every process where they do not all see one `directory`, which is there."""
+    if jax.process_count() == 1:
+        return
+    mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    with together():
+        if jax.process_index() == 0:
+            mark.touch()
+    with together():
+        if not mark.exists():
+            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to one on a disk that all hosts share")
+    if jax.process_index() == 0:
+        mark.unlink(missing_ok=True)
 
 
 def agree(what: str, value: str, fix: str) -> None:

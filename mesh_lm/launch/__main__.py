@@ -25,14 +25,20 @@ _GRACE = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the script `--processes` times and returns the first status that is not 0; when one fails, the others are stopped."""
-    parser = argparse.ArgumentParser(prog="python -m mesh_lm.launch", description=(__doc__ or "").split("\n")[0])
+    words, argv = [], list(sys.argv[1:] if argv is None else argv)
+    while argv and argv[0].startswith("--"):
+        words += [argv.pop(0)] if "=" in argv[0] or len(argv) == 1 or argv[0] == "--help" else [argv.pop(0), argv.pop(0)]
+    parser = argparse.ArgumentParser(
+        prog="python -m mesh_lm.launch", usage="%(prog)s [--processes=N] [--devices=N] SCRIPT|-m MODULE [argument ...]",
+        description=(__doc__ or "").split("\n")[0],
+    )  # fmt: skip
     parser.add_argument("--processes", type=_count, default=2, help="processes to start (default 2)")
     parser.add_argument("--devices", type=_count, default=1, help="CPU devices of each (default 1)")
-    parser.add_argument("script", help="a Python script, such as train.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
+    if not argv or (argv[0].startswith("-") and argv[0] != "-m") or argv == ["-m"]:
+        parser.error("name a Python script, such as train.py, or -m and a module, such as mesh_lm.generate")
     address = f"127.0.0.1:{free_port()}"
-    workers = [_start(options, index, address) for index in range(options.processes)]
+    workers = [_start(argv, options, index, address) for index in range(options.processes)]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for worker in workers:
@@ -64,11 +70,11 @@ def _count(text: str) -> int:
     return count
 
 
-def _start(options: argparse.Namespace, index: int, address: str) -> subprocess.Popen[bytes]:
+def _start(program: list[str], options: argparse.Namespace, index: int, address: str) -> subprocess.Popen[bytes]:
     place = {"coordinator": address, "processes": str(options.processes), "index": str(index)}
     environment = os.environ | {VARIABLES[field]: value for field, value in place.items()}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices)}
-    command = [sys.executable, "-u", options.script, *options.arguments]
+    command = [sys.executable, "-u", *program]
     # Sessions of their own, so that Ctrl-C reaches them once, through this process.
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -96,8 +96,8 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
 def _share(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
     ids = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = len(ids.split(",")) if ids else int(environment.get("SLURM_GPUS_ON_NODE", 0))
-    if tasks == 1 or gpus == 1:
-        return None  # alone here, or Slurm has cut the node already
+    if tasks == 1 or gpus == 1 or 0 < gpus < int(environment.get("SLURM_GPUS_ON_NODE", 0)):
+        return None  # alone here, or Slurm has cut the node already (--gpus-per-task)
     if gpus == 0:
         return (local,)
     if gpus % tasks:

@@ -12,9 +12,13 @@ import json
 import os
 import platform
 import socket
+import sys
+import sysconfig
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,12 +36,31 @@ _MAGIC = "mesh_lm"
 _RETRY = 0.2
 
 
-def describe(config: dict[str, Any]) -> Description:
-    """The config, the code, the versions and the variables that change what is compiled."""
+def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
+    """The config, the code (the user's own too, as far as it is imported), the versions and the variables that change what is compiled."""
     files = [file for name in _CODE for file in sorted((_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,))]
     code = {str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files if f.exists()}
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
-    return {"config": config, "code": code, "versions": versions, "environment": {name: os.environ.get(name, "") for name in _VARIABLES}}
+    return {
+        "config": dict(config),
+        "command": dict(command),
+        "code": code | _modules(),
+        "versions": versions,
+        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+    }
+
+
+def _modules() -> dict[str, str]:
+    """Digests of the imported files that belong neither to Python nor to an installed package, such as a config file, by module."""
+    installed = [Path(path).resolve() for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}]
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if file.suffix != ".py" or not file.is_file() or {"site-packages", "dist-packages"} & {*file.parts}:
+            continue
+        if not any(file.resolve().is_relative_to(path) for path in installed):
+            found[Path(name).name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return found
 
 
 def meet(place: Place, timeout: float, description: Description) -> None:
@@ -47,6 +70,7 @@ def meet(place: Place, timeout: float, description: Description) -> None:
     one index, another count, or a difference in the description.
     """
     mine = {"magic": _MAGIC, "count": place.count, "index": place.index, "host": socket.gethostname(), "description": description}
+    mine = json.loads(json.dumps(mine, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
     problem = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
     if problem:
@@ -63,7 +87,7 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
         except OSError as error:
             return f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
         open_sockets.enter_context(listener)
-        came: set[int] = set()
+        came: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []
         problem = ""
         while len(came) < place.count - 1 and not problem:
@@ -77,7 +101,7 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
             except TimeoutError:
                 if time.monotonic() < deadline:
                     continue  # someone who connected and said nothing
-                absent = sorted({*range(1, place.count)} - came)
+                absent = sorted({*range(1, place.count)} - came.keys())
                 problem = f"{_some(absent)} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
                 problem += "; see their logs, launch.processes, and whether they reach that address"
                 break
@@ -85,9 +109,11 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
                 continue  # a port scanner
             if theirs["index"] in came:
                 problem = f"two processes say that they are number {theirs['index']} of {theirs['count']}; each needs its own launch.index"
-            came.add(theirs["index"])
+            came[theirs["index"]] = visitor
             visitors.append(visitor)
             problem = problem or _difference(mine, theirs)
+        if not problem and (left := [i for i, visitor in came.items() if _hung_up(visitor)]):
+            problem = f"{_some(left)} of {place.count} came to {place.coordinator} and left again; see their logs"
         for visitor in visitors:
             with contextlib.suppress(OSError):
                 _send(visitor, json.dumps({"problem": problem}))
@@ -103,7 +129,7 @@ def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) 
         try:
             with socket.create_connection(place.address, timeout=max(0.01, deadline - time.monotonic())) as host:
                 _send(host, json.dumps(mine))
-                host.settimeout(max(0.01, deadline + 10 - time.monotonic()))  # process 0 says who is missing
+                host.settimeout(timeout + 10)  # process 0 is there, and says by its own clock who is not
                 return json.loads(_receive(host))["problem"]
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
@@ -129,7 +155,19 @@ def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 def _compare(a: Any, b: Any, path: str) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         return [line for key in dict.fromkeys([*a, *b]) for line in _compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
-    return [] if a == b else [f"{path}: {a} on process 0, {b} there"]
+    return [] if json.dumps(a) == json.dumps(b) else [f"{path}: {a} on process 0, {b} there"]
+
+
+def _hung_up(visitor: socket.socket) -> bool:
+    visitor.setblocking(False)
+    try:
+        return visitor.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        visitor.settimeout(10)
 
 
 def _some(processes: list[int]) -> str:

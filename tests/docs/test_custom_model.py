@@ -20,7 +20,8 @@ from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, sh
 import train
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
-from sharding_rules import Rules, preset
+from mesh_lm.config import ConfigError
+from sharding_rules import Rules, ShardingRuleError, preset
 
 COMPILE_BUDGET = 45
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,6 @@ def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: 
         assert (kind, shlex.split(change)[:3]) == ("sh", ["python", "train.py", "--config=docs/custom_model.py"])
         arguments = shlex.split(change)[3:]
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises((train.ConfigError, train.ShardingRuleError)) as caught:
+    with pytest.raises((ConfigError, ShardingRuleError)) as caught:
         train.main([f"--config={tmp_path}/mine.py", f"--config.output={tmp_path}/run", *here, *arguments])
     assert f"error: {caught.value}\n" == answer

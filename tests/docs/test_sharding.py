@@ -16,7 +16,8 @@ from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 import train
 from mesh_lm.check import check
-from sharding_rules import PRESETS, MeshConfig, Rules, axes_of, preset
+from mesh_lm.config import ConfigError
+from sharding_rules import PRESETS, MeshConfig, Rules, ShardingRuleError, axes_of, preset
 from sharding_rules.rules import Kind
 
 COMPILE_BUDGET = 20
@@ -87,7 +88,7 @@ def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_are_answered_as_the_page_says(arguments: list[str], answer: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text(inspect.getsource(argparse))
     here = [f"--config.data.path={tmp_path}/corpus.txt", f"--config.output={tmp_path}", "--config.launch.compile_cache="]
-    with pytest.raises((train.ConfigError, train.ShardingRuleError)) as caught:
+    with pytest.raises((ConfigError, ShardingRuleError)) as caught:
         train.main([*here, *arguments])
     assert f"error: {caught.value}\n" == answer
 

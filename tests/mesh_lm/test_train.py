@@ -17,6 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import train
+from mesh_lm.config import ConfigError
+from mesh_lm.trained import Trained
 
 COMPILE_BUDGET = 400
 ROOT = Path(__file__).parents[2]
@@ -174,6 +176,36 @@ def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypat
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
 
+def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
+    arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
+        assert train.main(arguments(tmp_path)) == 99
+    assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
+    assert train.main(arguments(tmp_path)) == 0
+    assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [4]
+
+
+def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
+    """Its weights, and only with its tokenizer; the same for whoever uses it later."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train.main(arguments(first)) == 0
+    still = {"optimizer__learning_rate": 0, "checkpoint__every": 0, "train__steps": 1, "init_from": first}
+    assert train.main(arguments(second, **still)) == 0
+    wanted, found = leaves(first, 4), leaves(second, 1)
+    for name in wanted:
+        if "params" in name:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    with pytest.raises(ConfigError, match=r"init_from=.* was trained with another tokenizer than this data's"):
+        train.main(arguments(tmp_path / "third", **still, data__tokenizer="bytes"))
+    with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
+        train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
+    with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
+        Trained.load(first, tokenizer="bytes")
+    assert not (tmp_path / "third").exists()
+
+
 def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
     assert train.main(arguments(tmp_path, train__steps=1)) == 0
     for changes, message in (
@@ -186,7 +218,7 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ({"seed": 1}, "in sequences of 32, seed 0, this config reads corpus-"),
         ({"checkpoint__resume": "never"}, "already holds step 1, and checkpoint.resume=never"),
     ):
-        with pytest.raises(train.ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message):
             train.main(arguments(tmp_path, train__steps=2, **changes))
     assert train.main(arguments(tmp_path, train__steps=2)) == 0, "a refused run damaged the checkpoint"
 

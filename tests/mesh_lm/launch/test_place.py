@@ -33,6 +33,9 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, (2, 3)),
         ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees its own only
         ({"SLURM_GPUS_ON_NODE": "8"}, 1, 2, (4, 5, 6, 7)),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 1, 2, (4, 5, 6, 7)),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 3, 4, None),
         ({}, 3, 4, (3,)),
     ],
 )

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from slurm import cluster, why_not
 
+from mesh_lm.launch.__main__ import free_port
+
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker.py")
 FIELDS = {
@@ -144,6 +146,73 @@ def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tm
     assert process.returncode == 1 and "Traceback" not in out, out
     assert out.count("config.seed: 0 on process 0, 1 there") == 2, out
     assert not (tmp_path / "run").exists()
+
+
+def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int, str]]:
+    """(status, output) of processes that nobody watches over, as on hosts of their own."""
+    place = {"MESH_LM_COORDINATOR": f"127.0.0.1:{free_port()}", "MESH_LM_PROCESSES": str(len(environments)), "JAX_NUM_CPU_DEVICES": "4"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *arguments], env=environment() | place | {"MESH_LM_PROCESS_INDEX": str(i)} | own,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i, own in enumerate(environments)
+    ]  # fmt: skip
+    try:
+        outs = [process.communicate(timeout=100)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, out) for process, out in zip(running, outs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1])
+def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path: Path, absent: int) -> None:
+    """Long before JAX would give up waiting, and with the reason on both."""
+    homes = [tmp_path / "a", tmp_path / "b"]
+    for home in homes:
+        home.mkdir()
+    (homes[1 - absent] / "corpus.txt").write_text(inspect.getsource(argparse))
+    arguments = fields(output=tmp_path / "run", data__path="~/corpus.txt", data__cache="~/cache")
+    for status, out in apart(arguments, *({"HOME": str(home)} for home in homes)):
+        assert status == 1 and "Traceback" not in out, out
+        assert "data.path=~/corpus.txt: no such file or directory" in out, out
+
+
+@pytest.mark.slow
+def test_an_output_that_hosts_do_not_share_is_refused(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    homes = [tmp_path / "a", tmp_path / "b"]
+    for home in homes:
+        home.mkdir()
+    for status, out in apart(fields(output="~/run"), *({"HOME": str(home)} for home in homes)):
+        assert status == 1 and "Traceback" not in out, out
+        assert "is not the directory that process 0 sees; set output to one on a disk that all hosts share" in out, out
+
+
+@pytest.mark.slow
+def test_config_files_that_differ_inside_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Two files of one name, whose configs are equal and whose code is not."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        text = (ROOT / "configs" / "gpt_tiny.py").read_text() + f"\nNOTE = {name!r}\n"
+        (tmp_path / name / "mine.py").write_text(text)
+    arguments = ["--config=~/mine.py", *fields(output=tmp_path / "run")[1:]]
+    for status, out in apart(arguments, *({"HOME": str(tmp_path / name)} for name in ("a", "b"))):
+        assert status == 1 and "code.mine.py: " in out, out
+
+
+def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "mesh_lm.launch", "--processes", "2", "-m", "this"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0 and process.stdout.count("Namespaces are one honking great idea") == 2
+    process = subprocess.run([sys.executable, "-m", "mesh_lm.launch", "--processes=2"], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 2 and "name a Python script, such as train.py, or -m and a module" in process.stderr
 
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
