@@ -1,8 +1,12 @@
 """The README's experiment, taken from the README itself; and its table of presets, from the rules."""
 
 import re
+import shlex
 from pathlib import Path
 
+from mesh_lm import cli, evaluate, generate
+from mesh_lm.data.prepare.__main__ import Prepare
+from mesh_lm.huggingface.__main__ import Export
 from sharding_rules import PRESETS, axes_of
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -31,3 +35,18 @@ def test_the_table_of_presets() -> None:
             used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)}
             assert cell == (" x ".join(sorted(used)) or "whole"), f"{name}: {kind}"
         assert batch == " x ".join(axes_of(rules.activations["batch"]))
+
+
+def test_its_commands_are_understood() -> None:
+    """Every option of every command is one that the program has."""
+    readers = {"prepare": Prepare, "generate": generate.Arguments, "evaluate": evaluate.Arguments, "export": Export}
+    text = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if "python " in line and "venv" not in line]
+    assert len(lines) >= 10
+    for words in lines:
+        if "train.py" in words:
+            cli.parse(words[words.index("train.py") + 1 :])
+            continue
+        name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
+        options = [word for word in words[3:] if word.startswith("--")]
+        cli.command(readers[name], options, "")
