@@ -70,7 +70,7 @@ def text_of(line: bytes, field: str, where: str) -> str:
       ConfigError: not a JSON object with a string under `field`; the text starts with `where`.
     """
     try:
-        text = json.loads(line.decode())[field]
+        text = json.loads(line.decode("utf-8-sig"))[field]  # Windows writes a byte order mark before the first line
         text.encode()  # JSON can spell lone surrogates, which are not text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(

@@ -117,7 +117,7 @@ def test_jsonl(tmp_path: Path):
     texts = [f"line {i}\nof a document" for i in range(1, 201)]
     rows = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
     rows[4] = "  "  # a blank line keeps its number and is no document
-    (tmp_path / "a b.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "a b.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8-sig")
     made = prepare(config(tmp_path / "a b.jsonl", tmp_path), vocab=257)
     tokenizer = made.tokenizer()
     numbers = [i for i in range(1, 201) if i != 5]
