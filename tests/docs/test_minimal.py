@@ -22,6 +22,7 @@ def run(*arguments: str) -> tuple[str, list[float]]:
     return first, [float(loss) for line in lines for loss in re.fullmatch(r"step \d+: loss (\d+\.\d+)", line).groups()]
 
 
+@pytest.mark.slow
 def test_one_string_changes_the_strategy_and_nothing_else() -> None:
     first, losses = run()
     up, moments = first.split(", its moments are ")

@@ -22,11 +22,20 @@ CASES = [
     ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
     ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1),
 ]
+"""Each with one of the two models in the fast suite, in turns, and with the other in the slow one."""
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize(("rules", "mesh", "microbatches"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_equals_one_device(config, rules: str, mesh: dict[str, int], microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "rules", "mesh", "microbatches"),
+    [
+        pytest.param(model, *case, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, case in enumerate(CASES)
+        for j, model in enumerate(("gpt", "llama"))
+    ],
+    ids=lambda value: str(value).replace("'", ""),
+)
+def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microbatches: int) -> None:
+    config = {"gpt": GPT, "llama": LLAMA}[model]
     shard = shard_on(rules, **mesh)
     if mesh.get("tensor", 1) > config.kv_heads:  # then the kv heads are replicated, and each device takes its own
         rows = {"kv_heads": None}

@@ -119,6 +119,7 @@ def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) -> None:
     changes = {"train__steps": 8, "checkpoint__every": 4, "checkpoint__keep": 5}
     whole, moved = tmp_path / "whole", tmp_path / "moved"

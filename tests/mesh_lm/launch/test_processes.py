@@ -76,6 +76,7 @@ def assert_same_run(found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarr
     np.testing.assert_allclose(losses, wanted[1], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
     process = local(2, 4, WORKER, str(tmp_path), *fields())
     out, _ = process.communicate(timeout=300)
@@ -166,7 +167,6 @@ def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int
     return [(process.returncode, out) for process, out in zip(running, outs, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path: Path, absent: int) -> None:
     """Long before JAX would give up waiting, and with the reason on both."""
