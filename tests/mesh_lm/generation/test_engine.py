@@ -70,14 +70,14 @@ def reference(name: str, sampling: Sampling, seed: int = 5) -> tuple[list[list[i
 
 CASES = [
     ("gpt", "ddp", {}, GREEDY),
-    ("gpt", "ddp", {}, SAMPLED),
+    pytest.param("gpt", "ddp", {}, SAMPLED, marks=pytest.mark.slow),
     ("llama", "ddp", {}, GREEDY),
     ("llama", "ddp", {}, SAMPLED),
-    ("gpt", "megatron", {"data": 2, "tensor": 4}, GREEDY),
-    ("gpt", "fsdp", {"fsdp": 8}, SAMPLED),
+    pytest.param("gpt", "megatron", {"data": 2, "tensor": 4}, GREEDY, marks=pytest.mark.slow),
+    pytest.param("gpt", "fsdp", {"fsdp": 8}, SAMPLED, marks=pytest.mark.slow),
     ("gpt", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, GREEDY),
     ("llama", "megatron_sp", {"data": 2, "tensor": 4}, SAMPLED),
-    ("llama", "hsdp", {"data": 2, "fsdp": 4}, GREEDY),
+    pytest.param("llama", "hsdp", {"data": 2, "fsdp": 4}, GREEDY, marks=pytest.mark.slow),
     ("llama", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, SAMPLED),
 ]
 
