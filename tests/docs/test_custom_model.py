@@ -57,6 +57,7 @@ def test_page_is_the_file() -> None:
     assert shown == [line for line in FILE.read_text().splitlines() if line]
 
 
+@pytest.mark.slow
 def test_trains_by_its_own_rules(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     fields = {
         "model.n_layers": 2, "model.d_model": 32, "model.d_state": 48, "model.seq_len": 32, "model.vocab_size": 512,

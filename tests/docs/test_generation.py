@@ -68,6 +68,7 @@ def test_the_error(here: Path) -> None:
     assert f"error: {caught.value}\n" == text
 
 
+@pytest.mark.slow
 def test_from_python(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(here)
     (code,) = [text for kind, text in BLOCKS if kind == "python"]

@@ -55,6 +55,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Trained with a learning rate of 0, what is given away is what was taken, in bf16; train.py gets the options of a tiny run."""
     monkeypatch.chdir(here)
