@@ -42,8 +42,8 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    The directory appears whole or not at all. Every process of the run must call this; process 0 writes, holds one file's worth
-    (`max_shard_bytes`) in host memory, and returns last.
+    The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
+    file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).
 
     Raises ConfigError where no class of transformers can hold the model, naming the fields in the way, and where the directory is not empty
     or cannot be written.
