@@ -34,6 +34,7 @@ _CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
 _MAGIC = "mesh_lm"
 _RETRY = 0.2
+_GRACE = 10
 
 
 def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
@@ -90,7 +91,7 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
         came: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []
         problem = ""
-        while len(came) < place.count - 1 and not problem:
+        while len(visitors) < place.count - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 visitor = open_sockets.enter_context(listener.accept()[0])
@@ -99,6 +100,8 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
                 if theirs.get("magic") != _MAGIC:
                     continue
             except TimeoutError:
+                if problem:
+                    break
                 if time.monotonic() < deadline:
                     continue  # someone who connected and said nothing
                 absent = sorted({*range(1, place.count)} - came.keys())
@@ -112,6 +115,8 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
             came[theirs["index"]] = visitor
             visitors.append(visitor)
             problem = problem or _difference(mine, theirs)
+            if problem:  # those who are still on their way are to hear it too
+                deadline = min(deadline, time.monotonic() + _GRACE)
         if not problem and (left := [i for i, visitor in came.items() if _hung_up(visitor)]):
             problem = f"{_some(left)} of {place.count} came to {place.coordinator} and left again; see their logs"
         for visitor in visitors:

@@ -13,10 +13,11 @@ from mesh_lm.launch.rendezvous import describe, meet
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/step.py": "0123"}}
 
 
-def outcomes(places: list[Place], descriptions: list[dict], timeout: float = 20) -> list[str]:
+def outcomes(places: list[Place], descriptions: list[dict], timeout: float = 20, late: tuple[int, ...] = ()) -> list[str]:
     """What each process says; empty where all is well."""
 
     def one(place: Place, description: dict) -> str:
+        time.sleep(0.7 if place.index in late else 0)
         try:
             meet(place, timeout, description)
         except ConfigError as error:
@@ -55,7 +56,7 @@ def test_a_difference_is_named_on_every_process() -> None:
     other["config"]["train"]["steps"] = 6
     other["code"]["mesh_lm/step.py"] = "4567"
     three = places(3)
-    said = outcomes(three, [RUN, RUN, other])
+    said = outcomes(three, [RUN, RUN, other], late=(1,))
     assert said[0] == said[1] == said[2]
     assert "process 2 on " in said[0] and "does not run what process 0 on" in said[0]
     assert "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/step.py: 0123 on process 0, 4567 there\n" in said[0]
