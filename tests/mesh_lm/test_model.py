@@ -70,11 +70,11 @@ def plain_loss(c: DecoderConfig, params: dict, batch: dict) -> jax.Array:
             sink = jnp.broadcast_to(params["blocks.attention.sinks"][i][None, :, None, None], (*s.shape[:3], 1))
             s = jnp.concatenate([s, sink], -1)
         p = jax.nn.softmax(s, -1)[..., :S]
-        x = x + linear("bsnh,nhd->bsd", jnp.einsum("bnst,btnh->bsnh", p, v), "blocks.attention.out")
+        x = x + linear("bsnh,dnh->bsd", jnp.einsum("bnst,btnh->bsnh", p, v), "blocks.attention.out")
         h = norm(x, "blocks.mlp_norm")
         up = linear("bsd,dgf->bsgf" if c.activation == "swiglu" else "bsd,df->bsf", h, "blocks.mlp.up")
         h = jax.nn.silu(up[:, :, 0]) * up[:, :, 1] if c.activation == "swiglu" else jax.nn.gelu(up)
-        x = x + linear("bsf,fd->bsd", h, "blocks.mlp.down")
+        x = x + linear("bsf,df->bsd", h, "blocks.mlp.down")
     i = ()
     x = norm(x, "norm")
     z = (x @ params["embedding" if c.tied else "head"].T)[..., : c.vocab_size]

@@ -212,7 +212,7 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
     for changes, message in (
         (
             {"model__d_model": 64},
-            r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 4, 8, 32, 'float32'\] in the",
+            r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 32, 4, 8, 'float32'\] in the",
         ),
         ({"model__tied": "false"}, "head: absent in the checkpoint"),
         ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
