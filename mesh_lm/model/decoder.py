@@ -140,18 +140,20 @@ class Decoder(nnx.Module):
         rope = rope_table(c, batch.get("positions", jnp.arange(S))) if c.positions == "rotary" else None
         graph, stacked = nnx.split(blocks)
         n = jax.tree.leaves(stacked)[0].shape[0]
-        periods = jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
+        single = len(windows) == 1
+        periods = stacked if single else jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
 
-        def block(x: jax.Array, cache: Cache | None, weights: Any, number: jax.Array, window: int | None) -> tuple[jax.Array, Any]:
+        # The block takes what the scan hands out: were its weights picked from that outside, they would be saved, a copy of the model.
+        def block(x: jax.Array, cache: Cache | None, period: Any, number: jax.Array, i: int) -> tuple[jax.Array, Any]:
+            weights, window = period if single else jax.tree.map(lambda w: w[i], period), windows[i]
             past, keys = Past(cache, number, start) if cache else None, dropout.fold(number) if dropout else None
             x, past = nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, keys, past)
             return x, past and past.cache
 
         def period(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             (x, cache), (weights, number) = carry, scanned
-            for i, window in enumerate(windows):
-                run = remat(c.remat)(partial(block, window=window))
-                x, cache = run(x, cache, jax.tree.map(lambda w, i=i: w[i], weights), number + i)
+            for i in range(len(windows)):
+                x, cache = remat(c.remat)(partial(block, i=i))(x, cache, weights, number + i)
             return (x, cache), None
 
         return lax.scan(period, (x_BSD, cache), (periods, first + jnp.arange(0, n, len(windows))))[0]
