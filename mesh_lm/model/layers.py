@@ -82,6 +82,23 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered_once(y_BSD: jax.Array, shard: Shard) -> jax.Array:
+    """y. Its gradient, cut along the sequence, is gathered here: XLA would gather it for each of the two matmuls that take it."""
+    return y_BSD
+
+
+def _forward(y_BSD: jax.Array, shard: Shard) -> tuple[jax.Array, None]:
+    return y_BSD, None
+
+
+def _backward(shard: Shard, _: None, dy_BSD: jax.Array) -> tuple[jax.Array]:
+    return (shard(dy_BSD, "batch", "seq", "embed"),)
+
+
+_gathered_once.defvjp(_forward, _backward)
+
+
 class Linear(nnx.Module):
     """An einsum with a weight that is cast, then gathered, then used, and an optional bias of its output's dimensions."""
 
@@ -92,11 +109,12 @@ class Linear(nnx.Module):
         """The embedding is the weight's first dimension on either side of the model's width, because it is what FSDP cuts.
 
         XLA gathers along the major dimension only: it would keep a transposed copy of the whole stack of a weight that is cut along the
-        last one (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` the first dimension is the output's, else it is contracted.
+        last one (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` it is the output, into the residual stream; else it is contracted.
         """
         self.equation, self.shard, self.axes = equation, shard, tuple(axes)
         self.dtype, self.remat = weights.config.dtype, weights.config.remat
         self.weight = weights(shape, axes, std)
+        self.into_residual = bias_axes is not None
         self.has_bias = weights.config.biases
         if self.has_bias:
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
@@ -110,7 +128,8 @@ class Linear(nnx.Module):
     def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
         weight = self.shard.weight(stored.astype(self.dtype), *self.axes)
         if self.shard.cut("seq_resid"):
-            return jnp.einsum(self.equation, x_BS, weight)
+            y = jnp.einsum(self.equation, x_BS, weight)
+            return _gathered_once(y, self.shard) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
         # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
         y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
