@@ -1,5 +1,7 @@
 """Train a language model: python train.py --config=configs/gpt_tiny.py [--config.model.n_layers=6 ...]
 
+With --plan [--target=h100 --devices=1024] it shows what the run would do on GPUs that are not here, and does not train.
+
 Reads top to bottom. Every object a run needs is made here, once, and passed down; there is no global state and no branch per strategy:
 how a run is parallel is in its mesh and its rules.
 """
@@ -19,14 +21,18 @@ from mesh_lm.data.corpus import prepare
 from mesh_lm.evaluate import mean_loss, sample
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
+from mesh_lm.plan import command as plan
 from mesh_lm.step import abstract_state, batch_sharding, evaluate, fresh_state, init_state, train_step
 from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
 from sharding_rules import Shard, make_mesh
 
 
 def main(argv: list[str]) -> int:
-    # 1. Config: one frozen dataclass. What cannot run stops here, with every reason at once.
+    # 1. Config: one frozen dataclass. What cannot run stops here, with every reason at once; --plan stops here with what would happen.
+    planned, argv = plan.asked(argv)
     config = cli.parse(argv)
+    if planned:
+        return plan.show(planned, config)
     launch.start(config)
     config = check(config, jax.device_count())
 

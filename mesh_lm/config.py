@@ -160,6 +160,8 @@ class LaunchConfig:
     """Number of this process, 0 to processes - 1; -1: from MESH_LM_PROCESS_INDEX or Slurm."""
     timeout: float = 300.0
     """Seconds that processes wait for one another at the start."""
+    xla_flags: str = "auto"
+    """XLA's flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags; flags in XLA_FLAGS win."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 
-# What one test has compiled, another of this run, or a process that it starts, takes from here.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mesh_lm-tests-")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# What one test has compiled, another of this run, or a process that it starts, takes from here; MESH_LM_TEST_CACHE keeps it for later runs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("MESH_LM_TEST_CACHE") or tempfile.mkdtemp(prefix="mesh_lm-tests-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # which take twice as long to compile
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import hypothesis
 import jax
 import pytest
 
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if not os.environ.get("MESH_LM_TEST_CACHE"):
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -27,8 +35,24 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_budget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a file that compiles more XLA programs than its COMPILE_BUDGET (default 0). Cached programs do not count."""
+    """Fails a file that compiles more XLA programs than its COMPILE_BUDGET (default 0). Programs read from the cache on disk count too."""
     before = len(_compiles)
     yield
     budget, used = getattr(request.module, "COMPILE_BUDGET", 0), len(_compiles) - before
     assert used <= budget, f"{request.module.__name__} compiled {used} programs, over its COMPILE_BUDGET of {budget}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked deviceless need XLA's compiler for CUDA. MESH_LM_DEVICELESS=required: its absence is a failure, as on CI."""
+    if os.environ.get("MESH_LM_DEVICELESS") == "required" or importlib.util.find_spec("jax_cuda13_plugin"):
+        return
+    absent = pytest.mark.skip(reason="needs XLA's compiler for CUDA: pip install -e '.[aot]'")
+    for item in items:
+        if item.get_closest_marker("deviceless"):
+            item.add_marker(absent)
+
+
+@pytest.fixture(scope="session")
+def reports() -> str:
+    """A directory for compile_report(cache=...): a program that two tests of a run look at is compiled once."""
+    return os.path.join(os.environ.get("MESH_LM_REPORTS") or os.environ["JAX_COMPILATION_CACHE_DIR"], "reports")

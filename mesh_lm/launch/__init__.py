@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
-from mesh_lm.launch import rendezvous
+from mesh_lm.launch import gpu, rendezvous
 from mesh_lm.launch.place import Place
 from sharding_rules import ShardingRuleError
 
@@ -71,7 +71,11 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None
     if launch.compile_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(launch.compile_cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    if place := Place.of(launch):
+    place = Place.of(launch)
+    flags = gpu.set_flags(launch.xla_flags)
+    if flags and (place is None or place.index == 0):
+        print(flags, flush=True)
+    if place:
         join(place, launch.timeout, rendezvous.describe(_shared(config), command or {}))
 
 

@@ -1,0 +1,32 @@
+"""Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of eight or more."""
+
+from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.model import DecoderConfig
+from sharding_rules import MeshConfig, preset
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=DecoderConfig(
+            vocab_size=128_256,
+            seq_len=8192,
+            n_layers=80,
+            d_model=8192,
+            n_heads=64,
+            n_kv_heads=8,
+            d_ff=28_672,
+            positions="rotary",
+            rope_theta=500_000.0,
+            norm="rmsnorm",
+            activation="swiglu",
+            biases=False,
+            tied=False,
+            remat="full",
+        ),
+        output="runs/llama3_70b",
+        mesh=MeshConfig(data=-1, fsdp=8, tensor=8),
+        rules=preset("hsdp+megatron_sp"),
+        train=TrainLoop(steps=200_000, global_batch=1024, microbatches=4, eval_every=1000),
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000),
+        data=DataConfig(tokenizer_vocab=16_384),
+    )

@@ -1,0 +1,61 @@
+"""The GPU that a process will use, and XLA's flags for it, set before JAX first looks for devices: that is when XLA reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from mesh_lm.config import ConfigError
+from sharding_rules.lab import flags
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_CAPABILITIES = {r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0), r"\b(A100|A800)\b": (8, 0), r"\bG?B200\b": (10, 0)}
+"""By the name that the driver gives a GPU."""
+
+
+def set_flags(chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> str:
+    """Adds a set of flags (launch.xla_flags) to XLA_FLAGS, where a GPU is to be used. Returns what to print; empty: nothing was to do.
+
+    A flag that XLA_FLAGS has already keeps its value. Raises ConfigError for a set that does not exist.
+    """
+    if chosen not in (known := ("auto", "none", *flags.FLAG_SETS)):
+        raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
+    if chosen == "none" or not (name := visible(environment, driver)):
+        return ""
+    capability = next((found for pattern, found in _CAPABILITIES.items() if re.search(pattern, name)), None)
+    if capability is None:
+        return f"XLA flags: none, because none are vetted for {name}"
+    theirs = environment.get("XLA_FLAGS", "")
+    added = missing(flags.xla_flags(chosen, capability), theirs)
+    if not added:
+        return ""
+    environment["XLA_FLAGS"] = f"{theirs} {added}".strip()
+    return f"XLA flags for {name} (launch.xla_flags={chosen}): {added}"
+
+
+def missing(wanted: str, present: str) -> str:
+    """The flags of `wanted` that `present` does not set, to whatever value. Both as in XLA_FLAGS."""
+    have = {word.lstrip("-").partition("=")[0] for word in present.split()}
+    return " ".join(word for word in wanted.split() if word.lstrip("-").partition("=")[0] not in have)
+
+
+def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
+    """Name of the GPU that JAX will find; empty where it will find none, or use the CPU."""
+    platforms = environment.get("JAX_PLATFORMS", "").split(",")
+    if platforms[0] not in ("", "cuda", "gpu") or environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return ""
+    for file in sorted(driver.glob("*/information")):
+        if found := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE):
+            return found[1]
+    if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
+        return ""
+    try:
+        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.strip().partition("\n")[0]

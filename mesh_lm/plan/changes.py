@@ -1,0 +1,95 @@
+"""Changes of a config that may make it fit: what its fields allow, none of them written for a certain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mesh_lm.check import check
+from mesh_lm.config import ConfigError, TrainConfig
+from sharding_rules import PRESETS, ShardingRuleError, axes_of, preset
+from sharding_rules.lab import Report
+from sharding_rules.lab.fixes import Candidate
+from sharding_rules.lab.targets import TARGETS
+
+
+def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]) -> Iterator[Candidate]:
+    """Every change that passes `check`, one at a time, as what to type and how to compile it."""
+    config = check(config, n_devices)
+    seen = {config}
+    for kind, fields in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
+        try:
+            changed = check(_replace(config, fields), n_devices)
+        except (ConfigError, ShardingRuleError):
+            continue
+        if changed not in seen:
+            seen.add(changed)
+            yield Candidate(kind, " ".join(f"--config.{name}={value}" for name, value in fields.items()), lambda c=changed: compiled(c))
+
+
+Change = tuple[str, dict[str, Any]]
+"""A kind, and the fields that change."""
+
+
+def _remat(config: TrainConfig) -> Iterator[Change]:
+    """Keep less for the backward, the cheapest to compute again first; or keep it on the host."""
+    policies = ("none", "save_names", "full")
+    now = getattr(config.model, "remat", None)
+    if now in policies:
+        for policy in policies[policies.index(now) + 1 :]:
+            yield "remat", {"model.remat": policy}
+        if now != "full":
+            yield "offload", {"model.remat": "offload"}
+
+
+def _microbatches(config: TrainConfig) -> Iterator[Change]:
+    """Fewer sequences at once: half as many, and one on each device."""
+    mesh, train = config.mesh.sizes(), config.train
+    ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
+    each = train.global_batch // train.microbatches // ways
+    smaller = [b for b in range(each - 1, 0, -1) if each % b == 0]
+    for b in dict.fromkeys([*smaller[:1], *smaller[-1:]]):
+        yield "microbatch", {"train.microbatches": train.global_batch // ways // b}
+
+
+def _rules(config: TrainConfig) -> Iterator[Change]:
+    """Other presets over the same mesh that cut along each of its axes, the fewest changed first."""
+    used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
+    names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
+    for name in names:
+        if name != config.rules.name and used <= preset(name).mesh_axes():
+            yield "rule", {"rules": name}
+
+
+def _meshes(config: TrainConfig) -> Iterator[Change]:
+    """Replicas that share their weights, and more tensor parallelism inside a node."""
+    mesh = config.mesh.sizes()
+    tensor = "megatron_sp" if mesh["tensor"] > 1 else ""
+    for factor in (2, 8):
+        if mesh["data"] % factor == 0:
+            rules = "+".join(filter(None, ["hsdp", tensor]))
+            yield "mesh", {"rules": rules, "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
+    node = max(target.node for target in TARGETS.values())
+    for axis in ("data", "fsdp"):
+        if mesh["tensor"] * 2 <= node and mesh[axis] % 2 == 0:
+            rules = {} if "megatron" in config.rules.name else {"rules": f"{config.rules.name}+megatron_sp"}
+            yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
+
+
+def _loss(config: TrainConfig) -> Iterator[Change]:
+    """Fewer of the vocabulary's logits at once."""
+    if chunk := getattr(config.model, "loss_chunk", 0):
+        yield "loss", {"model.loss_chunk": max(128, chunk // 4)}
+
+
+def _replace(config: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
+    for name, value in fields.items():
+        section, _, field = name.rpartition(".")
+        if name == "rules":
+            config = dataclasses.replace(config, rules=preset(value))
+        else:
+            config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: value})})
+    return config

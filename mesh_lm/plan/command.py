@@ -1,0 +1,160 @@
+"""`python train.py --config=FILE --plan`: what the run would do on GPUs that are not here. Nothing is trained, no data is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from sharding_rules.lab.lint import Finding, lint
+
+from mesh_lm import cli
+from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.plan.changes import candidates
+from mesh_lm.plan.microbatch import largest
+from mesh_lm.plan.program import compilable, compile_config, devices_for
+from sharding_rules.lab import LabError, Report
+from sharding_rules.lab.fixes import Fix, rank
+from sharding_rules.lab.flags import FLAG_SETS, options
+from sharding_rules.lab.page import page
+from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.text import screen
+
+_SCREEN = "screen"
+_NAMES = ("plan", "target", "devices", "max_microbatch", "flags")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to plan for."""
+
+    plan: str = ""
+    """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines)."""
+    target: str = "h100"
+    """The GPU: h100, h200, a100 or b200."""
+    devices: int = 0
+    """How many of them; 0: as many as the mesh says, an axis of -1 counted as 1."""
+    max_microbatch: bool = False
+    """Find by compiling how many sequences a microbatch can have on each device."""
+    flags: str = "default"
+    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py)."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("target", TARGETS), ("flags", FLAG_SETS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"--{name}={value}: expected one of {', '.join(known)}")
+        if self.devices < 0:
+            raise ConfigError(f"--devices={self.devices} must be at least 1")
+        if self.plan != _SCREEN and Path(self.plan).suffix not in (".html", ".json"):
+            raise ConfigError(f"--plan={self.plan}: expected a file that ends in .html or .json, or nothing for the screen")
+
+
+def asked(argv: list[str]) -> tuple[Plan | None, list[str]]:
+    """The plan that a command line asks for, None without --plan, and the rest of its words. Raises ConfigError for a mistake in it."""
+    own, rest, waiting = [], [], False
+    for word in argv:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name in _NAMES:
+            alone = {"plan": _SCREEN, "max_microbatch": "true"}
+            own.append(f"{word}={alone[name]}" if "=" not in word and name in alone else word)
+            waiting = "=" not in word and name not in alone
+        else:
+            (own if waiting and not word.startswith("--") else rest).append(word)
+            waiting = False
+    if not any(word.startswith("--plan") for word in own):
+        if own:
+            raise ConfigError(f"{own[0]} goes with --plan: python train.py --config=FILE --plan {own[0]}")
+        return None, argv
+    return cli.command(Plan, own, "What a run would do on GPUs that are not here."), rest
+
+
+def show(plan: Plan, config: TrainConfig) -> int:
+    """Compiles the config's step and reports it. The status: 0, or 1 where it does not fit into the memory of the target.
+
+    Raises ConfigError for a config that cannot run, and where the compiler is missing or fails.
+    """
+    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    n_devices = devices_for(config, plan.devices)
+
+    def compiled(changed: TrainConfig) -> Report:
+        return compile_config(changed, plan.target, n_devices, options(plan.flags))
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        report = compiled(config)
+        findings = lint(report, config.rules)
+        fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
+        facts = _facts(config, report)
+        if plan.max_microbatch:
+            facts += largest(config, n_devices, compiled, say=say)
+    except LabError as error:
+        raise ConfigError(str(error)) from error
+    _write(plan, report, findings, fixes, facts)
+    if not report.fits:
+        raise ConfigError(refusal(report, fixes))
+    return 0
+
+
+def refusal(report: Report, fixes: Sequence[Fix]) -> str:
+    """Why a run cannot go on this target: what is in the way, and what would help, best first."""
+    gib = 2**30
+    lines = [f"{report.name} needs {report.peak_bytes / gib:.1f} GiB on each device, and {report.target} has {report.hbm / gib:.1f}"]
+    lines += [f"  - in the way: {b.bytes / gib:.2f} GiB of {b.kind}: {b.name} {b.shape}" for b in report.memory.buffers[:5]]
+    lines += [f"  - {fix}" for fix in fixes[:5]]
+    return "\n".join(lines)
+
+
+def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
+    model, train = config.model, config.train
+    per_token = model.flops_per_token()
+    tokens = train.global_batch * model.seq_len
+    theirs = per_token * tokens / report.n_devices
+    facts = [
+        ("rules", config.rules.name),
+        ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatches"),
+    ]
+    if n_params := getattr(model, "n_params", None):
+        facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
+    if theirs:
+        compiled = sum(report.flops.values())
+        facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
+    if (here := getattr(compilable(config).model, "attention", "")) != (there := getattr(model, "attention", "")):
+        facts.append(("attention", f"compiled as {here}, as its kernel cannot be compiled here; the run takes {there}"))
+    return tuple(facts)
+
+
+def _write(plan: Plan, report: Report, findings: Sequence[Finding], fixes: Sequence[Fix], facts: Sequence[tuple[str, str]]) -> None:
+    if plan.plan == _SCREEN:
+        Console().print(screen(report, findings, fixes, facts))
+        return
+    path = Path(plan.plan).expanduser()
+    if path.suffix == ".html":
+        text = page(report, findings, fixes, facts)
+    else:
+        text = json.dumps(
+            {
+                "report": json.loads(report.to_json()),
+                "findings": [dataclasses.asdict(one) for one in findings],
+                "fixes": [_plain(fix) for fix in fixes],
+                "facts": dict(facts),
+            }
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write --plan={plan.plan}: {error.strerror}") from error
+    print(f"wrote {path}")
+
+
+def _plain(fix: Fix) -> dict[str, Any]:
+    return {
+        "kind": fix.kind, "text": fix.text, "saves": fix.saves, "cost": fix.cost, "fits": fix.fits, "peak_bytes": fix.report.peak_bytes,
+    }  # fmt: skip

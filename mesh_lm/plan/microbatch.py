@@ -1,0 +1,58 @@
+"""The largest microbatch that fits, found by compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from mesh_lm.check import check
+from mesh_lm.config import ConfigError, TrainConfig
+from sharding_rules import axes_of
+from sharding_rules.lab import Report
+
+
+def largest(
+    config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report], *, say: Callable[[str], None], most: int = 4096
+) -> tuple[tuple[str, str], ...]:
+    """How many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
+
+    Each try is compiled. It has as many microbatches as the config, two at most: more change nothing in memory.
+
+    Raises ConfigError where not even one sequence fits.
+    """
+    config = check(config, n_devices)
+    mesh = config.mesh.sizes()
+    ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
+    count = min(2, config.train.microbatches)
+    peaks: dict[int, int] = {}
+    hbm = 0
+
+    def fits(b: int) -> bool:
+        nonlocal hbm
+        train = dataclasses.replace(config.train, global_batch=b * ways * count, microbatches=count)
+        report = compiled(dataclasses.replace(config, train=train))
+        peaks[b], hbm = report.peak_bytes, report.hbm
+        say(f"{b} sequences in a microbatch: {report.peak_bytes / 2**30:.2f} GiB of {report.hbm / 2**30:.2f}")
+        return report.fits
+
+    def gib(b: int) -> str:
+        return f"{peaks[b] / 2**30:.2f} of {hbm / 2**30:.2f} GiB"
+
+    if not fits(1):
+        raise ConfigError(
+            f"a microbatch of one sequence on each device needs {gib(1)}; without --max_microbatch, --plan shows what would help"
+        )
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    if high > most:
+        return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    found = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
+    each = config.train.global_batch // ways
+    best = max(b for b in range(1, low + 1) if each % b == 0)
+    advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
+    return (("largest microbatch", found), ("for this batch", advice))

@@ -1,0 +1,55 @@
+"""A config's training step as a program for GPUs that are not here: exactly the one that `train.py` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mesh_lm import cli
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.batches import abstract_batch
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import abstract_state, batch_sharding, train_step
+from sharding_rules import Rules, Shard
+from sharding_rules.lab import Report, compile_report, lower_for
+
+
+def devices_for(config: TrainConfig, devices: int | None) -> int:
+    """How many devices to plan for: as asked, else the mesh's own number, an axis of -1 counted as 1 (at least a node)."""
+    return devices or math.prod(max(1, size) for size in config.mesh.sizes().values())
+
+
+def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
+    """What the compiler makes of one training step of this config.
+
+    Raises ConfigError where the config cannot run on so many devices, LabError where the compiler is missing or fails.
+    """
+    config = compilable(check(config, n_devices))
+    mesh = lower_for(target, n_devices, **config.mesh.sizes())
+    blueprint = Blueprint.of(config.model, Shard(config.rules, mesh))
+    optimizer = AdamW(config.optimizer, config.train.steps)
+    step = train_step(blueprint, optimizer, config.seed)
+    state, batch = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
+    cache = Path(config.launch.compile_cache).expanduser() / "reports" if config.launch.compile_cache else None
+    return compile_report(step, state, batch, mesh=mesh, name=Path(config.output).name, options=options, cache=cache)
+
+
+def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:
+    """For `python -m sharding_rules diff`: the config that train.py's words mean, under these rules. Raises as `compile_config`."""
+    config = dataclasses.replace(cli.parse(argv), rules=rules)
+    report = compile_config(config, target, devices_for(config, devices))
+    return dataclasses.replace(report, name=f"{report.name} under {rules.name}")
+
+
+def compilable(config: TrainConfig) -> TrainConfig:
+    """The config with an attention that can be compiled here: cuDNN's needs its library, which the extra `aot` leaves out."""
+    model = config.model
+    if getattr(model, "attention", "") in ("auto", "cudnn") and not importlib.util.find_spec("nvidia.cudnn"):
+        return dataclasses.replace(config, model=dataclasses.replace(model, attention="xla"))  # pyright: ignore[reportCallIssue]
+    return config

@@ -1,0 +1,193 @@
+"""From a jitted function and the shapes of its arguments to a Report, without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from sharding_rules.lab import hlo
+from sharding_rules.lab.ledger import collectives, flops_by_phase, kernels
+from sharding_rules.lab.memory import memory
+from sharding_rules.lab.places import Places
+from sharding_rules.lab.report import Argument, LabError, Report
+from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.timeline import estimates, replay
+from sharding_rules.rules import axes_of
+
+_LAB = Path(__file__).parent
+_WARNING = "nvoluntary full rematerialization"
+_LOGGED = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
+
+
+def kind_of_argument(name: str) -> str:
+    """params, moments, batch or other, from the path of an argument: state['params']['embedding'] holds parameters."""
+    # The outermost word that is known: batch['weights'] is no parameter, params['v'] no moment.
+    return next((kind for word in re.findall(r"\w+", name) for kind, known in _KINDS.items() if word.lower() in known), "other")
+
+
+_KINDS = {
+    "moments": {"mu", "nu", "opt_state", "optimizer", "moments", "m", "v"},
+    "params": {"params", "weights", "parameters", "w"},
+    "batch": {"batch", "tokens", "labels", "inputs", "x"},
+}
+
+
+def compile_report(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    name: str = "",
+    options: Mapping[str, Any] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    kind_of: Callable[[str], str] = kind_of_argument,
+) -> Report:
+    """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
+
+    Args:
+      step: a function, jitted or not.
+      args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
+      name: what the report is called; default: the function's name.
+      options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
+      cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
+      kind_of: the class of an argument (params, moments, batch, other) from its path.
+
+    Raises LabError where XLA cannot compile it; what tracing raises passes through.
+    """
+    jitted = step if hasattr(step, "lower") else jax.jit(step)
+    lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+    options = dict(options or {})
+    device = mesh.devices.flat[0]
+    about = {
+        "name": name or getattr(step, "__name__", "step"),
+        "target": next((t.name for t in TARGETS.values() if t.description == device.device_kind), ""),
+        "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
+        "options": options,
+    }
+    kept = Path(cache) / f"{_key(lowered.as_text(), mesh, about)}.json" if cache else None
+    if kept and kept.is_file():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn, or of another version of the lab
+            return Report.from_json(kept.read_text())
+    report = _compile(lowered, _arguments(step, args, kind_of), mesh, about)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(report.to_json())
+        beside.replace(kept)
+    return report
+
+
+def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
+    asked = estimates(TARGETS.get(about["target"]))
+    with tempfile.TemporaryDirectory(prefix="sharding_lab_") as dump:
+        begin = time.monotonic()
+        with _standard_error() as said, _unkept():
+            try:
+                compiled = lowered.compile(compiler_options={**asked, "xla_dump_to": dump, **about["options"]})
+            except jax.errors.JaxRuntimeError as error:
+                raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
+        seconds = time.monotonic() - begin
+        assignment, live = ("".join(p.read_text() for p in Path(dump).glob(f"*-{kind}.txt")) for kind in ("buffer-assignment", "live-range"))
+    text = compiled.as_text()
+    module = hlo.parse(text)
+    places = Places(module)
+    target = TARGETS.get(about["target"])
+    return Report(
+        **about,
+        hbm=target.usable if target else 0,
+        mesh={axis: int(size) for axis, size in mesh.shape.items()},
+        axis_nodes=_axis_nodes(mesh),
+        collectives=collectives(module, places, mesh),
+        memory=memory(module, places, compiled.memory_analysis(), assignment, live, arguments),
+        arguments=arguments,
+        flops=flops_by_phase(module, places),
+        kernels=kernels(module, places),
+        warnings=tuple(line for line in said if _WARNING in line),
+        timeline=replay(module, places, mesh, target) if target else None,
+        instructions=sum(map(len, module.computations.values())),
+        compile_seconds=seconds,
+    )
+
+
+def _arguments(step: Callable[..., Any], args: tuple[Any, ...], kind_of: Callable[[str], str]) -> tuple[Argument, ...]:
+    """Named as JAX names the parameters of the program."""
+    found = []
+    for parameter, arg in zip(inspect.signature(step).parameters, args, strict=False):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            name = parameter + jax.tree_util.keystr(path)
+            sharding = getattr(leaf, "sharding", None)
+            local, axes = leaf.shape, ()
+            if isinstance(sharding, NamedSharding):
+                local = sharding.shard_shape(leaf.shape)
+                axes = tuple(axis for entry in sharding.spec for axis in axes_of(entry) if sharding.mesh.shape[axis] > 1)
+            found.append(Argument(name, kind_of(name), tuple(leaf.shape), str(leaf.dtype), math.prod(local) * leaf.dtype.itemsize, axes))
+    return tuple(found)
+
+
+def _axis_nodes(mesh: Mesh) -> dict[str, int]:
+    """How many nodes (processes) the devices along each axis span, the other axes fixed: the most of all lines."""
+    node = {device: (getattr(device, "slice_index", 0) or 0, device.process_index) for device in mesh.devices.flat}
+    spans = {}
+    for dim, axis in enumerate(mesh.axis_names):
+        lines = mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.devices.shape[dim])
+        spans[axis] = max(len({node[device] for device in line}) for line in lines)
+    return spans
+
+
+def _key(program: str, mesh: Mesh, about: dict[str, Any]) -> str:
+    """Of everything that the report depends on: the program, the devices and their order, options, versions, and the lab itself."""
+    digest = hashlib.sha256()
+    order = [device.id for device in mesh.devices.flat]
+    platform = mesh.devices.flat[0].client.platform_version
+    for part in (program, dict(mesh.shape), order, platform, sorted(about.items())):
+        digest.update(repr(part).encode())
+    for file in sorted(_LAB.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _unkept() -> Iterator[None]:
+    """Keeps what is compiled meanwhile out of JAX's cache, which would write it and then fail to read it."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def _standard_error() -> Iterator[list[str]]:
+    """What C++ code logs meanwhile, by lines. It is shown only where the block raises; what others write comes out afterwards."""
+    said: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    failed = True
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+            failed = False
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said += file.read().decode(errors="replace").splitlines()
+            for line in said:
+                if failed or not _LOGGED.match(line):
+                    print(line, file=sys.stderr)

@@ -1,0 +1,75 @@
+"""XLA's flags as data: few, because a process ends at a flag that its XLA does not know, and XLA renames them.
+
+Every flag here exists in jax 0.10.2 and 0.11.2 and was compiled with, in both, for GPUs that are not here. What each does to a training
+step is in benchmarks/results (xla_flags): how the schedule changes, not how fast it runs, which only a GPU can tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sharding_rules.lab.report import LabError
+from sharding_rules.rules import did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    value: bool | int | str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+    description: str
+    flags: dict[str, Flag]
+
+
+_SCHEDULER = Flag(
+    True,
+    "Off where XLA's SoL estimator does not support the GPU (an A100) or the program: none of gpt_175b's bytes are then sent beside a matmul, "
+    "29 % with it. On an H100 the estimator turns it on anyway, and the program stays the same.",
+)
+FLAG_SETS: dict[str, FlagSet] = {
+    "default": FlagSet("XLA as it comes", {}),
+    "overlap": FlagSet("Collectives beside matmuls", {"xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER}),
+    "overlap_two": FlagSet(
+        "Two collectives at once, for a mesh that uses NVLink (tensor) and the network (fsdp) in the same layer; not vetted on a GPU",
+        {
+            "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
+                2, "Otherwise a gather over the network keeps NVLink idle. 47 % of gpt_175b's bytes beside a matmul instead of 29 %."
+            ),
+        },
+    ),
+}
+"""By name."""
+
+VETTED = {"ampere": "overlap", "hopper": "overlap", "blackwell": "overlap"}
+"""Generation -> the set for it."""
+_GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
+
+
+def options(name: str) -> dict[str, Any]:
+    """A set as compiler options: `compile_report(options=options("overlap"))`. Raises LabError for one that does not exist."""
+    if name not in FLAG_SETS:
+        raise LabError(f"no set of XLA flags {name!r}{did_you_mean(name, list(FLAG_SETS))}; there are {', '.join(FLAG_SETS)}")
+    return {flag: each.value for flag, each in FLAG_SETS[name].flags.items()}
+
+
+def xla_flags(name: str, capability: tuple[int, int]) -> str:
+    """A set as text for the variable XLA_FLAGS, which XLA reads when JAX first looks for devices.
+
+    Args:
+      name: "auto": the one vetted for the GPU's generation; empty text where there is none.
+      capability: of the GPU: (9, 0) is an H100.
+    """
+    if name == "auto":
+        name = VETTED.get(_GENERATIONS.get(capability[0], ""), "default")
+    return written(options(name))
+
+
+def written(flags: Mapping[str, Any]) -> str:
+    """Flags as XLA_FLAGS spells them."""
+    return " ".join(f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items())

@@ -1,0 +1,245 @@
+"""The text of a compiled program (HLO after optimisation and scheduling) as data. Knows nothing of meshes or models.
+
+Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2 and 0.11.2 write it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from functools import cached_property
+
+_BITS = {
+    "pred": 8, "token": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
+    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+_COMMENT = re.compile(r"/\*.*?\*/")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a shape, which may be a tuple of them."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """f8 types of any name have 8 bits."""
+        return math.ceil(math.prod(self.dims) * _BITS.get(self.dtype, 8) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Every array in the text of a shape, in order, nested tuples flattened."""
+    return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+    """What follows the operands: attributes, metadata, backend_config."""
+    index: int
+    """Its place in the schedule of its computation."""
+    arguments: str = ""
+    """The text between the brackets, for parameters and constants."""
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return arrays(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """The path of scopes that JAX traced it in; empty where XLA made the instruction itself."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def frame(self) -> int:
+        """Number of its stack frame in the module's table; 0 where there is none."""
+        found = re.search(r"stack_frame_id=(\d+)", self.text)
+        return int(found[1]) if found else 0
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that run once each time this runs: of fusions, calls and asynchronous wrappers."""
+        return tuple(_CALLED.findall(self.text))
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Of a conditional: computations of which one runs."""
+        if found := re.search(r"branch_computations=\{(.*?)\}", self.text):
+            return tuple(re.findall(r"%([\w.\-]+)", found[1]))
+        return tuple(re.findall(r"(?:true|false)_computation=%([\w.\-]+)", self.text))
+
+    @property
+    def body(self) -> str:
+        found = re.search(r"body=%([\w.\-]+)", self.text)
+        return found[1] if found else ""
+
+    @property
+    def trips(self) -> int | None:
+        """How often a while loop runs; None where XLA does not know."""
+        found = _TRIPS.search(self.text)
+        return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A computation as the entry reaches it."""
+
+    computation: str
+    loops: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first. An unknown count is 1."""
+    conditional: bool
+    """Inside a branch that may not be taken."""
+    fused: bool
+    """Inside a fusion: its instructions have no place in the schedule of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A parsed program."""
+
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+    _files: dict[int, str]
+    _locations: dict[int, tuple[int, int]]
+    _frames: dict[int, tuple[int, int]]
+
+    def visits(self) -> Iterator[Visit]:
+        """Every computation in the order in which the entry runs them, once for each place that it is called from."""
+        yield from self._visit(self.entry, (), False, False)
+
+    def _visit(self, name: str, loops: tuple[int, ...], conditional: bool, fused: bool) -> Iterator[Visit]:
+        yield Visit(name, loops, conditional, fused)
+        for one in self.computations.get(name, ()):
+            if one.opcode == "while":
+                yield from self._visit(one.body, (*loops, one.trips or 1), conditional, fused)
+            elif one.opcode == "conditional":
+                for branch in one.branches:
+                    yield from self._visit(branch, loops, True, fused)
+            elif one.opcode in ("fusion", "call", "async-start", "custom-call"):
+                for called in one.called:
+                    yield from self._visit(called, loops, conditional, fused or one.opcode == "fusion")
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Names are unique in a module, parameters of computations included."""
+        return {one.name: one for computation in self.computations.values() for one in computation}
+
+    def stack(self, instruction: Instruction) -> Iterator[str]:
+        """file:line of each stack frame, innermost first; none where XLA made the instruction itself."""
+        frame = instruction.frame
+        for _ in range(len(self._frames) + 1):
+            if frame not in self._frames:
+                return
+            location, frame = self._frames[frame]
+            file, line = self._locations.get(location, (0, 0))
+            if file in self._files:
+                yield f"{self._files[file]}:{line}"
+
+    def flops(self, instruction: Instruction) -> int:
+        """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most."""
+        if instruction.opcode == "dot":
+            return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+        if instruction.opcode == "custom-call" and "matmul" in instruction.text:
+            return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        if instruction.opcode == "while":
+            return (instruction.trips or 1) * self.total_flops(instruction.body)
+        if instruction.opcode == "conditional":
+            return max(map(self.total_flops, instruction.branches), default=0)
+        if instruction.opcode in ("fusion", "call", "async-start"):
+            return sum(map(self.total_flops, instruction.called))
+        return 0
+
+    def total_flops(self, computation: str) -> int:
+        """Of the matmuls of one run of a computation."""
+        if computation not in self._flops:
+            self._flops[computation] = sum(self.flops(one) for one in self.computations.get(computation, ()))
+        return self._flops[computation]
+
+    @cached_property
+    def _flops(self) -> dict[str, int]:
+        return {}
+
+    def _contracted(self, dot: Instruction, pattern: str) -> int:
+        found, left = re.search(pattern, dot.text), self.by_name.get(dot.operands[0])
+        dims = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
+        return math.prod(left.arrays[0].dims[d] for d in dims) if left else 1
+
+
+def parse(text: str) -> Module:
+    """`compiled.as_text()` as a Module. Raises ValueError where there is no entry computation."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line.startswith((" ", "\t")):
+            if current is not None and (found := _LINE.match(line)):
+                current.append(_instruction(found[1], _COMMENT.sub("", found[2]), len(current)))
+        elif line.startswith("}"):
+            current = None
+        elif not line.startswith("HloModule") and (head := _HEAD.match(_COMMENT.sub("", line))):
+            current = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+    if not entry:
+        raise ValueError("no ENTRY computation in this text: it is not an HLO module")
+    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text))
+
+
+def _instruction(name: str, text: str, index: int) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    shape, rest = text[:end], text[end:].lstrip()
+    opening = rest.find("(")
+    closing = _closing(rest, opening)
+    inside = rest[opening + 1 : closing]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, shape, rest[:opening], operands, rest[closing + 1 :], index, "" if operands else inside)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the bracket that closes the one at `opening`."""
+    depth = 0
+    for at in range(opening, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if depth == 0:
+            return at
+    return len(text) - 1
+
+
+def _tables(text: str) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
+    """Files, locations (file, line) and frames (location, parent) of the stack traces, by number.
+
+    XLA writes a parent one too high: 1 is none.
+    """
+    head = text[: text.find("\n}")]
+    files = {int(n): path for n, path in re.findall(r'^(\d+) "([^"]*/[^"]*|[^"]*\.py)"$', _section(head, "FileNames"), re.M)}
+    lines = re.findall(r"^(\d+) \{file_name_id=(\d+).*?line=(\d+)", _section(head, "FileLocations"), re.M)
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _section(head, "StackFrames"), re.M)
+    return (
+        files,
+        {int(n): (int(file), int(line)) for n, file, line in lines},
+        {int(n): (int(location), int(parent or 1) - 1) for n, location, parent in frames},
+    )
+
+
+def _section(head: str, title: str) -> str:
+    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.M | re.S)
+    return found[1] if found else ""

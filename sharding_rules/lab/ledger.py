@@ -1,0 +1,140 @@
+"""What the compiled program sends and multiplies, by place in the model: collectives, FLOPs, kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+from sharding_rules.lab import groups
+from sharding_rules.lab.hlo import Array, Instruction, Module, Visit
+from sharding_rules.lab.places import COLLECTIVES, Places
+from sharding_rules.lab.report import Collective, Where
+
+_KINDS = {kind + end: kind for kind in COLLECTIVES for end in ("", "-start")}
+_TRIVIA = re.compile(
+    r"Sharding|SPMD\w*|AllocateBuffer|CreateBuffer|Pin|Unpin|annotate_device_placement|MoveTo\w+|PinTo\w+|LayoutConstraint|xla\.sdy.*"
+    r"|.*[Tt]op_?[Kk].*|PadToStatic|SliceToDynamic|AssumeGatherIndicesInBound|.*callback.*|__cublas.*|__cub\$.*|__onednn.*"
+)
+
+
+def collectives(module: Module, places: Places, mesh: Mesh) -> tuple[Collective, ...]:
+    """Every collective, once for each place that its computation is run from: the entry's first, then those of each loop in it.
+
+    Wire bytes are those of ring algorithms (NCCL's documentation, "Performance reported by NCCL tests").
+    """
+    found, wrapped = [], set()
+    for visit in module.visits():
+        lines = module.computations.get(visit.computation, ())
+        for one in lines if visit.computation not in wrapped else ():
+            inside = _inside(module, one)
+            if one.opcode == "async-start":
+                wrapped.update(one.called)
+            if inside is not None:
+                found.append(_collective(module, places, mesh, visit, one, inside))
+    return tuple(found)
+
+
+def flops_by_phase(module: Module, places: Places) -> dict[str, int]:
+    """Of matmuls, with the trips of the loops around them; of a conditional the branch with the most. Without a known phase: ""."""
+    totals: dict[str, int] = {}
+    for dot, times in _dots(module, module.entry, 1):
+        phase = places.of(dot).phase
+        totals[phase] = totals.get(phase, 0) + times * module.flops(dot)
+    return totals
+
+
+def kernels(module: Module, places: Places) -> tuple[tuple[str, tuple[str, ...], Where], ...]:
+    """Target, operand shapes and place of the custom calls that compute: attention, cuDNN, Pallas. Matmuls (cuBLAS) are in the FLOPs."""
+    found = []
+    for visit in module.visits():
+        for one in module.computations.get(visit.computation, ()):
+            target = re.search(r'custom_call_target="([^"]*)"', one.text)
+            if one.opcode == "custom-call" and target and not _TRIVIA.fullmatch(target[1]):
+                shapes = tuple(str(array) for array in _operands(module, one))
+                found.append((target[1], shapes, places.of(one)))
+    return tuple(found)
+
+
+def _collective(module: Module, places: Places, mesh: Mesh, visit: Visit, start: Instruction, inside: Instruction) -> Collective:
+    """`inside` is the collective, `start` what stands in the schedule for it; the same unless it is wrapped."""
+    kind = _KINDS[inside.opcode]
+    along = groups.parse(inside.text, mesh.devices.size)
+    whole = _whole(kind, inside, _operands(module, inside), along.size)
+    payload = sum(array.bytes for array in whole)
+    asynchronous = start.opcode.endswith("-start") and '"is_sync":true' not in start.text
+    where = places.of(start)
+    return Collective(
+        name=start.name,
+        kind=kind,
+        axes=along.axes(mesh),
+        group=along.size,
+        nodes=along.nodes(mesh),
+        shapes=tuple(map(str, whole)),
+        dtype=whole[0].dtype if whole else "",
+        payload=payload,
+        wire=_wire(kind, payload, along.size),
+        loops=visit.loops,
+        conditional=visit.conditional,
+        where=where if where.part or inside is start else places.of(inside),
+        asynchronous=asynchronous,
+        flops_hidden_behind=sum(map(module.flops, _between(module, visit.computation, start))) if asynchronous else 0,
+        partial=along.partial(mesh),
+    )
+
+
+def _inside(module: Module, one: Instruction) -> Instruction | None:
+    """The collective that an instruction of a schedule starts, itself or in the computation that it wraps."""
+    if one.opcode in _KINDS:
+        return one
+    if one.opcode == "async-start":
+        lines = (line for name in one.called for line in module.computations.get(name, ()))
+        return next((line for line in lines if line.opcode in _KINDS), None)
+    return None
+
+
+def _operands(module: Module, one: Instruction) -> list[Array]:
+    return [array for name in one.operands if name in module.by_name for array in module.by_name[name].arrays]
+
+
+def _whole(kind: str, one: Instruction, operands: list[Array], group: int) -> list[Array]:
+    """The arrays of all members together. Read from the operands, because the shapes of asynchronous results vary with XLA's version."""
+    if kind == "ragged-all-to-all":
+        return operands[:1]
+    if kind != "all-gather":
+        return operands
+    found = re.search(r"dimensions=\{(\d+)\}", one.text)
+    dim = int(found[1]) if found else 0
+    return [Array(a.dtype, (*a.dims[:dim], a.dims[dim] * group, *a.dims[dim + 1 :])) for a in operands]
+
+
+def _wire(kind: str, payload: int, group: int) -> float:
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(payload)
+    return payload * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+
+
+def _between(module: Module, computation: str, start: Instruction) -> Iterator[Instruction]:
+    """What is scheduled between an asynchronous start and its done; to the end where the done is in the next trip of the loop."""
+    waiting = {start.name}
+    for one in module.computations[computation][start.index + 1 :]:
+        if waiting.intersection(one.operands):
+            if one.opcode.endswith("-done"):
+                return
+            if one.opcode.endswith("-update"):
+                waiting.add(one.name)
+        yield one
+
+
+def _dots(module: Module, computation: str, times: int) -> Iterator[tuple[Instruction, int]]:
+    for one in module.computations.get(computation, ()):
+        if one.opcode == "while":
+            yield from _dots(module, one.body, times * (one.trips or 1))
+        elif one.opcode == "conditional" and one.branches:
+            yield from _dots(module, max(one.branches, key=module.total_flops), times)
+        elif one.opcode in ("fusion", "call", "async-start"):
+            for called in one.called:
+                yield from _dots(module, called, times)
+        elif times * module.flops(one):
+            yield one, times

@@ -1,0 +1,117 @@
+"""Where a value of a program comes from: through tuples, loops and copies to the instruction that computes it, and on to the parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from sharding_rules.lab.hlo import Instruction, Module
+
+_MOVES = frozenset(
+    [
+        "fusion",
+        "fusion-start",
+        "async-start",
+        "copy",
+        "copy-start",
+        "convert",
+        "transpose",
+        "bitcast",
+        "bitcast-convert",
+        "reshape",
+        "broadcast",
+        "slice",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "concatenate",
+        "pad",
+        "all-gather",
+        "all-gather-start",
+        "collective-permute",
+        "collective-permute-start",
+        "call",
+    ]
+)
+_MAKES = frozenset(["dot", "convolution", "custom-call", "gather", "scatter", "reduce", "reduce-window", "sort", "rng-bit-generator"])
+_FLOATS = ("f", "bf", "c")
+
+
+class Lineage:
+    """Of the values of one program. `weights`: names (op_name) of the parameters that hold a model's."""
+
+    def __init__(self, module: Module, weights: Iterable[str]) -> None:
+        self._module, self._names = module, frozenset(weights)
+        self.home = {one.name: name for name, lines in module.computations.items() for one in lines}
+        """The computation of each instruction."""
+        self._loops = {one.body: one for lines in module.computations.values() for one in lines if one.opcode == "while"}
+        self._known: dict[tuple[str, tuple[int, ...]], frozenset[str] | None] = {}
+
+    def writer(self, name: str, index: tuple[int, ...] = ()) -> tuple[Instruction, tuple[int, ...]]:
+        """The instruction that computes an element of `name`, and which of its elements that is.
+
+        Of what a loop carries: what the body writes; where it only hands it on, what comes into the loop.
+        """
+        passed: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        while True:
+            one = self._module.by_name[name]
+            loop = one if one.opcode == "while" else self._loops.get(self.home[name]) if one.opcode == "parameter" else None
+            if loop and index and passed[loop.name, index] < 2:
+                passed[loop.name, index] += 1
+                name = self._module.computations[loop.body][-1].name if passed[loop.name, index] == 1 else loop.operands[0]
+            elif one.opcode == "get-tuple-element":
+                found = re.search(r"index=(\d+)", one.text)
+                name, index = one.operands[0], (int(found[1]) if found else 0, *index)
+            elif one.opcode == "tuple" and index:
+                name, index = one.operands[index[0]], index[1:]
+            elif one.opcode == "conditional":
+                name = self._module.computations[one.branches[0]][-1].name
+            elif one.operands and (one.opcode == "optimization-barrier" or one.opcode.endswith("-done") or _unnamed_copy(one)):
+                name = one.operands[0]
+            else:
+                return one, index
+
+    def weights(self, name: str, index: tuple[int, ...] = ()) -> frozenset[str] | None:
+        """The weights that the value is made of where nothing else is in it: gathered, cast, sliced, laid out anew. Of a constant, none.
+
+        None where anything else goes in.
+        """
+        one, index = self.writer(name, index)
+        key = one.name, index
+        if key not in self._known:
+            self._known[key] = frozenset()  # what a loop carries may depend on itself
+            self._known[key] = self._weights_of(one, index)
+        return self._known[key]
+
+    def _weights_of(self, one: Instruction, index: tuple[int, ...]) -> frozenset[str] | None:
+        if one.opcode == "parameter":
+            given = self.home[one.name] == self._module.entry and one.op_name in self._names
+            return frozenset({one.op_name}) if given else None
+        if one.opcode in ("constant", "iota"):
+            return frozenset()
+        inside = {each.opcode for called in one.called for each in self._module.computations.get(called, ())}
+        if one.opcode not in _MOVES or inside & _MAKES:
+            return None
+        operands = [self._module.by_name[name] for name in self._inputs(one, index)]
+        # Positions to slice at and other scalars do not count.
+        found = [self.weights(each.name) for each in operands if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)]
+        return None if None in found else frozenset().union(*filter(None, found))
+
+    def _inputs(self, one: Instruction, index: tuple[int, ...]) -> Iterable[str]:
+        """The operands that an element of what an instruction makes depends on."""
+        if one.opcode.startswith("all-gather") and index and len(one.operands) > 1:
+            return (one.operands[index[-1]],)
+        lines = self._module.computations.get(one.called[0], ()) if one.called else ()
+        if not index or not lines or lines[-1].opcode != "tuple":
+            return one.operands
+        found, todo = set(), [lines[-1].operands[index[0]]]
+        for name in todo:
+            inside = self._module.by_name[name]
+            todo += [each for each in inside.operands if each not in todo]
+            if inside.opcode == "parameter":
+                found.add(one.operands[int(inside.arguments)])
+        return found
+
+
+def _unnamed_copy(one: Instruction) -> bool:
+    return one.opcode in ("copy", "bitcast") and not one.op_name

@@ -1,0 +1,351 @@
+"""A report as one HTML file: tables and charts, nothing fetched from anywhere, readable without JavaScript and on paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from sharding_rules.lab.charts import Share, colours, legend, schedule, stack, swatch
+from sharding_rules.lab.fixes import Fix
+from sharding_rules.lab.lint import Finding
+from sharding_rules.lab.report import KINDS, Report, Where, place
+from sharding_rules.lab.schedule import Piece, pieces
+from sharding_rules.lab.summary import (
+    GIB,
+    Row,
+    alike,
+    by_meaning,
+    duration,
+    flop,
+    link,
+    mesh_words,
+    over,
+    path,
+    percent,
+    rows,
+    shapes,
+    size,
+    verdict,
+    whose,
+    wire_by_axes,
+)
+
+_HERE = Path(__file__)
+_BUFFERS = 16
+_PIECES = 0.004
+"""Share of the step below which a piece of the schedule is not drawn."""
+_PHASES = {"forward": "--p0", "recompute": "--p1", "backward": "--p2", "optimizer": "--p3", "": "--rest"}
+
+
+def page(report: Report, findings: Sequence[Finding] = (), fixes: Sequence[Fix] = (), facts: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page. Everything from the report is escaped.
+
+    Args:
+      findings: of `lint`, the gravest first.
+      fixes: what would make it fit, or make it smaller, the best first.
+      facts: (label, value) that the head shows beside the mesh: ("parameters", "174.6 B").
+    """
+    in_schedule = pieces(report.timeline) if report.timeline else []
+    parts = _colours_of_parts(report, in_schedule)
+    sections = [
+        _section("memory", "Memory at the peak", _memory(report)),
+        _section("network", "What travels", _network(report, parts)),
+        _section("schedule", "The schedule", _schedule(report, in_schedule, parts)),
+        _section("matmuls", "Matmuls", _matmuls(report)),
+        _section("findings", "Findings", _findings(report, findings)),
+        _section("fixes", "What would help", _fixes(fixes)) if fixes else "",
+        _section("arguments", "Arguments", _arguments(report)),
+    ]
+    style, script = (_HERE.with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return _WHOLE.format(
+        title=escape(f"{report.name}: {verdict(report)}"),
+        style=style, script=script, head=_head(report, findings, facts), main="".join(sections), foot=_foot(report),
+    )  # fmt: skip
+
+
+_WHOLE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+{head}
+<main>
+{main}</main>
+{foot}
+<div id="tip" role="tooltip" hidden></div>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}">\n<h2>{title}</h2>\n{body}\n</section>\n'
+
+
+def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str, str]]) -> str:
+    of = f" of {size(report.hbm)}" if report.hbm else ""
+    fits = verdict(report)
+    told = [f"<strong class={'good' if report.fits else 'bad'}>{escape(fits[0].upper() + fits[1:])}.</strong>"]
+    told.append(f"The peak is {size(report.peak_bytes)}{of} on each device.")
+    if line := report.timeline:
+        told.append(
+            f"A step is predicted to take {duration(line.step)}, of which {duration(line.exposed)} "
+            f"({percent(line.exposed, line.step)}) wait for the network."
+        )
+    n = len(findings)
+    told.append(f'<a href="#findings">{n} finding{"s" * (n > 1)}</a>.' if n else "No findings.")
+    known = [("devices", f"{report.n_devices:,} x {report.target.upper() or 'as they are'}"), ("mesh", mesh_words(report)), *facts]
+    items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in known)
+    return f'<header>\n<h1>{escape(report.name)}</h1>\n<p class="verdict">{" ".join(told)}</p>\n<dl>{items}</dl>\n</header>'
+
+
+def _memory(report: Report) -> str:
+    kinds = report.memory.by_kind
+    colour = {kind: f"--m{i}" for i, kind in enumerate(KINDS)}
+    whole = report.hbm or report.peak_bytes
+    shares = [
+        Share(
+            f"{kind} {n / GIB:.1f}",
+            n,
+            colour.get(kind, "--rest"),
+            f"{kind}\n{size(n)}, {percent(n, whole)} of {'HBM' if report.hbm else 'the peak'}",
+        )
+        for kind, n in kinds.items()
+    ]
+    scale = max(whole, report.peak_bytes) or 1
+    chart = stack(
+        shares, scale, label=f"memory by class: {verdict(report)}", height=34, limit=report.hbm, limit_label=f"{size(report.hbm)} of HBM"
+    )
+    lines = [(swatch(colour.get(kind, "--rest")) + f" {kind}", _Number(n / GIB, 2), percent(n, whole)) for kind, n in kinds.items()]
+    classes = _table(["class", "GiB", ""], lines, foot=("peak", _Number(report.peak_bytes / GIB, 2), percent(report.peak_bytes, whole)))
+    merged = alike(report.memory.buffers)
+    lines = [
+        (
+            swatch(colour.get(b.kind, "--rest")),
+            _Number(n * b.bytes / GIB, 2),
+            _code(f"{n} x {b.shape}" if n > 1 else b.shape),
+            escape(whose(b)),
+        )
+        for n, b in merged[:_BUFFERS]
+    ]
+    rest = merged[_BUFFERS:]
+    foot = ("", _Number(sum(n * b.bytes for n, b in rest) / GIB, 2), f"{sum(n for n, _ in rest):,} more", "") if rest else None
+    buffers = _table(["", "GiB", "array", "live for"], lines, foot=foot)
+    return f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div><div class="wide">{buffers}</div></div>'
+
+
+def _network(report: Report, parts: dict[str, str]) -> str:
+    listed = rows(report, by_meaning)
+    if not listed:
+        return "<p>Nothing: the program has no collectives.</p>"
+    sent = wire_by_axes(report)
+    widest = max(sent.values())
+    bars = []
+    for axes in dict.fromkeys(row.one.axes for row in listed):
+        mine = [row for row in listed if row.one.axes == axes]
+        by_part = Counter[str]()
+        for row in mine:
+            by_part[_scope(row.one.where.part)] += round(row.wire)
+        where = link(max(row.nodes for row in mine))
+        shares = [
+            Share("", by_part[part], parts.get(part, "--rest"), f"{part or 'no named part'}\n{size(by_part[part])} over {over(axes)}")
+            for part in sorted(by_part, key=list(parts).index)
+        ]
+        chart = stack(shares, widest, label=f"{size(sent[axes])} over {over(axes)}", height=18)
+        group = max(row.one.group for row in mine)
+        label = f"<span>{escape(over(axes))}<small>{where}, {group} devices</small></span>"
+        bars.append(f'<div class="bar">{label}{chart}<b>{size(sent[axes])}</b></div>')
+    lead = "<p>Bytes that one device sends in a step, by mesh axis and part of the model.</p>"
+    chips = "".join(
+        f'<button type="button" data-axis="{escape(over(axes))}">{escape(over(axes))}</button>'
+        for axes in sent
+        if any(r.one.axes == axes for r in listed)
+    )
+    filters = f'<p class="chips" hidden>over <button type="button" data-axis="" aria-pressed="true">all</button>{chips}</p>'
+    return f"{lead}<figure>{''.join(bars)}{legend(parts, 'no named part')}</figure>\n<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
+
+
+def _collectives(listed: Sequence[Row]) -> str:
+    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", "GiB sent", "hidden"]
+    most = max(row.wire for row in listed) or 1
+    lines, tags = [], []
+    for row in listed:
+        one = row.one
+        every = "\n".join(f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {place(c.where)}" for c in row.collectives[:12])
+        lines.append(
+            (
+                escape(over(one.axes)), link(row.nodes), escape(one.kind) + (" (part of the axis)" if one.partial else ""),
+                _code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), _Number(row.times),
+                _Number(one.payload / 2**20, 1),
+                _Number(row.wire / GIB, 2, bar=row.wire / most), _Number(100 * row.hidden, 0, " %"),
+            )
+        )  # fmt: skip
+        tags.append(f'data-axis="{escape(over(one.axes))}" data-tip="{escape(every)}"')
+    foot = (*[""] * 6, _Number(sum(r.times for r in listed)), "", _Number(sum(r.wire for r in listed) / GIB, 2), "")
+    return _table(names, lines, tags=tags, foot=foot, cls="sortable") + _NOTE
+
+
+_NOTE = (
+    '<p class="note">Payload: the whole array, once. Sent: by one device in a step, in a ring. '
+    "Hidden: share of the bytes whose collective has a matmul between its start and its done.</p>"
+)
+
+
+def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> str:
+    line = report.timeline
+    if not line or not found:
+        return "<p>There are no estimates for these devices.</p>"
+    drawn = [piece for piece in found if piece.total >= _PIECES * line.step]
+    shares = []
+    for i, piece in enumerate(drawn):
+        tip = f"{piece.name}\n{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
+        shares.append(
+            Share(f"{'abcdefghijklmnopqrstuvwxyz'[i % 26]}", max(piece.total - piece.waiting, 0), f"--s{i % 2}", f"{tip}\ncompute")
+        )
+        shares.append(Share("", piece.waiting, "--wait", f"{tip}\nof it {duration(piece.waiting)} waiting for the network"))
+    whole = max(sum(share.value for share in shares), 1e-9)
+    lead = (
+        f"<p>The schedule replayed with estimates, XLA's and the data sheets'; no measurement: "
+        f"{duration(line.step)} a step, compute {duration(line.compute)}, "
+        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits for them "
+        f"({swatch('--wait')}). Below, one trip of each piece at its own scale: compute above the axis, matmuls tall; "
+        f"the network below it.</p>"
+    )
+    chart = f"<figure>{stack(shares, whole, label='the step, piece by piece', height=18)}</figure>"
+    panels = []
+    for i, piece in enumerate(drawn):
+        often = f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}" if piece.times > 1 else duration(piece.total)
+        share = f"{percent(piece.total, line.step)} of the step, {percent(piece.waiting, piece.total)} of it waiting"
+        caption = f"<b>{'abcdefghijklmnopqrstuvwxyz'[i % 26]}</b> {escape(piece.name)} <small>{often}, {share}</small>"
+        panels.append(f'<figure class="piece"><figcaption>{caption}</figcaption>{schedule(piece, parts)}</figure>')
+    return lead + chart + legend(parts, "no named part") + "".join(panels)
+
+
+def _matmuls(report: Report) -> str:
+    known = {phase: n for phase, n in report.flops.items() if n}
+    whole = sum(known.values())
+    if not whole:
+        return "<p>None.</p>"
+    shares = [
+        Share(f"{phase or 'no phase'} {flop(n)}", n, _PHASES.get(phase, "--rest"), f"{phase or 'no phase'}\n{flop(n)}, {percent(n, whole)}")
+        for phase, n in known.items()
+    ]
+    chart = f"<figure>{stack(shares, whole, label='FLOPs of matmuls by phase', height=18)}</figure>"
+    kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
+    lines = [(_Number(n), _code(target), escape(part), escape(phase)) for (target, part, phase), n in kernels.most_common()]
+    listed = f"<details><summary>{len(report.kernels)} custom calls</summary>{_table(['', 'kernel', 'part', 'phase'], lines)}</details>"
+    return f"<p>{flop(whole)} on each device in a step.</p>{chart}{listed if lines else ''}"
+
+
+def _findings(report: Report, findings: Sequence[Finding]) -> str:
+    items = []
+    for one in findings:
+        where = place(one.where) if one.where != Where() else ""
+        cls = ' class="notice"' if one.severity == "notice" else ""
+        cost = f"<b>{size(one.bytes)}</b>" if one.bytes else ""
+        fix = f'<p class="fix">{escape(one.fix)}</p>' if one.fix else ""
+        at = f"<small>{escape(where)}</small>" if where else ""
+        items.append(f'<li{cls}><div class="check">{escape(one.check)}{cost}</div><div><p>{escape(one.text)} {at}</p>{fix}</div></li>')
+    said = "".join(f"<li>{_code(line)}</li>" for line in report.warnings)
+    warned = f"<details><summary>{len(report.warnings)} warnings of XLA's partitioner</summary><ul>{said}</ul></details>" if said else ""
+    return (f'<ol class="findings">{"".join(items)}</ol>' if items else "<p>None.</p>") + warned
+
+
+def _fixes(fixes: Sequence[Fix]) -> str:
+    lines = []
+    for fix in fixes:
+        step = f"x {fix.cost:.2f}" if fix.cost is not None else "not known"
+        fits = '<span class="good">fits</span>' if fix.fits else '<span class="bad">does not fit</span>'
+        lines.append((_code(fix.text), escape(fix.kind), _Number(fix.saves / GIB, 2), _Number(fix.report.peak_bytes / GIB, 2), step, fits))
+    lead = "<p>Each was compiled. The step is the predicted time divided by that of the program as it is.</p>"
+    return lead + _table(["change", "kind", "GiB less", "GiB at the peak", "step", ""], lines)
+
+
+def _arguments(report: Report) -> str:
+    lines = [
+        (
+            escape(path(a.name)),
+            escape(a.kind),
+            _code(f"{a.dtype}[{','.join(map(str, a.shape))}]"),
+            escape(over(a.axes)) if a.axes else "replicated",
+            _Number(a.bytes / 2**20, 1),
+        )
+        for a in sorted(report.arguments, key=lambda a: -a.bytes)
+    ]
+    total = sum(a.bytes for a in report.arguments)
+    summary = f"<summary>{len(lines)} arrays, {size(total)} on each device</summary>"
+    return f"<details>{summary}{_table(['argument', 'class', 'whole array', 'cut by', 'MiB'], lines, cls='sortable')}</details>"
+
+
+def _foot(report: Report) -> str:
+    about = [f"Compiled in {report.compile_seconds:.1f} s", f"{report.instructions:,} instructions"]
+    about += [f"{name} {version}" for name, version in report.versions.items()] + [
+        f"{name}={value}" for name, value in report.options.items()
+    ]
+    return f"<footer>{escape(', '.join(about))}</footer>"
+
+
+def _colours_of_parts(report: Report, found: Sequence[Piece]) -> dict[str, str]:
+    """Innermost scopes: those with most predicted time and traffic first, so that they get the colours."""
+    weight = Counter[str]()
+    step = report.timeline.step if report.timeline else 1
+    for piece in found:
+        for span in piece.spans:
+            weight[_scope(span.where.part)] += round(1e9 * span.duration * piece.times / max(step, 1e-9))
+    sent = sum(wire_by_axes(report).values()) or 1
+    for one in report.collectives:
+        weight[_scope(one.where.part)] += round(1e9 * one.times * one.wire / sent)
+    return colours(part for part, _ in weight.most_common())
+
+
+def _scope(part: str) -> str:
+    return part.split("/")[-1]
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+class _Number(str):
+    """A number in a table: right-aligned, sorted by its value, with a bar of 0 to 1 behind it."""
+
+    value: float
+    bar: float | None
+
+    def __new__(cls, value: float, digits: int = 0, unit: str = "", bar: float | None = None) -> _Number:
+        self = super().__new__(cls, f"{value:,.{digits}f}{unit}")
+        self.value, self.bar = value, bar
+        return self
+
+
+def _table(
+    names: Sequence[str], lines: Sequence[Sequence[str]], *, tags: Iterable[str] = (), foot: Sequence[str] | None = None, cls: str = ""
+) -> str:
+    """Cells are HTML already."""
+    numeric = [bool(lines) and all(isinstance(line[i], _Number) for line in lines) for i in range(len(names))]
+    head = "".join(f'<th scope="col"{_class(n)}>{name}</th>' for name, n in zip(names, numeric, strict=True))
+    tags = list(tags) or [""] * len(lines)
+    body = "".join(f"<tr {tag}>{''.join(map(_cell, line))}</tr>" for line, tag in zip(lines, tags, strict=True))
+    last = f"<tfoot><tr>{''.join(map(_cell, foot))}</tr></tfoot>" if foot else ""
+    return f'<div class="scroll"><table class="{cls}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
+
+
+def _cell(text: str) -> str:
+    if not isinstance(text, _Number):
+        return f"<td>{text}</td>"
+    behind = f' style="--bar:{100 * text.bar:.1f}%"' if text.bar is not None else ""
+    return f'<td class="n{" behind" * bool(behind)}" data-value="{text.value!r}"{behind}>{text}</td>'
+
+
+def _class(numeric: bool) -> str:
+    return ' class="n"' if numeric else ""

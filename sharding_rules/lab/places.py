@@ -1,0 +1,304 @@
+"""From an instruction of the compiled program back to the model: named scopes, phase of the training step, source line.
+
+JAX writes the path of scopes and transformations into op_name: `jit(step)/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general`.
+XLA keeps it for most instructions, joins it for combined ones, `.../(attention/add:mlp/add)`, and loses it for those that it makes anew;
+their place follows from what they work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+
+from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.report import Phase, Where
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
+)  # fmt: skip
+_PHASES: tuple[Phase, ...] = ("", "forward", "recompute", "backward", "optimizer")
+"""In the order of a step."""
+_NOT_SCOPES = re.compile(
+    r"shard_map|while|body|cond|scan|closed_call|core_call|named_call|eval_jaxpr|checkpoint|remat2?|rematted_computation|pjit|xla_call"
+    r"|custom_(vjp|jvp)_call\w*|custom_lin|pallas_call|branch_\d+_fun|run_state|.*(->|,).*"
+)
+_WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
+_MOVES = {
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "copy",
+    "copy-start",
+    "copy-done",
+    "concatenate",
+    "async-start",
+    "async-update",
+    "async-done",
+}
+_MOVES |= {kind + end for kind in COLLECTIVES for end in ("", "-start", "-done")}
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_HELPERS = ("sharding_rules/shard.py:",)
+_ROOTS = ("mesh_lm/", "sharding_rules/", "pallas_kernels/")
+_FAR = 400
+"""Instructions to look at for a place before giving up."""
+
+
+class Places:
+    """Places of a module's instructions: `places.of(instruction)`."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._known: dict[str, Where] = {}
+        self._read: dict[str, Where | None] = {}
+
+    def of(self, instruction: Instruction, computation: str = "") -> Where:
+        """Names are unique in a module, so the computation is not needed."""
+        name = instruction.name
+        if name not in self._known:
+            self._known[name] = self._place(instruction)
+        return self._known[name]
+
+    def _place(self, one: Instruction) -> Where:
+        own = self._own(one)
+        if own and own.phase and own.part:
+            return own
+        if (own is None or (not own.part and one.opcode in _MOVES)) and (near := self._near(one)):
+            own = dataclasses.replace(own, part=near.part, phase=own.phase or near.phase) if own else near
+        own = own or Where(source=_source(self.module, one))
+        return own if own.phase else dataclasses.replace(own, phase=self._phase_by_position(one, own))
+
+    def _own(self, one: Instruction) -> Where | None:
+        """What the instruction's own op_name says; None where there is no path in it."""
+        if one.name not in self._read:
+            path = one.op_name
+            if one.opcode == "parameter" or "/" not in path:
+                self._read[one.name] = None
+            else:
+                places = [read(each) for each in alternatives(path)]
+                self._read[one.name] = dataclasses.replace(merged(places), source=_source(self.module, one))
+        return self._read[one.name]
+
+    # What XLA made itself: the place of what it works on, of what works on its result, of the loop it is in.
+
+    def _near(self, one: Instruction) -> Where | None:
+        for step in (self._upstream, self._downstream):
+            if found := self._search(one, step):
+                return _heaviest(found)
+        caller = self._callers.get(self._home[one.name])
+        while caller is not None:
+            if (own := self._own(caller)) and own.part:
+                return own
+            caller = self._callers.get(self._home[caller.name])
+        return None
+
+    def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Where]]:
+        """The nearest places on each way from `start`, with the bytes of the arrays there."""
+        found: list[tuple[int, Where]] = []
+        seen, todo = {start.name}, [start]
+        while todo and len(seen) < _FAR:
+            following: list[Instruction] = []
+            for name in (name for one in todo for name in step(one)):
+                one = self.module.by_name.get(name)
+                if one is None or name in seen:
+                    continue
+                seen.add(name)
+                own = self._own(one)
+                if own and (own.part or (own.phase and one.opcode not in _MOVES)):
+                    found.append((one.bytes, own))
+                else:
+                    following.append(one)
+            todo = following
+        return found
+
+    def _upstream(self, one: Instruction) -> Iterator[str]:
+        """Names of what an instruction's value is made from: through fusions, and from one trip of a loop into the trip before."""
+        if one.opcode == "get-tuple-element":
+            found = re.search(r"index=(\d+)", one.text)
+            yield from self._element(self.module.by_name.get(one.operands[0]), int(found[1]) if found else 0)
+        elif one.opcode == "parameter":
+            caller = self._callers.get(self._home[one.name])
+            if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
+                yield from caller.operands[int(one.arguments) : int(one.arguments) + 1]
+        elif one.opcode in ("fusion", "call", "async-start") and (inside := self._roots(one.called)):
+            yield from inside
+        else:
+            yield from one.operands
+
+    def _element(self, whole: Instruction | None, index: int) -> Iterator[str]:
+        """Where an element of a tuple comes from."""
+        if whole is None:
+            return
+        if whole.opcode == "tuple":
+            yield from whole.operands[index : index + 1]
+        elif whole.opcode in ("while", "fusion", "call"):
+            for root in self._roots((whole.body,) if whole.body else whole.called):
+                inside = self.module.by_name[root]
+                yield from self._element(inside, index) if inside.opcode == "tuple" else (root,)
+        elif whole.opcode == "parameter" and (caller := self._callers.get(self._home[whole.name])) and caller.opcode == "while":
+            yield from self._element(self.module.by_name.get(caller.operands[0]), index)
+        else:
+            yield whole.name
+
+    def _downstream(self, one: Instruction) -> Iterator[str]:
+        yield from self._users[one.name]
+
+    def _roots(self, computations: Iterable[str]) -> list[str]:
+        return [lines[-1].name for name in computations if (lines := self.module.computations.get(name))]
+
+    # Code outside of what is differentiated: before it, or after it.
+
+    def _phase_by_position(self, one: Instruction, own: Where) -> Phase:
+        """What depends on a backward pass is the optimizer; in the same loop as one (gradients that are summed up) it is backward still."""
+        if "optimizer" in re.split(r"[/+]", own.part):
+            return "optimizer"
+        home, looped = self._home[one.name], False
+        while (caller := self._callers.get(home)) is not None and home not in self._differentiated:
+            one, home = caller, self._home[caller.name]
+        if home not in self._differentiated:
+            return ""
+        outer: str | None = home
+        while outer and (caller := self._callers.get(outer)):
+            looped |= caller.opcode == "while"
+            outer = self._home[caller.name]
+        if one.name in self._after[home]:
+            return "backward" if looped else "optimizer"
+        return "forward" if own.part else ""
+
+    @cached_property
+    def _differentiated(self) -> set[str]:
+        """Computations that run any of a backward pass, themselves or in what they call."""
+        found: set[str] = set()
+        for name, lines in self.module.computations.items():
+            if any((own := self._own(one)) and own.phase in ("backward", "recompute") for one in lines):
+                while name and name not in found:
+                    found.add(name)
+                    caller = self._callers.get(name)
+                    name = self._home[caller.name] if caller else ""
+        return found
+
+    @cached_property
+    def _after(self) -> dict[str, set[str]]:
+        """By computation: instructions that need a result of the backward pass."""
+        after: dict[str, set[str]] = {}
+        for name in self._differentiated:
+            found = after[name] = set()
+            for one in self.module.computations[name]:
+                own = self._own(one)
+                begins = own.phase in ("backward", "recompute") if own and own.phase else bool(self._inside(one) & self._differentiated)
+                if begins or any(operand in found for operand in one.operands):
+                    found.add(one.name)
+        return after
+
+    @staticmethod
+    def _inside(one: Instruction) -> set[str]:
+        return {*one.called, *one.branches, one.body}
+
+    # The graph.
+
+    @cached_property
+    def _home(self) -> dict[str, str]:
+        return {one.name: name for name, lines in self.module.computations.items() for one in lines}
+
+    @cached_property
+    def _callers(self) -> dict[str, Instruction]:
+        return {name: one for lines in self.module.computations.values() for one in lines for name in self._inside(one) if name}
+
+    @cached_property
+    def _users(self) -> dict[str, list[str]]:
+        users: dict[str, list[str]] = defaultdict(list)
+        for lines in self.module.computations.values():
+            for one in lines:
+                for operand in one.operands:
+                    users[operand].append(one.name)
+        return users
+
+
+def read(path: str) -> Where:
+    """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp."""
+    *scopes, op = _split(path, "/")
+    parts: list[str] = []
+    phase: Phase = ""
+    for scope in scopes:
+        transforms, inner = _unwrap(scope)
+        if "transpose" in transforms and phase != "recompute":
+            phase = "backward"
+        elif "jvp" in transforms and not phase:
+            phase = "forward"
+        if scope == "rematted_computation":
+            phase = "recompute"
+        parts += [part for part in inner if not _NOT_SCOPES.fullmatch(part)]
+    if not phase and "optimizer" in parts:
+        phase = "optimizer"
+    return Where("/".join(parts), phase, "", op)
+
+
+def alternatives(path: str) -> list[str]:
+    """The paths of a combined instruction: `a/(b:c/d)` is `a/b` and `a/c/d`."""
+    found = re.search(r"(?:^|/)(\()", path)
+    if found is None:
+        return [path]
+    opening = found.start(1)
+    closing = next(
+        (at for at in range(opening, len(path)) if path[opening : at + 1].count("(") == path[opening : at + 1].count(")")), len(path)
+    )
+    choices = _split(path[opening + 1 : closing], ":")
+    return [each for choice in choices for each in alternatives(path[:opening] + choice + path[closing + 1 :])]
+
+
+def merged(places: list[Where]) -> Where:
+    """One for several: the scopes that they share and where they part, `layers/attention+mlp`; the latest phase; source of the first."""
+    parts = [place.part.split("/") for place in places if place.part]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    ends = {end for part in parts for end in "".join(part[len(shared) : len(shared) + 1]).split("+") if end}
+    part = "/".join([*shared, *(["+".join(sorted(ends))] if ends else [])])
+    phase = _PHASES[max(_PHASES.index(place.phase) for place in places)]
+    return Where(part, phase, places[0].source, places[0].op)
+
+
+def _heaviest(found: list[tuple[int, Where]]) -> Where:
+    """One place for several: those of few bytes (scalars that are reduced along) left out, and the phase of most bytes."""
+    found = sorted(found, key=lambda each: -each[0])
+    places = [where for size, where in found if size * 64 >= found[0][0]]
+    bytes_of: dict[Phase, int] = {}
+    for size, where in found:
+        bytes_of[where.phase] = bytes_of.get(where.phase, 0) + size
+    return dataclasses.replace(merged(places), phase=max(bytes_of, key=lambda phase: bytes_of[phase]))
+
+
+def _unwrap(scope: str) -> tuple[set[str], list[str]]:
+    """Transformations around a scope, and the scope; a jitted function's name is no scope."""
+    transforms: set[str] = set()
+    while found := _WRAPPED.match(scope):
+        if found[1] in ("jit", "pjit"):
+            return transforms, []
+        transforms.add(found[1])
+        scope = found[2]
+    return transforms, [part for part in _split(scope, "/") if part]
+
+
+def _split(text: str, at: str) -> list[str]:
+    """Where no bracket is open."""
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == at and depth <= 0:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return pieces
+
+
+def _source(module: Module, one: Instruction) -> str:
+    """The innermost frame of neither an installed package nor our own helpers, if there is one, without the machine's part of the path."""
+    frames = [frame for frame in module.stack(one) if not any(folder in frame for folder in _INSTALLED)]
+    frame = next((frame for frame in frames if not any(helper in frame for helper in _HELPERS)), frames[0] if frames else "")
+    if (cut := max(frame.rfind("/" + root) for root in _ROOTS)) >= 0:
+        return frame[cut + 1 :]
+    return "/".join(frame.split("/")[-2:])

@@ -1,0 +1,271 @@
+"""What a compiled program does, as data: collectives, memory, matmuls, timeline. Everything else in the lab makes it or reads it.
+
+A report is for one device of the mesh (all run the same program) and one run of the program, in bytes and microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from typing import Any, Literal
+
+Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
+"""Where a training step is; empty: none of them, or XLA does not say."""
+
+
+class LabError(ValueError):
+    """A program that cannot be compiled or does not keep its budget. The text is the whole message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The place of an instruction in the model that was traced."""
+
+    part: str = ""
+    """Named scopes (jax.named_scope), outermost first: layers/attention."""
+    phase: Phase = ""
+    source: str = ""
+    """file:line of the innermost frame outside installed packages."""
+    op: str = ""
+    """The JAX primitive, or what made it: dot_general, sharding_constraint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of the program."""
+
+    name: str
+    kind: str
+    """all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute, ..."""
+    axes: tuple[str, ...]
+    """Mesh axes along which its groups lie, in mesh order."""
+    group: int
+    """Devices in a group; less than the product of `axes` where the group is only a part of them."""
+    nodes: int
+    """NVLink domains that one group spans."""
+    shapes: tuple[str, ...]
+    """The whole arrays (gathered, or before they are scattered), as dtype[dims]."""
+    dtype: str
+    payload: int
+    """Bytes of the whole arrays."""
+    wire: float
+    """Bytes that a device sends in a ring: (n-1)/n of the payload, twice that for an all-reduce, all of it for a permute."""
+    loops: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first."""
+    conditional: bool
+    where: Where
+    asynchronous: bool
+    flops_hidden_behind: int
+    """Of the matmuls scheduled between its start and its done, once."""
+    partial: bool = False
+    """The group is a part of its axes."""
+
+    @property
+    def times(self) -> int:
+        return math.prod(self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An input of the program."""
+
+    name: str
+    """Its path: state['params']['embedding']."""
+    kind: str
+    """params, moments, batch, other."""
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    dtype: str
+    bytes: int
+    """On one device."""
+    axes: tuple[str, ...]
+    """Mesh axes that cut it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory that is live at the peak."""
+
+    name: str
+    kind: str
+    """One of KINDS."""
+    shape: str
+    bytes: int
+    where: Where
+    axes: tuple[str, ...] | None = None
+    """Mesh axes that cut it, where that is known (arguments)."""
+
+
+KINDS = ("params", "moments", "gradients", "weights in use", "activations", "logits", "batch", "other", "fragmentation")
+"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `fragmentation`: the heap's holes at the peak."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, as XLA's own buffer assignment has them."""
+
+    arguments: int
+    outputs: int
+    """Those that do not live in an argument's memory."""
+    temporaries: int
+    peak: int
+    """The most at any time, XLA's peak_memory_in_bytes: what must fit."""
+    buffers: tuple[Buffer, ...]
+    """Live at the peak, largest first; their bytes add up to `peak`."""
+
+    @cached_property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak, in the order of KINDS."""
+        return {kind: total for kind in KINDS if (total := sum(b.bytes for b in self.buffers if b.kind == kind))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something on the predicted timeline."""
+
+    name: str
+    stream: Literal["compute", "network"]
+    kind: str
+    """matmul, attention, elementwise, copy, or the kind of a collective."""
+    start: float
+    duration: float
+    """Microseconds, one time."""
+    loops: tuple[int, ...]
+    """The timeline shows the first trip of each loop; these are the trip counts around the span."""
+    where: Where
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The schedule replayed with XLA's own estimates: one compute stream, one network stream. A second opinion, not a measurement."""
+
+    step: float
+    """Microseconds for the whole program, all loops unrolled."""
+    compute: float
+    network: float
+    exposed: float
+    """Of the network's time, what compute waits for."""
+    spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler made of a program for one mesh. `report.count("reduce-scatter", "tensor")`, `report.wire_bytes("fsdp")`."""
+
+    name: str
+    target: str
+    """Name of the target it was compiled for; empty for real devices."""
+    hbm: int
+    """Bytes that a program may take on a device; 0 where unknown."""
+    mesh: dict[str, int]
+    """Size of each mesh axis, outermost first."""
+    axis_nodes: dict[str, int]
+    """NVLink domains that the devices along each axis span, others fixed."""
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    arguments: tuple[Argument, ...]
+    flops: dict[str, int]
+    """Of matmuls, by phase; "" where XLA does not say which."""
+    kernels: tuple[tuple[str, tuple[str, ...], Where], ...]
+    """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
+    warnings: tuple[str, ...]
+    """What the partitioner complained of while it compiled."""
+    timeline: Timeline | None
+    instructions: int
+    """Lines of the program: its size."""
+    compile_seconds: float
+    versions: dict[str, str]
+    options: dict[str, Any]
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of memory on one device, arguments included."""
+        return self.memory.peak
+
+    def select(
+        self, kind: str | None = None, axis: str | Collection[str] | None = None, *, phase: str | None = None, part: str | None = None
+    ) -> Iterator[Collective]:
+        """Collectives of a kind, whose groups lie along `axis` (a name: that axis among others; several names: exactly those)."""
+        for one in self.collectives:
+            along = axis is None or (axis in one.axes if isinstance(axis, str) else set(axis) == set(one.axes))
+            in_part = part is None or part in re.split(r"[/+]", one.where.part)
+            if along and in_part and kind in (None, one.kind) and phase in (None, one.where.phase):
+                yield one
+
+    def count(self, kind: str | None = None, axis: str | Collection[str] | None = None, *, at_least: int = 1024, **where: str) -> int:
+        """How many times they run in a step, those with less than `at_least` bytes of payload (scalars) left out."""
+        return sum(one.times for one in self.select(kind, axis, **where) if one.payload >= at_least)
+
+    def wire_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(one.times * one.wire for one in self.select(kind, axis, **where))
+
+    def payload_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> int:
+        """Bytes of the whole arrays that collectives work on in a step."""
+        return sum(one.times * one.payload for one in self.select(kind, axis, **where))
+
+    @property
+    def fits(self) -> bool:
+        return not self.hbm or self.peak_bytes <= self.hbm
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """The reverse of to_json. Raises ValueError for anything else."""
+        return _build(Report, json.loads(text))
+
+
+def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes: float) -> None:
+    """Raises LabError where a step sends more bytes along a mesh axis, or needs more memory, than allowed: fsdp=40e9, peak_bytes=72e9.
+
+    A mesh axis that is not named is not limited.
+    """
+    if unknown := wire_bytes.keys() - report.mesh.keys():
+        raise LabError(f"no mesh axis {', '.join(sorted(unknown))}; the mesh has {', '.join(report.mesh)}")
+    over = []
+    for axis, limit in wire_bytes.items():
+        if (sent := report.wire_bytes(axis)) > limit:
+            largest = sorted(report.select(axis=axis), key=lambda one: -one.times * one.wire)[:3]
+            lines = [f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in {place(one.where)}" for one in largest]
+            over.append(f"{axis}: {sent:.4g} bytes sent, {limit:.4g} allowed; most of them by{''.join(lines)}")
+    if peak_bytes is not None and report.peak_bytes > peak_bytes:
+        over.append(f"memory: {report.peak_bytes} bytes at the peak, {peak_bytes} allowed")
+    if over:
+        raise LabError(f"{report.name} is over its budget\n" + "\n".join(f"  - {line}" for line in over))
+
+
+def place(where: Where) -> str:
+    """In words: backward of layers/attention (model/layers.py:107)."""
+    words = " of ".join(filter(None, [where.phase, where.part])) or where.op or "?"
+    return words + (f" ({where.source})" if where.source else "")
+
+
+def _build(cls: type, data: dict[str, Any]) -> Any:
+    """A dataclass of this file from its asdict."""
+    nested = {"where": Where, "memory": Memory, "timeline": Timeline}
+    items = {"collectives": Collective, "arguments": Argument, "buffers": Buffer, "spans": Span}
+    values = {}
+    for field in dataclasses.fields(cls):
+        value = data[field.name]
+        if field.name in nested and value is not None:
+            value = _build(nested[field.name], value)
+        elif isinstance(value, list):
+            element = items.get(field.name) if cls in (Report, Memory, Timeline) else None
+            if element and not (cls is Memory and field.name == "arguments"):
+                value = tuple(_build(element, each) for each in value)
+            elif field.name == "kernels":
+                value = tuple((name, tuple(shapes), _build(Where, where)) for name, shapes, where in value)
+            else:
+                value = tuple(value)
+        values[field.name] = value
+    return cls(**values)

@@ -1,0 +1,172 @@
+"""What the screen, the page and the difference share: numbers that a person reads, and collectives added up."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from sharding_rules.lab.report import Buffer, Collective, Report, place
+
+GIB = 2**30
+SCALAR = 1024
+"""Collectives with less payload, in bytes, are norms, counts and losses: no table lists them."""
+
+
+def size(n: float) -> str:
+    """Bytes: 4.20 GiB, 56.1 MiB, 3 KiB, 12 B."""
+    for unit, scale, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 0)):
+        if abs(n) >= 0.0995 * scale or (unit == "KiB" and abs(n) >= 2**10):
+            return f"{n / scale:,.{digits}f} {unit}"
+    return f"{n:,.0f} B"
+
+
+def duration(microseconds: float) -> str:
+    """18.4 s, 56.1 ms, 3.2 µs."""
+    for unit, scale in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= 0.9995 * scale:
+            return f"{microseconds / scale:,.3g} {unit}" if microseconds < 1e3 * scale else f"{microseconds / scale:,.0f} {unit}"
+    return f"{microseconds:.3g} µs"
+
+
+def flop(n: float) -> str:
+    """337.4 TFLOP; smaller programs in GFLOP and MFLOP."""
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if n >= 0.1 * scale:
+            return f"{n / scale:,.1f} {unit}"
+    return f"{n / 1e6:,.1f} MFLOP"
+
+
+def percent(part: float, whole: float) -> str:
+    """13 %; less than a half of one, but something: <1 %."""
+    share = 100 * part / whole if whole else 0.0
+    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+
+
+def over(axes: Sequence[str]) -> str:
+    """Mesh axes in words: data+fsdp; one that moves nothing along any axis: none."""
+    return "+".join(axes) or "none"
+
+
+def link(nodes: int) -> str:
+    """What the bytes travel on, from the NVLink domains that a group spans."""
+    return "network" if nodes > 1 else "NVLink"
+
+
+def shapes(all_of_them: Sequence[str], most: int = 1) -> str:
+    """bf16[4096,12288] + 3 more; equal ones once: 2 x f32[768]."""
+    counted = [f"{n} x {shape}" if n > 1 else shape for shape, n in Counter(all_of_them).items()]
+    more = len(counted) - most
+    return " ".join(counted[:most]) + (f" + {more} more" if more > 0 else "")
+
+
+def mesh_words(report: Report) -> str:
+    """data 8 x fsdp 16 x tensor 8; axes of one device left out."""
+    return " x ".join(f"{axis} {n}" for axis, n in report.mesh.items() if n > 1) or "one device"
+
+
+def verdict(report: Report) -> str:
+    """fits, 35.9 GiB free; does not fit, 4.20 GiB too much."""
+    if not report.hbm:
+        return f"peak of {size(report.peak_bytes)}; the memory of these devices is not known"
+    spare = report.hbm - report.peak_bytes
+    return f"fits, {size(spare)} free" if report.fits else f"does not fit, {size(-spare)} too much"
+
+
+def path(name: str) -> str:
+    """state['params']['embedding'] with dots."""
+    return re.sub(r"\[['\"]([^]]*)['\"]\]", r".\1", name)
+
+
+def whose(buffer: Buffer) -> str:
+    """Who needs a live buffer: the path of an argument and what cuts it, else the place in the model."""
+    if buffer.axes is not None:
+        return f"{path(buffer.name)}, " + (f"cut by {over(buffer.axes)}" if buffer.axes else "replicated")
+    known = buffer.where.part or buffer.where.phase or buffer.where.source or buffer.where.op
+    return place(buffer.where) if known else buffer.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Collectives that a table shows in one line, added up over a step."""
+
+    collectives: tuple[Collective, ...]
+
+    @property
+    def one(self) -> Collective:
+        return self.collectives[0]
+
+    @property
+    def times(self) -> int:
+        return sum(c.times for c in self.collectives)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the whole arrays in a step."""
+        return sum(c.times * c.payload for c in self.collectives)
+
+    @property
+    def wire(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(c.times * c.wire for c in self.collectives)
+
+    @property
+    def hidden(self) -> float:
+        """Share, 0 to 1, of those bytes whose collective has a matmul scheduled between its start and its done."""
+        behind = sum(c.times * c.wire for c in self.collectives if c.asynchronous and c.flops_hidden_behind)
+        return behind / self.wire if self.wire else 0.0
+
+    @property
+    def nodes(self) -> int:
+        return max(c.nodes for c in self.collectives)
+
+    @property
+    def places(self) -> str:
+        """attention, mlp: fwd+recompute+bwd. The innermost scopes, those that send most first; crumbs are left out."""
+        sent = Counter[tuple[str, str]]()
+        for c in self.collectives:
+            sent[c.where.part.split("/")[-1], c.where.phase] += round(c.times * c.wire)
+        large = [meaning for meaning, n in sent.most_common() if n >= _CRUMB * self.wire]
+        parts = list(dict.fromkeys(part for part, _ in large if part))
+        phases = [short for phase, short in _SHORT.items() if phase in {phase for _, phase in large} and [phase] != parts]
+        return ": ".join(filter(None, (", ".join(parts), "+".join(phases))))
+
+
+_CRUMB = 0.02
+_SHORT = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "optimizer": "optimizer"}
+
+
+def by_axes(one: Collective) -> tuple:
+    return (one.axes, one.kind, one.dtype)
+
+
+def by_meaning(one: Collective) -> tuple:
+    """What stays the same from one compilation to the next: neither names nor lines."""
+    return (one.kind, one.axes, one.dtype, tuple(sorted(one.shapes)), one.where.part, one.where.phase)
+
+
+def rows(report: Report, key: Callable[[Collective], tuple]) -> list[Row]:
+    """Collectives with the same key added up, scalars left out: the mesh axes that carry most first, then the rows of each."""
+    groups: dict[tuple, list[Collective]] = {}
+    for one in report.collectives:
+        if one.payload >= SCALAR:
+            groups.setdefault(key(one), []).append(one)
+    carried = wire_by_axes(report)
+    return sorted((Row(tuple(g)) for g in groups.values()), key=lambda r: (-carried[r.one.axes], r.one.axes, -r.wire, key(r.one)))
+
+
+def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:
+    """Bytes that one device sends in a step over each set of mesh axes (each collective counted once), the largest first."""
+    total: dict[tuple[str, ...], float] = {}
+    for one in report.collectives:
+        total[one.axes] = total.get(one.axes, 0.0) + one.times * one.wire
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def alike(buffers: Iterable[Buffer]) -> list[tuple[int, Buffer]]:
+    """Live buffers with the same shape and place once, and how many there are; the most bytes in all first."""
+    counted: dict[tuple, list[Buffer]] = {}
+    for b in buffers:
+        counted.setdefault((b.kind, b.shape, b.bytes, b.where, b.axes, b.name if b.axes is not None else ""), []).append(b)
+    return sorted(((len(same), same[0]) for same in counted.values()), key=lambda item: -item[0] * item[1].bytes)

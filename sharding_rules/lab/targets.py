@@ -1,0 +1,158 @@
+"""GPUs to compile for that are not here, as data. Units: bytes, FLOP/s, bytes/s in one direction per GPU.
+
+Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100, H200, A100 and B200 data sheets);
+`reachable` shares are what NCCL and cuBLAS reach on such hardware, for estimates only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from sharding_rules.lab.report import LabError
+from sharding_rules.mesh import AXES, MeshConfig, make_mesh
+from sharding_rules.rules import did_you_mean
+
+MEMORY_FRACTION = 0.92
+"""Of a GPU's memory, what a run gives to JAX (which takes 0.75 unless told); the rest is for CUDA, NCCL's buffers and cuBLAS."""
+
+_INSTALL = "run: pip install 'mesh_lm[aot]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU, and the node it sits in."""
+
+    name: str
+    description: str
+    capability: tuple[int, int]
+    cores: int
+    """Streaming multiprocessors."""
+    clock_ghz: float
+    hbm: int
+    """Bytes of device memory."""
+    hbm_bandwidth: float
+    flops: dict[str, float]
+    """Peak of the tensor cores by dtype."""
+    nvlink: float
+    network: float
+    """Between nodes: one 400 Gb/s port per GPU is 50e9."""
+    l2: int
+    shared_memory: int
+    """Bytes per block with opt-in."""
+    verified: bool
+    """A whole training step was compiled for it by this project's tests."""
+    node: int = 8
+    """GPUs that share an NVLink domain."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes of device memory that a program may take."""
+        return int(self.hbm * MEMORY_FRACTION)
+
+    def config(self) -> str:
+        """XLA's GpuTargetConfigProto in text format (xla/stream_executor/device_description.proto)."""
+        fields = {
+            "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared_memory + 1024, "threads_per_core_limit": 2048, "core_count": self.cores,
+            "fpus_per_core": 128 if self.capability >= (9, 0) else 64, "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535, "memory_bandwidth": int(self.hbm_bandwidth), "l2_cache_size": self.l2,
+            "clock_rate_ghz": self.clock_ghz, "device_memory_size": self.hbm, "shared_memory_per_block_optin": self.shared_memory,
+            "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+        }  # fmt: skip
+        lines = "".join(f"  {name}: {value}\n" for name, value in fields.items())
+        major, minor = self.capability
+        return (
+            f"gpu_device_info {{\n{lines}  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
+            # Without a runtime version XLA silently turns fp8 matmuls into bf16 ones.
+            f'device_description_str: "{self.description}"\nruntime_version {{ major: 13 minor: 0 }}\n'
+        )
+
+
+_HOPPER = {"bf16": 989.5e12, "f16": 989.5e12, "f8": 1979e12, "f32": 67e12}
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_978_434_048, 3.352e12, _HOPPER, 450e9, 50e9, 50 << 20, 232_448, True),
+        Target("h200", "NVIDIA H200", (9, 0), 132, 1.98, 150_109_880_320, 4.8e12, _HOPPER, 450e9, 50e9, 50 << 20, 232_448, True),
+        Target(
+            "a100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 84_974_239_744, 2.039e12,
+            {"bf16": 312e12, "f16": 312e12, "f32": 19.5e12}, 300e9, 25e9, 40 << 20, 166_912, False,
+        ),
+        Target(
+            "b200", "NVIDIA B200", (10, 0), 148, 1.965, 191_126_044_672, 8e12,
+            {"bf16": 2250e12, "f16": 2250e12, "f8": 4500e12, "f32": 80e12}, 900e9, 50e9, 126 << 20, 232_448, False,
+        ),
+    )
+}  # fmt: skip
+"""By name. h100: SXM 80 GB."""
+
+
+def lower_for(target: Target | str, n_devices: int | None = None, **axes: int) -> Mesh:
+    """A mesh of GPUs that are not here: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can be compiled for, but hold no array.
+
+    Args:
+      n_devices: None: as many as `axes` multiply to. With a number, the axis given as -1, else `data`, takes what is left.
+      axes: sizes of the mesh axes of MeshConfig, outermost first in the mesh; those not named are 1.
+
+    Raises LabError where the compiler for CUDA is not installed, the target is unknown, or the devices do not fill whole nodes; MeshError
+    where the sizes do not multiply to n_devices.
+    """
+    if unknown := [axis for axis in axes if axis not in AXES]:
+        raise LabError(f"no mesh axis {unknown[0]!r}{did_you_mean(unknown[0], AXES)}")
+    config = MeshConfig(**axes)
+    if n_devices is None:
+        n_devices = math.prod(config.sizes().values())
+    elif -1 not in axes.values() and "data" not in axes:
+        config = dataclasses.replace(config, data=-1)
+    return make_mesh(config.resolve(n_devices), devices(target, n_devices))
+
+
+def h100(**axes: int) -> Mesh:
+    """`h100(data=2, tensor=4)`: eight H100s that are not here."""
+    return lower_for("h100", **axes)
+
+
+def devices(target: Target | str, n_devices: int) -> list[Any]:
+    """`n_devices` GPUs that are not here. Raises LabError as `lower_for` does."""
+    if isinstance(target, str):
+        if target not in TARGETS:
+            raise LabError(f"no target {target!r}{did_you_mean(target, list(TARGETS))}")
+        target = TARGETS[target]
+    if n_devices < 1 or (n_devices > target.node and n_devices % target.node):
+        raise LabError(f"{n_devices} devices do not fill whole nodes of {target.node} {target.name}; take a multiple of {target.node}")
+    return list(_topology(target.config(), n_devices, min(n_devices, target.node)))
+
+
+@functools.cache
+def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
+    """One process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+    _require_compiler()
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{n_devices // node}x{node}")
+    except jax.errors.JaxRuntimeError as error:
+        raise LabError(f"XLA does not take this target: {error}") from error
+    return tuple(topology.devices)
+
+
+def _require_compiler() -> None:
+    """Raises LabError with what to install, where JAX would fail deep inside or, worse, in the middle of a compilation."""
+    plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
+    if not plugins:
+        raise LabError(
+            f"compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed; {_INSTALL} "
+            "(a CPU is enough to run it, no driver is needed)"
+        )
+    if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
+        raise LabError(f"{plugins[0].replace('_', '-')} {found} does not go with jax {jax.__version__}; {_INSTALL}")
+    if not importlib.util.find_spec("nvidia"):
+        raise LabError(f"XLA's compiler for CUDA needs ptxas and libdevice, which are not installed; {_INSTALL}")

@@ -1,0 +1,292 @@
+"""What one train step must send, on paper: every collective of a decoder under a preset, derived from the design, not from a compiler.
+
+The forms were written before any program was measured, and the lab's ledger is held to them (tests/sharding_rules/lab/test_collectives.py). They follow `mesh_lm/step.py` (manual over
+data, one fp32 sum per step), `mesh_lm/model/` (what a block gathers and reduces, what remat runs again), `mesh_lm/loss.py` and
+`StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported. docs/closed_forms.md is made from here.
+
+Sizes: D data, F fsdp, T tensor (devices along the mesh axes); L layers, M microbatches, b sequences of a microbatch on one batch shard,
+s sequence, h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its result, of a reduce-scatter its
+operand, of an all-reduce the array. Wire, for a ring of n: (n-1)/n of the payload, twice that for an all-reduce.
+
+Not here, because below 1 KiB or absent from the presets: scalars (loss sums, label weight, gradient norm), attention sinks and q/k norms,
+documents kept separate (positions are then looked up), pipeline, expert and sequence axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
+BYTES = {"bf16": 2, "f32": 4}
+PARTS = {"ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"}
+Per = Literal["layer", "microbatch", "chunk", "step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder that its communication depends on."""
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    """With its padding."""
+    seq: int
+    learned_positions: bool
+    biases: bool
+    norm_vectors: int
+    """Vectors in one norm: 2 (scale and bias) or 1."""
+    gated: bool
+    """SwiGLU: two matrices into the MLP."""
+    tied: bool
+    remat: str
+    """none, save_names (offload counts as that) or full."""
+    loss_chunk: int
+
+    @classmethod
+    def of(cls, model: Any) -> Decoder:
+        """From a `mesh_lm.model.DecoderConfig`."""
+        return cls(
+            layers=model.n_layers, d_model=model.d_model, d_ff=model.d_mlp, heads=model.n_heads, kv_heads=model.kv_heads,
+            head_dim=model.d_head, vocab=model.padded_vocab, seq=model.seq_len, learned_positions=model.positions == "learned",
+            biases=model.biases, norm_vectors=2 if model.norm == "layernorm" and model.biases else 1,
+            gated=model.activation == "swiglu", tied=model.tied, remat="save_names" if model.remat == "offload" else model.remat,
+            loss_chunk=model.loss_chunk,
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of one layer's matrices: q, k, v, out, up (and gate), down."""
+        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads) + self.d_model * self.d_ff * (3 if self.gated else 2)
+
+    @property
+    def whole_vectors(self) -> int:
+        """Per layer, elements of vectors as wide as the residual stream, which nothing cuts: two norms, the biases of out and down."""
+        return self.d_model * (2 * self.norm_vectors + 2 * self.biases)
+
+    @property
+    def cut_vectors(self) -> int:
+        """Per layer, elements of the biases of q, k, v and up (and gate), which tensor cuts as it cuts their matrices."""
+        return self.biases * (self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_ff * (2 if self.gated else 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A preset, or a product of some, on a mesh."""
+
+    preset: str
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero_by: Literal["embed", "layers"] = "embed"
+    """The logical axis whose moments (and gradients) ZeRO cuts over data."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.parts - PARTS:
+            raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
+        cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
+        if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
+            raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
+
+    @property
+    def parts(self) -> set[str]:
+        return set(self.preset.split("+"))
+
+    @property
+    def is_tensor(self) -> bool:
+        return bool(self.parts & {"megatron", "megatron_sp"})
+
+    @property
+    def sp(self) -> bool:
+        """Megatron's sequence parallelism."""
+        return "megatron_sp" in self.parts
+
+    @property
+    def zero(self) -> int:
+        """What is cut over data: 1 the moments, 2 the gradients too."""
+        return 2 if "zero2" in self.parts else 1 if "zero1" in self.parts else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One collective of the step, with the times it runs."""
+
+    part: str
+    """layer, embedding, positions, norm, head, loss, gradients or weights."""
+    kind: str
+    axes: tuple[str, ...]
+    ways: int
+    """Devices in one group."""
+    dtype: str
+    size: str
+    """The payload's symbol: see SYMBOLS."""
+    payload: float
+    """Bytes of one run on one device."""
+    count: int
+    """Runs in each `per`."""
+    per: Per
+    times: int
+    """Runs in the step."""
+    why: str
+    needed: float = 1.0
+    """Part of the wire bytes that the strategy cannot do without."""
+    excess: str = ""
+    """Why the design sends more than that."""
+
+    @property
+    def payload_bytes(self) -> float:
+        return self.times * self.payload
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.payload_bytes * (2 if self.kind == AR else 1) * (self.ways - 1) / self.ways
+
+    @property
+    def least_wire_bytes(self) -> float:
+        return self.needed * self.wire_bytes
+
+
+SYMBOLS = {
+    "X": ("2 b s h", "bf16", "the residual stream of one batch shard, whole along the sequence"),
+    "W": ("2 x matrices of a layer / T", "bf16", "a layer's matrices as it uses them; 24 h^2 / T for GPT"),
+    "E": ("2 V h / T", "bf16", "a table (embedding, head) as it is used; its gradient is summed in fp32: 2E"),
+    "P": ("2 s h; / T where the sequence is cut", "bf16", "the learned positions that a device uses; their gradient is summed in fp32: 2P"),
+    "p": ("4 s h / F", "f32", "the positions' gradient as it is stored"),
+    "u": ("4 x whole vectors of a layer", "f32", "norms, and biases of the width h: 24 h for GPT"),
+    "v": ("4 x cut vectors of a layer / T", "f32", "biases of q, k, v and up: 28 h / T for GPT"),
+    "n": ("4 h, 8 h with a bias", "f32", "the last norm"),
+    "c": ("4 x tokens of a loss chunk", "f32", "one number per token"),
+    "G": ("4 x parameters of one device", "f32", "gradients as the weights are stored"),
+    "Z": ("4 x those that ZeRO cuts over data", "f32", "matrices and tables: what has a dimension embed"),
+}
+"""Symbol -> (bytes, dtype, what it is)."""
+
+
+def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: int) -> list[Term]:
+    """The collectives of one step, without groups of one device. sequences: b, of one microbatch on one batch shard."""
+    size = _sizes(model, strategy, sequences)
+    chunks = -(-sequences * model.seq // model.loss_chunk)
+    runs = {"layer": model.layers * microbatches, "microbatch": microbatches, "chunk": chunks * microbatches, "step": 1}
+    terms = []
+    for part, kind, axes, dtype, symbol, count, per, why, *rest in _terms(model, strategy):
+        axes = tuple(a for a in axes if getattr(strategy, a) > 1)
+        if axes and count:
+            ways = math.prod(getattr(strategy, a) for a in axes)
+            terms.append(Term(part, kind, axes, ways, dtype, symbol, size[symbol], count, per, count * runs[per], why, *rest))
+    return [t for t in terms if t.payload]
+
+
+def total(terms: Iterable[Term], axis: str = "", field: str = "wire_bytes") -> float:
+    """Bytes per device and step. axis: those whose groups run along it (a group over two axes counts for both); empty: all."""
+    return sum(getattr(t, field) for t in terms if not axis or axis in t.axes)
+
+
+def by_axes(terms: Iterable[Term], field: str = "wire_bytes") -> dict[tuple[str, ...], float]:
+    """Bytes per device and step by the mesh axes that a group spans."""
+    out: dict[tuple[str, ...], float] = {}
+    for t in terms:
+        out[t.axes] = out.get(t.axes, 0) + getattr(t, field)
+    return out
+
+
+def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
+    """Symbol -> bytes."""
+    L, h, T, F = model.layers, model.d_model, strategy.tensor, strategy.fsdp
+    tables = (1 if model.tied else 2) * model.vocab * h / (T * F) + model.learned_positions * model.seq * h / F
+    embed = L * model.matrices / (T * F) + tables
+    last = model.norm_vectors * h
+    vectors = L * (model.whole_vectors + model.cut_vectors / T)
+    cut, whole = (embed, vectors + last) if strategy.zero_by == "embed" else (embed - tables + vectors, tables + last)
+    E, P = 2.0 * model.vocab * h / T, 2.0 * model.seq * h * model.learned_positions / (T if strategy.sp else 1)
+    return {
+        "X": 2.0 * b * model.seq * h,
+        "W": 2.0 * model.matrices / T,
+        "E": E,
+        "2E": 2 * E,
+        "P": P,
+        "2P": 2 * P,
+        "p": 4.0 * model.seq * h * model.learned_positions / F,
+        "u": 4.0 * model.whole_vectors,
+        "v": 4.0 * model.cut_vectors / T,
+        "n": 4.0 * last,
+        "c": 4.0 * min(model.loss_chunk, b * model.seq),
+        "G": 4 * (cut + whole),
+        "Z": 4 * cut,
+        "G-Z": 4 * whole,
+    }
+
+
+def _terms(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+    """(part, kind, axes, dtype, size, count, per, why[, needed, excess]) on any mesh."""
+    if strategy.is_tensor:
+        yield from _tensor(model, strategy)
+    yield from _fsdp(model, strategy)
+    yield from _once_a_step(strategy)
+
+
+def _tensor(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+    again = {"none": (0, 0), "save_names": (2, 0), "full": (2, 1)}[model.remat]
+    t = ("tensor",)
+    if strategy.sp:
+        yield "layer", AG, t, "bf16", "X", 2, "layer", "forward: the sequence is whole in attention and in the MLP"
+        yield "layer", RS, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor, into a cut sequence"
+        yield "layer", AG, t, "bf16", "X", again[0], "layer", "recompute: inputs of qkv and up, which their weight gradients need whole"
+        why = "recompute: out, for the residual between the halves; down's result nobody needs"
+        yield "layer", RS, t, "bf16", "X", again[1], "layer", why
+        yield "layer", AG, t, "bf16", "X", 2, "layer", "backward: dy of out and of down, once for both of their gradients"
+        yield "layer", RS, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
+        yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a cut sequence"
+        yield "embedding", AG, t, "bf16", "X", 1, "microbatch", "backward: dx whole, for the rows that a device holds"
+        yield "head", AG, t, "bf16", "X", 1, "microbatch", "whole sequences meet this device's rows of the head"
+        yield "head", RS, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary; formed in the forward"
+        why = "backward: each device has its part of the sequence, and the table is stored whole over tensor"
+        yield "positions", AG, t, "f32", "p", 1, "microbatch", why
+    else:
+        yield "layer", AR, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor"
+        yield "layer", AR, t, "bf16", "X", again[1], "layer", "recompute: out, for the residual between the halves"
+        yield "layer", AR, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
+        yield "embedding", AR, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed"
+        yield "head", AR, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary"
+    yield "loss", AR, t, "f32", "c", 3, "chunk", "of each token: the greatest logit, the sum of exponentials, the label's logit"
+
+
+def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+    """What a microbatch gathers and reduces where fsdp cuts weights; and vectors, which are whole but see a part of the batch."""
+    f, by_batch = ("fsdp",), ("fsdp", "tensor") if strategy.sp else ("fsdp",)
+    yield "layer", AG, f, "bf16", "W", 1, "layer", "forward: the layer's matrices, cast first"
+    yield "layer", AG, f, "bf16", "W", 1, "layer", "backward: again, also with remat=none; kept, every device would hold the model"
+    yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
+    why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
+    yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
+    yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor cuts, which see whole sequences"
+    yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm"
+    yield "embedding", AG, f, "bf16", "E", 1, "microbatch", "the table, for the lookup"
+    fp32 = "rows are summed in fp32, because a common token's row has many addends; bf16 would be half"
+    yield "embedding", RS, f, "f32", "2E", 1, "microbatch", "backward: its gradient", 0.5, fp32
+    if not model.tied:  # else it is the table that the lookup has gathered
+        yield "head", AG, f, "bf16", "E", 1, "microbatch", "the head, before the chunks"
+    shared = (0.0, "tied, but reduced once as a table and once as a head") if model.tied else (0.5, fp32)
+    yield "head", RS, f, "f32", "2E", 1, "microbatch", "its gradient, after the last chunk", *shared
+    yield "positions", AG, f, "bf16", "P", 1, "microbatch", "this device's part of the sequence"
+    yield "positions", RS, f, "f32", "2P", 1, "microbatch", "backward: summed over the batch", 0.5, "summed in fp32; bf16 would be half"
+
+
+def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
+    d, new = ("data",), "new weights, from the device that has their moments: fp32, because the weights are stored whole"
+    whole = "gradients, summed once after the last microbatch"
+    if strategy.zero == 0:
+        yield "gradients", AR, d, "f32", "G", 1, "step", whole
+        return
+    if strategy.zero == 1:
+        excess = "zero1 keeps gradients whole by its definition; zero2 reduce-scatters them"
+        yield "gradients", AR, d, "f32", "Z", 1, "step", f"{whole}, of what has its moments cut", 0.5, excess
+    else:
+        yield "gradients", RS, d, "f32", "Z", 1, "step", f"{whole}, each part where its moments are"
+    yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}, of what has its moments whole: norms and biases"
+    yield "weights", AG, d, "f32", "Z", 1, "step", new

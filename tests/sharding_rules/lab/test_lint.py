@@ -1,0 +1,251 @@
+"""Each check of lint on reports cut by hand: what it finds, and the lawful neighbour that it must be silent about."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from sharding_rules import preset
+from sharding_rules.lab.hlo import arrays
+from sharding_rules.lab.lint import CHECKS, Finding, lint
+from sharding_rules.lab.report import Argument, Collective, Memory, Report, Span, Timeline, Where
+
+MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 4}
+L, M, B, S, D, F, N, H, V = 2, 4, 16, 512, 1024, 4096, 8, 64, 32768
+AXES: dict[str, tuple[str, ...]] = {
+    "embedding": ("vocab", "embed"),
+    "blocks.up": ("layers", "embed", "mlp"),
+    "blocks.out": ("layers", "embed", "heads", "head_dim"),
+    "blocks.norm": ("layers", "norm"),
+}
+SIZES = {"vocab": V, "embed": D, "layers": L, "mlp": F, "heads": N, "head_dim": H, "norm": D}
+RULES = preset("hsdp+megatron_sp")
+LAYER = Where("layers/mlp", "forward", "model.py:10", "dot_general")
+LOOPS = (M, L)
+
+
+def argument(name: str, kind: str, shape: tuple[int, ...], dtype: str, *axes: str) -> Argument:
+    size = 4 * math.prod(shape) // math.prod(MESH[axis] for axis in axes)
+    return Argument(name, kind, shape, dtype, size, axes)
+
+
+def arguments(**cut: tuple[str, ...]) -> tuple[Argument, ...]:
+    """Of the step; `cut` says which mesh axes cut a parameter, instead of fsdp and tensor."""
+    found = [argument("batch['tokens']", "batch", (M, B, S), "int32", "data", "fsdp")]
+    for name, axes in AXES.items():
+        shape = tuple(SIZES[axis] for axis in axes)
+        by = cut.get(name.removeprefix("blocks."), () if "norm" in name else ("fsdp", "tensor"))
+        for tree, kind in (("params", "params"), ("mu", "moments"), ("nu", "moments")):
+            found.append(argument(f"state['{tree}']['{name}']", kind, shape, "float32", *by))
+    return tuple(found)
+
+
+def collective(kind: str, along: str, shapes: str, **changes: Any) -> Collective:
+    axes = tuple(along.split())
+    payload, group = sum(a.bytes for a in arrays(shapes)), math.prod(MESH[axis] for axis in axes)
+    wire = payload * (group - 1) / group
+    known: dict[str, Any] = {
+        "name": kind, "kind": kind, "axes": axes, "group": group, "nodes": 1, "shapes": tuple(shapes.split()), "dtype": "",
+        "payload": payload, "wire": wire, "loops": LOOPS, "conditional": False, "where": LAYER, "asynchronous": True,
+        "flops_hidden_behind": 1,
+    }  # fmt: skip
+    return Collective(**known | changes)
+
+
+LAWFUL = (
+    collective("all-gather", "tensor", f"bf16[4,{S},{D}]"),
+    collective("reduce-scatter", "tensor", f"bf16[4,{S},{D}]"),
+    collective("all-gather", "fsdp", f"bf16[{D},{F // 4}] bf16[{D},{N // 4},{H}]"),
+    collective("all-gather", "fsdp", f"bf16[{D},{F // 4}] bf16[{D},{N // 4},{H}]", where=Where("layers/mlp", "recompute")),
+    collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Where("embed", "forward")),
+    collective("reduce-scatter", "fsdp", f"f32[{V // 4},{D}]", loops=(M,), where=Where("embed+loss", "backward")),
+    collective("reduce-scatter", "fsdp", f"bf16[{D},{F // 4}]", where=Where("layers/mlp", "backward")),
+    collective("all-reduce", "data", "f32[4000000]", loops=(), where=Where("layers", "backward"), nodes=2),
+)
+
+
+def report(*more: Collective, **changes: Any) -> Report:
+    known: dict[str, Any] = {
+        "name": "step", "target": "h100", "hbm": 80 << 30, "mesh": MESH, "axis_nodes": {**dict.fromkeys(MESH, 1), "data": 2},
+        "collectives": (*LAWFUL, *more), "memory": Memory(100 << 20, 0, 0, 160 << 20, ()), "arguments": arguments(), "flops": {},
+        "kernels": (), "warnings": (), "timeline": None, "instructions": 0, "compile_seconds": 0.0, "versions": {}, "options": {},
+    }  # fmt: skip
+    return Report(**known | changes)
+
+
+def only(found: tuple[Finding, ...]) -> Finding:
+    assert len(found) == 1, "\n".join(map(str, found))
+    return found[0]
+
+
+@pytest.mark.parametrize("rules", [RULES, None])
+@pytest.mark.parametrize("axes", [AXES, None])
+def test_a_lawful_step_is_clean(rules: Any, axes: Any) -> None:
+    assert lint(report(), rules, axes) == ()
+
+
+def test_every_check_is_small_and_named() -> None:
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 11
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (collective("all-to-all", "tensor", f"bf16[4,{S},{F}]"), "all-to-all of bf16[4,512,4096] along tensor"),
+        (collective("collective-permute", "fsdp", f"bf16[4,{S},{F}]"), "collective-permute of bf16[4,512,4096] along fsdp"),
+        (collective("all-reduce", "tensor", f"bf16[4,{S},{F}]", partial=True, group=2), "between a part of the devices along tensor"),
+        (collective("all-gather", "tensor", f"bf16[4,{S},24,{H}]"), "activation bf16[4,512,24,64] is gathered over tensor"),
+        (collective("all-gather", "data", f"bf16[8,{S},{D}]"), ""),
+        (collective("all-gather", "fsdp", f"bf16[4,{S},{D}]"), "activation bf16[4,512,1024] is gathered over fsdp"),
+        (collective("all-gather", "tensor", f"bf16[{D},{F}]"), "blocks.up is gathered over tensor, along which rules.params['mlp'] cuts"),
+        (collective("all-gather", "tensor", f"bf16[{N},{H},{D}]"), "blocks.out is gathered over tensor"),
+    ],
+)
+def test_reshards(one: Collective, text: str) -> None:
+    found = lint(report(one), RULES, AXES)
+    if not text:  # not the tokens of one device: what it is cannot be known
+        assert found == ()
+        return
+    assert only(found).check == "reshard" and text in only(found).text
+    assert only(found).bytes == int(one.times * one.wire) and only(found).where == LAYER and "model.py:10" in only(found).fix
+    small = dataclasses.replace(one, loops=(), wire=one.wire / 100)
+    assert lint(report(small), RULES, AXES) == ()
+
+
+def test_ways_that_the_rules_do_not_describe_are_left_alone() -> None:
+    ring = collective("collective-permute", "tensor", f"bf16[4,{S},{F}]", axes=("sequence",))
+    assert lint(report(ring), RULES, AXES) == ()
+
+
+def test_zero_gathers_new_weights_after_the_update() -> None:
+    gather = collective("all-gather", "data", f"f32[{V},{D}]", loops=(), where=Where("optimizer", "optimizer"))
+    assert lint(report(gather), preset("zero1+hsdp+megatron_sp"), AXES) == ()
+
+
+def test_rematerialization() -> None:
+    line = "[SPMD] Involuntary full rematerialization. The compiler was not able to go from sharding ... to ..."
+    found = only(lint(report(warnings=(line, line)), RULES, AXES))
+    assert found.check == "rematerialization" and found.text == line
+
+
+def test_a_row_that_cuts_nothing() -> None:
+    rules = RULES.replace(params={"vocab": None, "vocba": "tensor"}, activations={"vocab": None, "vocba": "tensor"})
+    found = {one.check: one for one in lint(report(arguments=arguments(embedding=("fsdp",))), rules, AXES)}
+    assert found.keys() == {"dead-rule", "replicated"}
+    assert found["dead-rule"].fix == "did you mean rules.params['vocab']?" and "embedding stay whole" in found["dead-rule"].text
+    assert found["dead-rule"].bytes == found["replicated"].bytes == 3 * V * D * 4 // 2 * 3 // 4
+    assert lint(report(), RULES.replace(params={"experts": "tensor"}), AXES) == ()  # another model's row
+
+
+def test_replicated() -> None:
+    whole = report(arguments=arguments(embedding=("fsdp",)))
+    promised = only(lint(whole, RULES, AXES))
+    assert (promised.check, promised.severity) == ("replicated", "error") and "although rules.params['vocab'] cuts it" in promised.text
+    asked = only(lint(whole, RULES.replace(params={"vocab": None}), AXES))
+    assert asked.severity == "error" and "put 'tensor' into rules.params['vocab']" in asked.fix
+    guessed = only(lint(whole))
+    assert guessed.severity == "notice" and "embedding is whole along tensor" in guessed.text
+    roomy = Memory(100 << 20, 0, 0, 40 << 30, ())
+    assert lint(dataclasses.replace(whole, memory=roomy), RULES, AXES) == ()
+
+
+def test_what_a_strategy_replicates_on_purpose() -> None:
+    """ddp: everything; megatron with more devices than kv heads: the kv weights, which divide over tensor in no usual dimension."""
+    whole = arguments(embedding=(), up=(), out=())
+    summed = collective("all-reduce", "data", "f32[4000000]", loops=())
+    batch = dataclasses.replace(whole[0], axes=("data", "fsdp", "tensor"))
+    ddp = preset("ddp").replace(activations={"batch": ("data", "fsdp", "tensor")})
+    assert lint(report(collectives=(summed,), arguments=(batch, *whole[1:])), ddp, AXES) == ()
+    kv = argument("state['params']['blocks.kv']", "params", (L, D, 2, 2, 512 * H), "float32")
+    axes = AXES | {"blocks.kv": ("layers", "embed", "fused", "kv_heads", "head_dim")}
+    found = lint(report(arguments=(*arguments(), kv)), RULES.replace(params={"kv_heads": None}), axes)
+    assert not [one for one in found if "tensor" in one.text]
+
+
+def test_gathered_twice() -> None:
+    again = collective("all-gather", "fsdp", f"bf16[{D},{F // 4}]", where=Where("layers/mlp", "backward", "model.py:3"))
+    found = only(lint(report(again), RULES, AXES))
+    assert found.check == "gathered-twice" and found.text == "blocks.up gathered 16 times over fsdp in the backward, 8 would do"
+    assert found.bytes == again.times * again.wire
+    head = collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Where("loss", "forward"))
+    assert lint(report(head), RULES, AXES) == ()  # the tied head: another part uses it again
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (collective("all-gather", "tensor", f"f32[4,{S},{D}]"), "all-gather of activation f32[4,512,1024] in f32 over tensor"),
+        (collective("reduce-scatter", "tensor", f"f32[4,{S},{D}]"), "reduce-scatter of activation f32[4,512,1024] in f32 over tensor"),
+        (collective("all-gather", "fsdp", f"f32[{F},{D}]", loops=(M,)), "all-gather of blocks.up in f32 over fsdp"),
+        (collective("reduce-scatter", "fsdp", f"f32[{D},{F}]"), ""),  # a gradient
+        (collective("all-gather", "fsdp", f"f32[{V},{D}]", loops=(), where=Where("optimizer", "optimizer")), ""),
+    ],
+)
+def test_f32_on_the_wire(one: Collective, text: str) -> None:
+    found = lint(report(one), RULES, AXES)
+    assert [(each.check, each.text) for each in found] == ([("f32-collective", text)] if text else [])
+    f32 = tuple(dataclasses.replace(each, shapes=tuple(s.replace("bf16", "f32") for s in each.shapes)) for each in (*LAWFUL, one))
+    assert "f32-collective" not in {each.check for each in lint(report(collectives=f32), RULES, AXES)}  # an fp32 program
+
+
+def test_reductions_of_each_microbatch() -> None:
+    each = collective("all-reduce", "data fsdp", f"bf16[{3 * D * D}]", where=Where("layers/mlp", "backward", "model.py:3"))
+    found = only(lint(report(each), RULES, AXES))
+    assert found.check == "microbatch-reduction" and "summed over data in each of 4 microbatches" in found.text
+    assert lint(report(dataclasses.replace(each, axes=("fsdp",))), RULES, AXES) == ()  # fsdp cuts parameters: by nature
+    assert lint(report(dataclasses.replace(each, loops=())), RULES, AXES) == ()
+
+
+@pytest.mark.parametrize(
+    ("operand", "row"),
+    [
+        (f"bf16[{B},{S},{N // 4},{H}]", "batch"),
+        (f"bf16[{B // 4},{S},{N},{H}]", "heads"),
+        (f"bf16[{B // 4},{N},{S},{H}]", "heads"),
+        (f"bf16[{B // 4},{S},{N // 4},{H}]", ""),
+        (f"bf16[{B // 4},{N // 4},{S},{S}]", ""),
+    ],
+)
+def test_a_kernel_on_the_global_shape(operand: str, row: str) -> None:
+    found = lint(report(kernels=(("mosaic_gpu", (operand,), LAYER),)), RULES, AXES)
+    assert [(each.check, f"rules.activations[{row!r}]" in each.text) for each in found] == ([("global-kernel", True)] if row else [])
+
+
+def test_idle_axes() -> None:
+    mesh = MESH | {"expert": 2}
+    found = only(lint(report(mesh=mesh), RULES, AXES))
+    assert found.check == "idle-axis" and found.text == "mesh axis expert (2) cuts nothing" and "mesh.expert=1" in found.fix
+    stores = [dataclasses.replace(a, axes=(*a.axes, "expert")) if a.kind == "params" else a for a in arguments()]
+    assert "only stores (embedding, blocks.up, blocks.out and 1 more)" in only(lint(report(mesh=mesh, arguments=tuple(stores)), RULES)).text
+
+
+def test_device_order_and_nodes() -> None:
+    far = tuple(dataclasses.replace(one, nodes=2) if "tensor" in one.axes else one for one in LAWFUL)
+    found = only(lint(report(collectives=far, axis_nodes=dict.fromkeys(MESH, 1) | {"tensor": 2}), RULES, AXES))
+    assert found.check == "device-order" and found.text == "groups of 4 along tensor span 2 nodes; 1 would hold them"
+    assert found.bytes == sum(one.times * one.wire for one in far if "tensor" in one.axes)
+    wide = report(mesh=MESH | {"data": 1, "fsdp": 1, "tensor": 16}, axis_nodes=dict.fromkeys(MESH, 1) | {"tensor": 2}, arguments=())
+    assert only(lint(wide)).check == "leaves-nvlink" and "mesh.tensor=8" in only(lint(wide)).fix
+    assert lint(report(axis_nodes=dict.fromkeys(MESH, 1) | {"tensor": 2}, target="")) == ()  # nodes of an unknown size
+
+
+def test_a_reduction_with_nothing_to_hide_behind() -> None:
+    last = LAWFUL[-1]
+    span = Span("summed", "network", "all-reduce", 0, 20, (), last.where)
+    one = dataclasses.replace(last, name="summed", flops_hidden_behind=0)
+    slow = report(collectives=(*LAWFUL[:-1], one), timeline=Timeline(100, 80, 40, 20, (span,)))
+    found = only(lint(slow, RULES, AXES))
+    assert (found.check, found.severity) == ("exposed-reduction", "notice") and "takes 20% of the predicted step" in found.text
+    hidden = dataclasses.replace(one, flops_hidden_behind=10**9)
+    assert lint(dataclasses.replace(slow, collectives=(*LAWFUL[:-1], hidden)), RULES, AXES) == ()
+
+
+def test_most_bytes_first() -> None:
+    small, large = (collective("all-to-all", "tensor", f"bf16[4,{S},{width}]") for width in (F, 2 * F))
+    found = lint(report(small, large), RULES, AXES)
+    assert [one.bytes for one in found] == [int(large.times * large.wire), int(small.times * small.wire)]
+    assert str(found[0]).startswith("error: reshard: all-to-all of bf16[4,512,8192]")
+    assert lint(Report.from_json(report(small, large).to_json()), RULES, AXES) == found

@@ -1,0 +1,167 @@
+"""Hand-written programs whose times can be added up on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from sharding_rules.lab import hlo
+from sharding_rules.lab.ledger import Places
+from sharding_rules.lab.report import Collective, Timeline, Where
+from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, replay
+
+H100 = TARGETS["h100"]
+ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
+GATHER = Collective(
+    "g", "all-gather", ("tensor",), 8, 1, ("bf16[8388608]",), "bf16", 1 << 24, 7 / 8 * (1 << 24), (), False, Where(), True, 0
+)
+GATHER_US = collective_us(GATHER, H100)
+START = f"%ag = (bf16[1048576]{{0}}, bf16[8388608]{{0}}) all-gather-start(%p), {ALL}"
+DONE = "%done = bf16[8388608]{0} all-gather-done(%ag)"
+
+
+def kernel(name: str, us: float, operand: str = "p") -> str:
+    """A fusion that takes `us` here: XLA's estimate has all of the memory's bandwidth."""
+    estimate = f'{{"exec_time_us":{us * MEMORY},"compute_time_us":0,"name":"sol"}}'
+    return f'%{name} = bf16[1048576]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, backend_config={{"reification_cost":[{estimate}]}}'
+
+
+def replayed(*entry: str, **computations: tuple[str, ...]) -> Timeline:
+    blocks = {"f": ("%q = bf16[1048576]{0} parameter(0)", "ROOT %n = bf16[1048576]{0} negate(%q)"), **computations}
+    text = "HloModule test, is_scheduled=true\n\n"
+    for name, lines in (*blocks.items(), ("main", ("%p = bf16[1048576]{0} parameter(0)", *entry))):
+        head = "ENTRY " * (name == "main")
+        body = "".join(f"  {line}\n" for line in lines)
+        text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
+    module = hlo.parse(text)
+    return replay(module, Places(module), Mesh(np.array(jax.devices()), ("tensor",)), H100)
+
+
+def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:
+    assert pytest.approx(1e6 * 7 / 8 * 2**24 / (NVLINK * 450e9) + 18.5) == GATHER_US
+    hidden = replayed(START, kernel("k", 1000), DONE)
+    assert (hidden.step, hidden.compute, hidden.network, hidden.exposed) == pytest.approx((1000, 1000, GATHER_US, 0))
+    waits = replayed(START, kernel("k", 20), DONE, kernel("l", 30))
+    assert (waits.step, waits.exposed) == pytest.approx((GATHER_US + 30, GATHER_US - 20))
+    assert [(span.name, span.stream, round(span.start, 3)) for span in waits.spans] == [
+        ("ag", "network", 0),
+        ("k", "compute", 0),
+        ("l", "compute", round(GATHER_US, 3)),
+    ]
+
+
+def test_the_network_is_one_queue() -> None:
+    second, done = START.replace("%ag", "%ag2"), DONE.replace("%ag)", "%ag2)").replace("%done", "%done2")
+    both = replayed(START, second, kernel("k", 10), DONE, done)
+    assert (both.step, both.exposed) == pytest.approx((2 * GATHER_US, 2 * GATHER_US - 10))
+
+
+def test_a_collective_without_start_and_done_blocks() -> None:
+    sync = f"%ag = bf16[8388608]{{0}} all-gather(%p), {ALL}"
+    found = replayed(kernel("k", 20), sync, kernel("l", 30))
+    assert (found.step, found.exposed, found.network) == pytest.approx((GATHER_US + 50, GATHER_US, GATHER_US))
+
+
+def loop(name: str, body: str, trips: int) -> str:
+    config = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"%{name} = bf16[1048576]{{0}} while(%p), condition=%f, body=%{body}, {config}"
+
+
+def test_loops_count_with_their_trips_and_are_drawn_once() -> None:
+    inner = ("%p = bf16[1048576]{0} parameter(0)", START, kernel("k", 20), DONE)
+    outer = ("%p = bf16[1048576]{0} parameter(0)", kernel("o", 100), loop("w", "inner", 3))
+    found = replayed(loop("v", "outer", 5), kernel("last", 7), inner=inner, outer=outer)
+    assert found.step == pytest.approx(5 * (100 + 3 * GATHER_US) + 7)
+    assert (found.compute, found.network) == pytest.approx((5 * 160 + 7, 15 * GATHER_US))
+    assert found.exposed == pytest.approx(15 * (GATHER_US - 20))
+    spans = {span.name: span for span in found.spans}
+    assert len(found.spans) == 4
+    assert spans["ag"].loops == (5, 3) and spans["o"].loops == (5,) and spans["last"].loops == ()
+    assert spans["last"].start == pytest.approx(100 + GATHER_US)
+
+
+def test_a_collective_that_a_loop_is_run_beside_is_hidden_by_all_its_trips() -> None:
+    body = ("%p = bf16[1048576]{0} parameter(0)", kernel("k", 20))
+    found = replayed(START, loop("w", "body", 100), DONE, body=body)
+    assert (found.step, found.exposed) == pytest.approx((2000, 0))
+
+
+def test_of_a_conditional_the_dearest_branch_runs() -> None:
+    cheap = ("%p = bf16[1048576]{0} parameter(0)", kernel("k", 20))
+    dear = ("%p = bf16[1048576]{0} parameter(0)", kernel("l", 50))
+    found = replayed("%c = bf16[1048576]{0} conditional(%p, %p), branch_computations={%cheap, %dear}", cheap=cheap, dear=dear)
+    assert found.step == pytest.approx(50)
+
+
+@pytest.mark.parametrize(("estimate", "expected"), [(13_701, 268.4354e9 / (MATMUL * 989.5e6)), (300, 300)])
+def test_a_matmul_that_xla_prices_absurdly_gets_its_roofline(estimate: float, expected: float) -> None:
+    """XLA knows no bf16 matmul with an f32 result. 2 x 1024 x 16384 x 8000 = 268.4 GFLOP."""
+    lines = ("%a = bf16[1024,8000]{1,0} parameter(0)", "%b = bf16[8000,16384]{1,0} parameter(1)")
+    dot = "ROOT %d = f32[1024,16384]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    sol = f'backend_config={{"reification_cost":[{{"exec_time_us":{estimate},"name":"sol"}}]}}'
+    found = replayed(f"%k = f32[1024,16384]{{1,0}} fusion(%p, %p), kind=kCustom, calls=%g, {sol}", g=(*lines, dot))
+    assert found.spans[0].kind == "matmul"
+    assert found.step == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_xla_does_not_price_is_priced_by_its_bytes() -> None:
+    found = replayed(kernel("k", 20), "%c = bf16[1048576]{0} copy(%p)", "%b = bf16[1048576]{0} bitcast(%c)")
+    assert found.step == pytest.approx(20 + max(KERNEL, 2 * 2**21 * 1e6 / (MEMORY * H100.hbm_bandwidth)))
+    assert found.spans[1].kind == "copy"
+
+
+def test_fused_attention_is_priced_by_its_matmuls() -> None:
+    q = [f"%{name} = bf16[2,4096,16,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("qkv", 1)]
+    cudnn = 'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask":"CAUSAL"}'
+    call = f"%x = bf16[2,4096,16,128]{{3,2,1,0}} custom-call(%q, %k, %v), {cudnn}"
+    found = replayed(kernel("s", 10), *q, call)
+    assert found.spans[1].kind == "attention"
+    assert found.spans[1].duration == pytest.approx(1e6 * 0.5 * 4 * 2 * 16 * 4096**2 * 128 / (0.62 * 989.5e12))
+
+
+def test_a_fusion_that_slices_moves_the_slice_and_one_that_updates_in_place_the_update() -> None:
+    slices = (
+        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%b = f32[1000,1000]{1,0} parameter(1)", "%i = s32[] parameter(2)",
+        "%s = f32[1,1000,1000]{2,1,0} dynamic-slice(%a, %i, %i, %i), dynamic_slice_sizes={1,1000,1000}",
+        "ROOT %n = f32[1000,1000]{1,0} add(%s, %b)",
+    )  # fmt: skip
+    updates = (
+        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%u = f32[1,1000,1000]{2,1,0} parameter(1)", "%i = s32[] parameter(2)",
+        "ROOT %d = f32[96,1000,1000]{2,1,0} dynamic-update-slice(%a, %u, %i, %i, %i)",
+    )  # fmt: skip
+    arrays = 4e6 * 1e6 / (MEMORY * H100.hbm_bandwidth)
+    read = replayed("%k = f32[1000,1000]{1,0} fusion(%p, %p, %p), kind=kLoop, calls=%slices", slices=slices)
+    assert read.step == pytest.approx(3 * arrays, rel=1e-4)
+    written = replayed("%k = f32[96,1000,1000]{2,1,0} fusion(%p, %p, %p), kind=kLoop, calls=%updates", updates=updates)
+    assert written.step == pytest.approx(2 * arrays, rel=1e-4)
+
+
+def test_members_of_a_ring_in_one_node_share_its_network_ports() -> None:
+    """The mistake that once made FSDP over 8 nodes twice too slow: k members per node have k ports."""
+    gather = dataclasses.replace(GATHER, wire=1e10)
+    apart, together = (dataclasses.replace(gather, group=group, nodes=8) for group in (8, 64))
+    assert collective_us(apart, H100) == pytest.approx(1e16 / (NETWORK * 50e9), rel=1e-3)
+    assert collective_us(together, H100) == pytest.approx(1e16 / min(NVLINK * 450e9, 8 * NETWORK * 50e9), rel=1e-2)
+    exchange = dataclasses.replace(together, kind="all-to-all")
+    assert collective_us(exchange, H100) == pytest.approx(collective_us(apart, H100), rel=1e-2)
+
+
+def test_latency_of_a_ring_is_linear_in_its_nodes() -> None:
+    small = dataclasses.replace(GATHER, wire=0.0, group=8)
+    us = [collective_us(dataclasses.replace(small, group=8 * nodes, nodes=nodes), H100) for nodes in (2, 34, 66)]
+    assert us[2] - us[1] == pytest.approx(us[1] - us[0]) == 192
+    reduce = dataclasses.replace(small, kind="all-reduce", group=1024, nodes=128)
+    assert collective_us(reduce, H100) < 150
+
+
+def test_a_long_program_keeps_few_spans_and_all_of_its_time() -> None:
+    kernels = [kernel(f"k{i}", 2 + i % 5) for i in range(2000)]
+    found = replayed(*kernels[:1000], START, DONE, *kernels[1000:])
+    assert len(found.spans) <= 600
+    assert sum(span.duration for span in found.spans if span.stream == "compute") == pytest.approx(found.compute)
+    assert any(span.name == "ag" for span in found.spans)

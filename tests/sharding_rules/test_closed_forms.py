@@ -1,0 +1,176 @@
+"""The closed forms against counts made by hand, and against what must hold between them. Nothing is compiled."""
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tests.sharding_rules.closed_forms import AG, AR, RS, Decoder, Strategy, Term, by_axes, expected, total
+
+GPT = Decoder(
+    layers=96, d_model=12288, d_ff=4 * 12288, heads=96, kv_heads=96, head_dim=128, vocab=51200, seq=2048, learned_positions=True,
+    biases=True, norm_vectors=2, gated=False, tied=True, remat="full", loss_chunk=1024,
+)  # fmt: skip
+LLAMA = dataclasses.replace(
+    GPT, layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, vocab=128_256, seq=8192, learned_positions=False, biases=False,
+    norm_vectors=1, gated=True, tied=False,
+)  # fmt: skip
+X, M = 2 * 2048 * 12288, 4  # bytes of one sequence's residual; microbatches
+REMATS = ("none", "save_names", "full")
+
+decoders = some.builds(
+    dataclasses.replace,
+    some.sampled_from([GPT, LLAMA]),
+    layers=some.integers(1, 100),
+    tied=some.booleans(),
+    remat=some.sampled_from(REMATS),
+)
+counts = some.sampled_from([1, 2, 4, 8])
+meshes = some.builds(
+    Strategy,
+    some.sampled_from(["hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp", "zero2+fsdp+megatron"]),
+    counts,
+    counts,
+    counts,
+)
+
+
+def model(remat: str) -> Decoder:
+    return dataclasses.replace(GPT, remat=remat)
+
+
+def runs(terms: list[Term], axis: str, size: str) -> Counter[str]:
+    """kind -> times in the step, of the collectives of one size along one axis."""
+    out: Counter[str] = Counter()
+    for t in terms:
+        if t.axes == (axis,) and t.size == size:
+            out[t.kind] += t.times
+    return out
+
+
+@pytest.mark.parametrize(
+    ("preset", "remat", "in_a_layer", "at_the_ends"),
+    [
+        ("megatron_sp", "full", {AG: 6, RS: 5}, {AG: 2, RS: 2}),  # as counted in a compiled program long before: 6 x 96 + 2, 5 x 96 + 2
+        ("megatron_sp", "save_names", {AG: 6, RS: 4}, {AG: 2, RS: 2}),
+        ("megatron_sp", "none", {AG: 4, RS: 4}, {AG: 2, RS: 2}),
+        ("megatron", "full", {AR: 5}, {AR: 2}),
+        ("megatron", "save_names", {AR: 4}, {AR: 2}),  # Shoeybi et al., figure 4: two forward, two backward
+        ("megatron", "none", {AR: 4}, {AR: 2}),
+    ],
+)
+def test_tensor_parallel_moves_the_residual(preset: str, remat: str, in_a_layer: dict[str, int], at_the_ends: dict[str, int]) -> None:
+    terms = expected(model(remat), Strategy(preset, data=2, tensor=8), 1, M)
+    assert {t.payload for t in terms if t.size == "X"} == {X}
+    assert runs(terms, "tensor", "X") == {kind: M * (96 * n + at_the_ends[kind]) for kind, n in in_a_layer.items()}
+
+
+def test_fsdp_gathers_twice_and_reduces_once() -> None:
+    """12 h^2 parameters a layer, in bf16, whatever is recomputed."""
+    for remat in REMATS:
+        terms = expected(model(remat), Strategy("fsdp", fsdp=16), 1, M)
+        assert runs(terms, "fsdp", "W") == {AG: M * 2 * 96, RS: M * 96}
+        assert {t.payload for t in terms if t.size == "W"} == {12 * 12288**2 * 2}
+
+
+def test_data_parallel_reduces_every_gradient_once_in_fp32() -> None:
+    (term,) = expected(GPT, Strategy("ddp", data=64), 1, M)
+    parameters = 96 * (12 * 12288**2 + 13 * 12288) + 2 * 12288 + (51200 + 2048) * 12288  # Narayanan et al. 2021, eq. 2, and the last norm
+    assert (term.kind, term.payload_bytes, term.wire_bytes) == (AR, 4 * parameters, 2 * 4 * parameters * 63 / 64)
+    (cut,) = [t for t in expected(GPT, Strategy("hsdp+megatron_sp", 8, 16, 8), 1, M) if t.axes == ("data",)]
+    assert cut.payload == pytest.approx(4 * parameters / 128, rel=0.01) and cut.payload > 4 * parameters / 128  # what tensor does not cut
+
+
+def test_zero_in_units_of_the_parameters() -> None:
+    """Rajbhandari et al., section 7: stages 1 and 2 can send what data parallel sends, 2 N; ours of stage 1 sends 3 N."""
+    wire = {preset: total(expected(GPT, Strategy(preset, data=64), 1, M)) for preset in ("ddp", "zero1", "zero2")}
+    assert wire["zero2"] == wire["ddp"] and wire["zero1"] == pytest.approx(1.5 * wire["ddp"], rel=0.001)
+    assert total(expected(GPT, Strategy("zero1", data=64), 1, M), field="least_wire_bytes") == wire["zero2"]
+
+
+def test_zero_by_layers_cuts_the_stack_and_no_table() -> None:
+    terms = {t.part + t.kind: t.payload for t in expected(GPT, Strategy("zero2", data=48, zero_by="layers"), 1, M)}
+    assert terms["gradients" + RS] == terms["weights" + AG] == 4 * 96 * (12 * 12288**2 + 13 * 12288)
+    assert terms["gradients" + AR] == 4 * ((51200 + 2048) * 12288 + 2 * 12288)
+
+
+def test_tables_of_a_tied_and_an_untied_model() -> None:
+    strategy, E = Strategy("hsdp+megatron_sp", 2, 4, 8), 2 * 128_256 * 4096 / 8
+    for tied, least in ((False, 2 * (1 + 1)), (True, 1 + 1)):  # gather E, reduce 2E of which half is needed
+        terms = [t for t in expected(dataclasses.replace(LLAMA, tied=tied), strategy, 1, 1) if t.part in ("embedding", "head")]
+        fsdp = [t for t in terms if t.axes == ("fsdp",)]
+        assert [(t.kind, t.dtype, t.payload) for t in fsdp] == [(AG, "bf16", E), (RS, "f32", 2 * E)] * 2
+        assert total(fsdp, field="least_wire_bytes") == pytest.approx(least * E * 3 / 4)
+
+
+def test_the_loss_sends_three_numbers_a_token() -> None:
+    (loss,) = [t for t in expected(GPT, Strategy("megatron_sp", tensor=8), 3, M) if t.part == "loss"]
+    assert (loss.kind, loss.payload_bytes) == (AR, 3 * 4 * 3 * 2048 * M)
+    (odd,) = [t for t in expected(dataclasses.replace(GPT, loss_chunk=5000), Strategy("megatron_sp", tensor=8), 3, 1) if t.part == "loss"]
+    assert odd.payload_bytes == 3 * 4 * 2 * 5000  # padded to whole chunks
+
+
+@given(decoders, meshes, some.integers(1, 4), some.integers(1, 8))
+def test_an_axis_of_one_device_sends_nothing(decoder: Decoder, mesh: Strategy, b: int, microbatches: int) -> None:
+    for axis in ("data", "fsdp", "tensor"):
+        assert not total(expected(decoder, dataclasses.replace(mesh, **{axis: 1}), b, microbatches), axis)
+    assert not expected(decoder, dataclasses.replace(mesh, data=1, fsdp=1, tensor=1), b, microbatches)
+
+
+@given(decoders, meshes, some.integers(1, 4), some.integers(1, 8))
+def test_what_microbatches_cost(decoder: Decoder, mesh: Strategy, b: int, microbatches: int) -> None:
+    """Twice as many of the same size: all but data sends twice as much. Twice as many of half the size: tensor's residual is the same."""
+    one, two = (by_axes(expected(decoder, mesh, b, n)) for n in (microbatches, 2 * microbatches))
+    assert one.keys() == two.keys()
+    assert all(two[axes] == pytest.approx(bytes if axes == ("data",) else 2 * bytes) for axes, bytes in one.items())
+    halves, whole = expected(decoder, mesh, b, 2 * microbatches), expected(decoder, mesh, 2 * b, microbatches)
+    residual = [sum(t.wire_bytes for t in terms if t.size == "X") for terms in (halves, whole)]
+    assert residual[0] == pytest.approx(residual[1])
+
+
+@given(decoders, meshes, some.integers(1, 4), some.integers(1, 8))
+def test_nothing_sends_less_than_it_must(decoder: Decoder, mesh: Strategy, b: int, microbatches: int) -> None:
+    terms = expected(decoder, mesh, b, microbatches)
+    assert all(0 <= t.needed <= 1 and (t.needed == 1) == (not t.excess) and t.why for t in terms)
+    assert sum(by_axes(terms).values()) == pytest.approx(total(terms))
+    assert total(terms, field="least_wire_bytes") <= total(terms) <= 2 * total(terms, field="payload_bytes")
+
+
+@given(decoders, some.integers(2, 8), some.integers(1, 4))
+def test_sequence_parallel_is_free_without_recompute(decoder: Decoder, tensor: int, b: int) -> None:
+    """Korthikanti et al., section 4.2.2: a gather and a reduce-scatter are an all-reduce. Recompute gathers again; plain TP need not."""
+    residual = {
+        (preset, remat): sum(
+            t.wire_bytes
+            for t in expected(dataclasses.replace(decoder, remat=remat), Strategy(preset, tensor=tensor), b, 1)
+            if t.size == "X"
+        )
+        for preset, remat in itertools.product(("megatron", "megatron_sp"), REMATS)
+    }
+    assert residual["megatron_sp", "none"] == pytest.approx(residual["megatron", "none"])
+    assert residual["megatron_sp", "save_names"] > residual["megatron", "save_names"] == residual["megatron", "none"]
+    assert residual["megatron_sp", "full"] > residual["megatron", "full"] > residual["megatron", "none"]
+
+
+def test_a_product_is_its_factors() -> None:
+    """fsdp+megatron and hsdp+megatron are one strategy; tensor halves what fsdp sends, and nothing of what tensor itself sends."""
+    assert expected(GPT, Strategy("fsdp+megatron_sp", 2, 4, 2), 1, M) == expected(GPT, Strategy("hsdp+megatron_sp", 2, 4, 2), 1, M)
+    both, alone = (expected(GPT, Strategy("hsdp+megatron_sp", 2, 4, t), 1, M) for t in (2, 1))
+    assert runs(both, "fsdp", "W") == runs(alone, "fsdp", "W")
+    assert [sum(t.payload_bytes for t in terms if t.size == "W") for terms in (both, alone)] == [
+        M * 3 * 96 * 12 * 12288**2 * n for n in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("preset", "axis"), [("ddp", "fsdp"), ("fsdp", "data"), ("hsdp", "tensor"), ("zero1", "tensor")])
+def test_an_axis_that_nothing_is_cut_over_is_refused(preset: str, axis: str) -> None:
+    with pytest.raises(ValueError, match=f"{preset} cuts nothing over {axis}"):
+        dataclasses.replace(Strategy(preset), **{axis: 2})
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ValueError, match="no closed form for preset zero9"):
+        Strategy("hsdp+zero9")
