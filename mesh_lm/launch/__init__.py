@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -73,6 +74,9 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     place = Place.of(launch)
     flags = gpu.set_flags(launch.xla_flags)
+    gpu.set_memory()
+    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
+        jax.config.update("jax_platforms", "cpu")
     if flags and (place is None or place.index == 0):
         print(flags, flush=True)
     if place:

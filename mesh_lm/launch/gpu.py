@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mesh_lm.config import ConfigError
 from sharding_rules.lab import flags
+from sharding_rules.lab.targets import MEMORY_FRACTION
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CAPABILITIES = {r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0), r"\b(A100|A800)\b": (8, 0), r"\bG?B200\b": (10, 0)}
@@ -35,6 +36,17 @@ def set_flags(chosen: str, environment: MutableMapping[str, str] = os.environ, d
         return ""
     environment["XLA_FLAGS"] = f"{theirs} {added}".strip()
     return f"XLA flags for {name} (launch.xla_flags={chosen}): {added}"
+
+
+def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> None:
+    """Gives JAX the share of a GPU's memory that `--plan` counts on, unless the user has chosen one."""
+    if visible(environment, driver):
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+
+
+def absent(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev"), driver: Path = _DRIVER) -> bool:
+    """Whether nothing at all speaks of an NVIDIA GPU: JAX would only complain of the CUDA plugin that the extra `aot` brings."""
+    return not (any(devices.glob("nvidia*")) or (devices / "dxg").exists() or visible(environment, driver))
 
 
 def missing(wanted: str, present: str) -> str:

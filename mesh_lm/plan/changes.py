@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, TrainConfig
@@ -14,20 +14,29 @@ from sharding_rules import PRESETS, ShardingRuleError, axes_of, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.targets import TARGETS
+from sharding_rules.rules import Kind
 
 
 def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]) -> Iterator[Candidate]:
     """Every change that passes `check`, one at a time, as what to type and how to compile it."""
     config = check(config, n_devices)
-    seen = {config}
+    seen = [_effect(config)]
     for kind, fields in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
         try:
             changed = check(_replace(config, fields), n_devices)
         except (ConfigError, ShardingRuleError):
             continue
-        if changed not in seen:
-            seen.add(changed)
+        if _effect(changed) not in seen:
+            seen.append(_effect(changed))
             yield Candidate(kind, " ".join(f"--config.{name}={value}" for name, value in fields.items()), lambda c=changed: compiled(c))
+
+
+def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
+    """What tells one program from another: rules differ only in what they cut over axes that this mesh has."""
+    size = config.mesh.sizes()
+    columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
+    cuts = {k: {row: [a for a in axes_of(entry) if size[a] > 1] for row, entry in column.items()} for k, column in columns.items()}
+    return dataclasses.replace(config, rules=PRESETS["ddp"]), cuts
 
 
 Change = tuple[str, dict[str, Any]]

@@ -11,16 +11,16 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from sharding_rules.lab.lint import Finding, lint
 
 from mesh_lm import cli
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
-from mesh_lm.plan.program import compilable, compile_config, devices_for
+from mesh_lm.plan.program import Program, compilable, compile_config, devices_for
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import FLAG_SETS, options
+from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.page import page
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.text import screen
@@ -88,8 +88,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        report = compiled(config)
-        findings = lint(report, config.rules)
+        program = Program.of(config, plan.target, n_devices)
+        report = program.compile(options(plan.flags))
+        findings = lint(report, config.rules, program.blueprint.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
         facts = _facts(config, report)
         if plan.max_microbatch:

@@ -43,16 +43,26 @@ def largest(
         raise ConfigError(
             f"a microbatch of one sequence on each device needs {gib(1)}; without --max_microbatch, --plan shows what would help"
         )
-    low, high = 1, 2
-    while high <= most and fits(high):
-        low, high = high, 2 * high
+    low, high = 1, most + 1
+    while high - low > 1:
+        b = _guess(peaks, hbm, low, high)
+        low, high = (b, high) if fits(b) else (low, b)
     if high > most:
         return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
     found = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
     each = config.train.global_batch // ways
     best = max(b for b in range(1, low + 1) if each % b == 0)
     advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
     return (("largest microbatch", found), ("for this batch", advice))
+
+
+def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:
+    """Where a straight line meets the memory, inside (low, high): between the two, else through the last two that fit."""
+    if len(peaks) == 1:
+        return low + 1
+    a, b = (low, high) if high in peaks else sorted(peaks)[-2:]
+    slope = (peaks[b] - peaks[a]) / (b - a)
+    guess = low + int((hbm - peaks[low]) / slope) if slope > 0 else high
+    if len(peaks) > 8:  # far from straight
+        guess = (low + high) // 2
+    return min(max(low + 1, guess), high - 1)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from mesh_lm import cli
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
@@ -25,19 +27,36 @@ def devices_for(config: TrainConfig, devices: int | None) -> int:
     return devices or math.prod(max(1, size) for size in config.mesh.sizes().values())
 
 
-def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
-    """What the compiler makes of one training step of this config.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training step, before it is compiled."""
 
-    Raises ConfigError where the config cannot run on so many devices, LabError where the compiler is missing or fails.
-    """
-    config = compilable(check(config, n_devices))
-    mesh = lower_for(target, n_devices, **config.mesh.sizes())
-    blueprint = Blueprint.of(config.model, Shard(config.rules, mesh))
-    optimizer = AdamW(config.optimizer, config.train.steps)
-    step = train_step(blueprint, optimizer, config.seed)
-    state, batch = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
-    cache = Path(config.launch.compile_cache).expanduser() / "reports" if config.launch.compile_cache else None
-    return compile_report(step, state, batch, mesh=mesh, name=Path(config.output).name, options=options, cache=cache)
+    config: TrainConfig
+    """Checked, and with an attention that can be compiled here."""
+    mesh: Mesh
+    blueprint: Blueprint
+
+    @classmethod
+    def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
+        """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
+        config = compilable(check(config, n_devices))
+        mesh = lower_for(target, n_devices, **config.mesh.sizes())
+        return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh)))
+
+    def compile(self, options: Mapping[str, Any] | None = None) -> Report:
+        """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
+        config, blueprint = self.config, self.blueprint
+        optimizer = AdamW(config.optimizer, config.train.steps)
+        arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
+        return compile_report(
+            train_step(blueprint, optimizer, config.seed), *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
+            cache=Path(config.launch.compile_cache).expanduser() / "reports" if config.launch.compile_cache else None,
+        )  # fmt: skip
+
+
+def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
+    """What the compiler makes of one training step of this config. Raises as Program does."""
+    return Program.of(config, target, n_devices).compile(options)
 
 
 def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:

@@ -28,7 +28,8 @@ from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import estimates, replay
 from sharding_rules.rules import axes_of
 
-_LAB = Path(__file__).parent
+_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "places", "report", "targets", "timeline")
+"""The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _LOGGED = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
 
@@ -100,7 +101,8 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
             except jax.errors.JaxRuntimeError as error:
                 raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
         seconds = time.monotonic() - begin
-        assignment, live = ("".join(p.read_text() for p in Path(dump).glob(f"*-{kind}.txt")) for kind in ("buffer-assignment", "live-range"))
+        kinds = ("buffer-assignment", "live-range")
+        assignment, live = ("".join(path.read_text() for path in Path(dump).glob(f"*-{kind}.txt")) for kind in kinds)
     text = compiled.as_text()
     module = hlo.parse(text)
     places = Places(module)
@@ -154,8 +156,8 @@ def _key(program: str, mesh: Mesh, about: dict[str, Any]) -> str:
     platform = mesh.devices.flat[0].client.platform_version
     for part in (program, dict(mesh.shape), order, platform, sorted(about.items())):
         digest.update(repr(part).encode())
-    for file in sorted(_LAB.glob("*.py")):
-        digest.update(file.read_bytes())
+    for name in _MAKERS:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:32]
 
 

@@ -246,7 +246,7 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
 
 def place(where: Where) -> str:
     """In words: backward of layers/attention (model/layers.py:107)."""
-    words = " of ".join(filter(None, [where.phase, where.part])) or where.op or "?"
+    words = " of ".join(dict.fromkeys(filter(None, [where.phase, where.part]))) or where.op or "?"
     return words + (f" ({where.source})" if where.source else "")
 
 

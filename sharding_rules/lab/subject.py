@@ -75,7 +75,7 @@ class Subject:
         return b * s > 0 and (b * s in dims or (s in dims and (b == 1 or b in dims)))
 
     def is_residual(self, array: Array) -> bool:
-        return self.is_activation(array) and math.prod(array.dims) == math.prod(self.local_batch) * self.width
+        return self.width in array.dims and self.is_activation(array) and math.prod(array.dims) == math.prod(self.local_batch) * self.width
 
     # Parameters.
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ def run(name: str, output: Path) -> dict[str, list[dict]]:
     """Table title -> rows, of `python benchmarks/<name>.py --quick`."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--output={output}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (results,) = output.glob(f"{name}-quick_*.json")
     record, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()
@@ -26,12 +27,14 @@ def run(name: str, output: Path) -> dict[str, list[dict]]:
     return {title: table["rows"] for title, table in record["tables"].items()}
 
 
+@pytest.mark.slow
 def test_host_cost(tmp_path: Path) -> None:
     rows = run("host_cost", tmp_path)["Host cost of a step"]
     assert [row["part"] for row in rows][-1] == "whole step" and len(rows) == 5
     assert all(0 < row["median_ms"] <= row["p99_ms"] for row in rows)
 
 
+@pytest.mark.slow
 def test_loss_memory(tmp_path: Path) -> None:
     tables = run("loss_memory", tmp_path)
     few, many = tables["Temp memory of loss and gradients"]

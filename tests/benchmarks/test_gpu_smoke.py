@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 PARTS = ["speed", "losses", "resume", "kernels", "rerun", "layouts"]
@@ -15,7 +16,7 @@ PARTS = ["speed", "losses", "resume", "kernels", "rerun", "layouts"]
 def smoke(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "benchmarks/gpu_smoke.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=PATIENCE)
 
 
 @pytest.mark.slow

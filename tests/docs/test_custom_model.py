@@ -83,8 +83,10 @@ def test_its_own_axis_is_cut() -> None:
 
 @pytest.mark.parametrize(
     ("rules", "mesh", "separate"),
-    [(CONFIG.rules, {"fsdp": 4, "tensor": 2}, False), (with_own("hsdp+megatron_sp"), {"data": 2, "fsdp": 2, "tensor": 2}, True)],
-    ids=["its own rules", "hsdp+megatron_sp, documents separate"],
+    [
+        pytest.param(CONFIG.rules, {"fsdp": 4, "tensor": 2}, False, marks=pytest.mark.slow, id="its own rules"),
+        pytest.param(with_own("hsdp+megatron_sp"), {"data": 2, "fsdp": 2, "tensor": 2}, True, id="hsdp+megatron_sp, documents separate"),
+    ],
 )
 def test_equals_one_device(rules: Rules, mesh: dict[str, int], separate: bool) -> None:
     """Initial bits, loss and gradients, with microbatches of unequal weight."""

@@ -42,7 +42,11 @@ def test_every_command_is_tried() -> None:
     assert modules == ["mesh_lm.generate"] * 4 + ["mesh_lm.evaluate"] * 3 + ["mesh_lm.harness"]  # the last: tests/mesh_lm/test_harness.py
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "mesh_lm.generate" in c or "--text" in c])
+RUN = [command for command in COMMANDS if "mesh_lm.generate" in command or "--text" in command]
+FAST = {next(command for command in RUN if word in command) for word in ("mesh_lm.generate", "texts.jsonl", "--text=")}
+
+
+@pytest.mark.parametrize("command", [pytest.param(command, marks=() if command in FAST else pytest.mark.slow) for command in RUN])
 def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(here)
     _, _, module, *arguments = words(command)

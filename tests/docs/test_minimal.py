@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "minimal.py"
@@ -16,7 +17,7 @@ def run(*arguments: str) -> tuple[str, list[float]]:
     """Its first line, and its losses."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | {"PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    done = subprocess.run([sys.executable, str(FILE), *arguments], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, str(FILE), *arguments], capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
     return first, [float(loss) for line in lines for loss in re.fullmatch(r"step \d+: loss (\d+\.\d+)", line).groups()]

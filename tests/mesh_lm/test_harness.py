@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from processes import PATIENCE
 
 from mesh_lm import evaluate
 from mesh_lm.config import ConfigError
@@ -188,7 +189,7 @@ def test_scores(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path
 def test_its_own_command_line(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path) -> None:
     command = ["-m", "mesh_lm.harness", "run", "--model", "mesh_lm", "--model_args", f"checkpoint={run},compile_cache=,mesh=data=-1"]
     command += ["--tasks", "pages", "--include_path", str(tasks), "--batch_size", "2", "--output_path", str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,) = tmp_path.rglob("results*.json")
     assert json.loads(results.read_text())["results"]["pages"]["bits_per_byte,none"] == pytest.approx(wanted["bits_per_byte"], rel=1e-5)

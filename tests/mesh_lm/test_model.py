@@ -130,7 +130,7 @@ def test_the_future_is_not_seen() -> None:
     assert before.shape == (2, SEQ, VOCAB)
 
 
-@pytest.mark.parametrize("policy", ["save_names", "offload"])
+@pytest.mark.parametrize("policy", ["save_names", pytest.param("offload", marks=pytest.mark.slow)])
 def test_remat_changes_no_gradient(policy: str) -> None:
     config = dataclasses.replace(GPT, remat=policy)
     assert_same_gradients(gradients(config, shard_on("ddp"))[2], reference(GPT)[2], tolerance=1e-6)

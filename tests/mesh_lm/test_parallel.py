@@ -6,32 +6,29 @@ import pytest
 from support import GPT, LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 from mesh_lm.model.dropout import Dropout
+from sharding_rules import preset
 
 COMPILE_BUDGET = 130
 
 CASES = [
-    ("ddp", {"data": 8}, 1),
-    ("ddp", {"data": 4}, 4),
-    ("zero1", {"data": 8}, 2),
-    ("zero2", {"data": 8}, 1),
-    ("fsdp", {"fsdp": 8}, 2),
-    ("hsdp", {"data": 2, "fsdp": 4}, 1),
-    ("megatron", {"data": 2, "tensor": 4}, 2),
-    ("megatron_sp", {"data": 2, "tensor": 4}, 1),
-    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2),
-    ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
-    ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1),
+    ("ddp", {"data": 8}, 1, None),
+    ("ddp", {"data": 4}, 4, "llama"),
+    ("zero1", {"data": 8}, 2, "gpt"),
+    ("zero2", {"data": 8}, 1, "llama"),
+    ("fsdp", {"fsdp": 8}, 2, "gpt"),
+    ("hsdp", {"data": 2, "fsdp": 4}, 1, None),
+    ("megatron", {"data": 2, "tensor": 4}, 2, "gpt"),
+    ("megatron_sp", {"data": 2, "tensor": 4}, 1, "llama"),
+    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2, None),
+    ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, "llama"),
+    ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt"),
 ]
-"""Each with one of the two models in the fast suite, in turns, and with the other in the slow one."""
+"""Rules, mesh, microbatches and the model of the fast suite; the rest is for the slow one."""
 
 
 @pytest.mark.parametrize(
     ("model", "rules", "mesh", "microbatches"),
-    [
-        pytest.param(model, *case, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, case in enumerate(CASES)
-        for j, model in enumerate(("gpt", "llama"))
-    ],
+    [pytest.param(model, *case, marks=() if model == fast else pytest.mark.slow) for *case, fast in CASES for model in ("gpt", "llama")],
     ids=lambda value: str(value).replace("'", ""),
 )
 def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microbatches: int) -> None:
@@ -55,6 +52,14 @@ def test_separate_documents_equal_one_device() -> None:
     assert sums == pytest.approx(wanted_sums, rel=1e-6)
     assert_same_gradients(grads, wanted_grads)
     assert abs(sums["loss"] - reference(GPT)[1]["loss"]) > 1e-3, "segment ids and positions changed nothing"
+
+
+@pytest.mark.slow
+def test_positions_cut_by_rows_equal_one_device() -> None:
+    rules = preset("hsdp+megatron_sp").replace(params={"position": "fsdp", "embed": None})
+    _, sums, grads = gradients(GPT, shard_on(rules, data=2, fsdp=2, tensor=2), 2)
+    assert sums == pytest.approx(reference(GPT)[1], rel=1e-6)
+    assert_same_gradients(grads, reference(GPT)[2])
 
 
 @pytest.mark.parametrize(("rules", "mesh"), [("hsdp", {"data": 2, "fsdp": 4}), ("megatron_sp", {"data": 2, "tensor": 4})])

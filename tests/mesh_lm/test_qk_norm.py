@@ -5,6 +5,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 from mesh_lm.blueprint import Blueprint
@@ -18,6 +19,7 @@ def test_parallel_equals_one_device() -> None:
     assert_same_gradients(gradients(CONFIG, shard)[2], reference(CONFIG)[2])
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient() -> None:
     config = dataclasses.replace(CONFIG, remat="save_names")
     assert_same_gradients(gradients(config, shard_on("ddp"))[2], reference(CONFIG)[2], tolerance=1e-6)

@@ -8,15 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from processes import ended, wait_for
 
 import train
+from mesh_lm import launch
 from mesh_lm.config import ConfigError
 from mesh_lm.trained import Trained
 
@@ -63,18 +64,11 @@ def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def spawn(arguments: list[str], **options) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+def spawn(arguments: list[str], program: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, **options
+        [sys.executable, *program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -91,11 +85,25 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
     assert "rules hsdp+megatron_sp" in out and "data=2 x fsdp=2 x tensor=2" in out and "gzip -9" in out
 
 
+KILLED = """
+import os, signal, sys, time, train
+due = train.Checkpoints.due
+def die(self, n):
+    if n == 6:
+        while not (self.directory / "4").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return due(self, n)
+train.Checkpoints.due = die
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
-    """20 steps straight equal 10 steps, kill -9, and 10 more: all leaves, dropout and data order included."""
+    """8 steps straight equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
     changes = {
-        "train__steps": 20,
-        "checkpoint__every": 10,
+        "train__steps": 8,
+        "checkpoint__every": 4,
         "model__dropout": 0.1,
         "mesh__data": 4,
         "mesh__tensor": 2,
@@ -104,19 +112,17 @@ def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert train.main(arguments(straight, **changes)) == 0
 
-    process = spawn(arguments(killed, **changes))
-    wait_for(lambda: process.poll() is not None or (killed / "checkpoints" / "10").exists())
-    process.kill()
-    process.wait()
-    assert not (killed / "checkpoints" / "20").exists(), "the run ended before it could be killed; make it longer"
-    assert (killed / "checkpoints" / "10").exists(), process.stdout.read()
+    process = spawn(arguments(killed, **changes), ("-c", KILLED))
+    out = ended(process)
+    assert process.returncode == -signal.SIGKILL, out
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["4"]
 
     assert train.main(arguments(killed, **changes)) == 0
-    wanted, found = leaves(straight, 20), leaves(killed, 20)
+    wanted, found = leaves(straight, 8), leaves(killed, 8)
     assert found.keys() == wanted.keys() and len(wanted) > 20
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 21))
+    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -134,9 +140,9 @@ def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) 
 
 def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
     process = spawn(arguments(tmp_path, train__steps=100_000))
-    wait_for(lambda: process.poll() is not None or ((tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2))
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out = ended(process)
     assert process.returncode == 99, out
     (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
@@ -177,6 +183,7 @@ def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypat
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,12 +241,18 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ({"model__d_mode": 3}, "--config.model.d_mode: no such field; did you mean --config.model.d_model?"),
     ],
 )
-def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, message: str) -> None:
-    process = spawn(arguments(**{"output": tmp_path} | changes))
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert out.splitlines()[-1].startswith(("error: ", "  - ")) and message in out and "Traceback" not in out
-    assert list(tmp_path.iterdir()) == [] if tmp_path.exists() else True, "something half-made is left"
+def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert launch.run(train.main, arguments(**{"output": tmp_path} | changes)) == 1
+    out = capsys.readouterr().err
+    assert out.startswith("error: ") and message in out and "Traceback" not in out
+    assert not tmp_path.exists() or not list(tmp_path.iterdir()), "something half-made is left"
+
+
+def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> None:
+    process = spawn(arguments(tmp_path, data__path="/no/such/text"))
+    out = ended(process)
+    assert process.returncode == 1 and "Traceback" not in out
+    assert out.splitlines()[-1].startswith("error: ") and "data.path=/no/such/text" in out
 
 
 @pytest.mark.slow
@@ -254,5 +267,6 @@ def test_every_preset_by_command_line(arguments, tmp_path: Path, rules: str, mes
     assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0
     alone = tmp_path / "alone"
     process = spawn(arguments(alone, launch__cpu_devices=1))
-    assert process.wait(timeout=120) == 0, process.stdout.read()
+    out = ended(process)
+    assert process.returncode == 0, out
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-6)

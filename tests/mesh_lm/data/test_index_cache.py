@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 
 from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import IndexCache
@@ -56,9 +57,9 @@ def test_processes_that_race(tmp_path: Path):
     for process in processes:
         process.start()
     start.set()
-    found = [results.get(timeout=120) for _ in range(5)]
+    found = [results.get(timeout=PATIENCE) for _ in range(5)]
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
         assert process.exitcode == 0
     assert sorted(map(str, found)) == sorted(["computed", *["9999900000"] * 4])
     assert [path.name for path in (tmp_path / "indices").iterdir() if path.name.startswith(".")] in ([], [".kind.lock"])

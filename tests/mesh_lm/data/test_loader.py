@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from in_memory import Tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import PATIENCE
 
 from mesh_lm.config import ConfigError
 from mesh_lm.data.loader import Loader, heldout
@@ -184,7 +185,7 @@ def test_two_processes_read_the_rows_of_their_devices():
         subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(i)], stdout=subprocess.PIPE, env=env) for i in range(2)
     ]
     try:
-        first, second = (json.loads(p.communicate(timeout=60)[0].splitlines()[-1]) for p in processes)
+        first, second = (json.loads(p.communicate(timeout=PATIENCE)[0].splitlines()[-1]) for p in processes)
     finally:
         for process in processes:
             process.kill()

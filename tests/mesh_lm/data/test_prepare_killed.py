@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import PATIENCE
 
 from mesh_lm.data.indexed import Documents
 from mesh_lm.data.prepare import plan
@@ -28,7 +29,8 @@ def files_of(prefix: Path) -> dict[str, bytes]:
 
 
 COMMAND = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from mesh_lm.data.prepare import plan, unfinished
 from mesh_lm.data.prepare.__main__ import main
 from mesh_lm.errors import ConfigError
@@ -95,7 +97,7 @@ def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, 
         process.kill()
         process.communicate()
         assert not prefix.with_suffix(".bin").exists() and not prefix.with_suffix(".json").exists()
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while any(map(is_alive, workers_of)) and time.monotonic() < end:
             time.sleep(0.05)
         assert not any(map(is_alive, workers_of))  # no worker outlives its parent
@@ -151,7 +153,7 @@ def test_ctrl_c(inputs: Any, tmp_path: Path, tokenizer_file: str):
     )
     wait_for_lines(tmp_path / "x.parts" / "journal.jsonl", 3, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, the workers included
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert error == f"\nstopped; {tmp_path / 'x'}.parts keeps what is done, and the same command continues from there\n"
     assert [path.name for path in tmp_path.iterdir()] == ["x.parts"]
@@ -165,7 +167,7 @@ def test_a_worker_that_dies(inputs: Any, tmp_path: Path, tokenizer_file: str):
     for pid in children(process.pid):
         if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=PATIENCE)
     assert error == (
         "error: a worker process died, perhaps for want of memory; what is done is kept: run the same again, with fewer --workers\n"
     )

@@ -72,13 +72,13 @@ CASES = [
     ("gpt", "ddp", {}, GREEDY),
     pytest.param("gpt", "ddp", {}, SAMPLED, marks=pytest.mark.slow),
     ("llama", "ddp", {}, GREEDY),
-    ("llama", "ddp", {}, SAMPLED),
+    pytest.param("llama", "ddp", {}, SAMPLED, marks=pytest.mark.slow),
     pytest.param("gpt", "megatron", {"data": 2, "tensor": 4}, GREEDY, marks=pytest.mark.slow),
     pytest.param("gpt", "fsdp", {"fsdp": 8}, SAMPLED, marks=pytest.mark.slow),
     ("gpt", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, GREEDY),
     ("llama", "megatron_sp", {"data": 2, "tensor": 4}, SAMPLED),
     pytest.param("llama", "hsdp", {"data": 2, "fsdp": 4}, GREEDY, marks=pytest.mark.slow),
-    ("llama", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, SAMPLED),
+    pytest.param("llama", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, SAMPLED, marks=pytest.mark.slow),
 ]
 
 
@@ -96,7 +96,7 @@ def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, i
     assert len({token for row in tokens for token in row}) > 10, "the texts say nothing: larger weights are needed"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
     model = Blueprint.of(MODELS[name], shard_on("ddp"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ)).astype(np.int32)
@@ -185,7 +185,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
         tokens = np.zeros((4, SEQ), np.int32)
         tokens[0, : len(sequence) - 1] = sequence[:-1]
         logits = np.asarray(full_logits(name)(tokens))[0, : len(sequence) - 1]
-        wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(sequence) - 1), sequence[1:]]
+        wanted = (logits - np.logaddexp.reduce(logits, -1, keepdims=True))[np.arange(len(sequence) - 1), sequence[1:]]
         np.testing.assert_allclose(score.logprobs, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(score.greedy, logits.argmax(-1) == sequence[1:])
     assert scores[1].greedy[-1]

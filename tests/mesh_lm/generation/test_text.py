@@ -70,7 +70,7 @@ def test_the_end_of_a_document() -> None:
     assert dataclasses.astuple(through.completion()) == ("B<|endoftext|>C", [66, BYTES.eod, 67], [-1.0, -2.0, -3.0], "length")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text("abé", max_size=12), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3), st.data())
 def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -> None:
     """Whatever the pieces: nothing is shown that is taken back, and what is shown ends at the first stop string that is complete."""

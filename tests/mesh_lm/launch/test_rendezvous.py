@@ -5,6 +5,8 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from processes import PATIENCE
+
 from mesh_lm.config import ConfigError
 from mesh_lm.launch.__main__ import free_port
 from mesh_lm.launch.place import Place
@@ -13,7 +15,7 @@ from mesh_lm.launch.rendezvous import describe, meet
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/step.py": "0123"}}
 
 
-def outcomes(places: list[Place], descriptions: list[dict], timeout: float = 20, late: tuple[int, ...] = ()) -> list[str]:
+def outcomes(places: list[Place], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
     """What each process says; empty where all is well."""
 
     def one(place: Place, description: dict) -> str:
@@ -73,8 +75,8 @@ def test_another_count_or_the_same_index_twice() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     some = places(4, 0, 2)
-    said = outcomes(some, [RUN, RUN], timeout=1)
-    assert said[0] == said[1] and said[0].startswith(f"processes 1, 3 of 4 did not come to {some[0].coordinator} in 1 s; see their logs")
+    said = outcomes(some, [RUN, RUN], timeout=2)
+    assert said[0] == said[1] and said[0].startswith(f"processes 1, 3 of 4 did not come to {some[0].coordinator} in 2 s; see their logs")
 
 
 def test_nobody_at_the_coordinators_address() -> None:
@@ -96,7 +98,7 @@ def test_strangers_are_ignored() -> None:
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(meet, two[0], 20, RUN)
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b""):
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + PATIENCE
             while True:
                 try:
                     with socket.create_connection(two[0].address) as stranger:

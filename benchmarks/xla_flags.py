@@ -1,0 +1,108 @@
+"""What XLA's flags do to a training step of gpt_175b (4 of its 96 layers) on 64 GPUs that are not here: overlap, FLOPs, memory.
+
+Nothing runs on a GPU: overlap is what the schedule allows, and step times are the lab's estimate. Each row is a process of its own, with
+the flags in XLA_FLAGS as a run would have them. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from record import ROOT, Record, Row, options
+
+from mesh_lm import cli
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.data.batches import abstract_batch
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import abstract_state, batch_sharding, train_step
+from sharding_rules import Shard
+from sharding_rules.lab.compile import compile_report
+from sharding_rules.lab.flags import FLAG_SETS, written
+from sharding_rules.lab.report import Report
+from sharding_rules.lab.targets import lower_for
+
+_NO_SOL = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_analytical_sol_latency_estimator": False}
+_PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+_COMBINED = ("xla_gpu_all_gather_combine_threshold_bytes", "xla_gpu_reduce_scatter_combine_threshold_bytes")
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "no scheduler": {"xla_gpu_enable_analytical_sol_latency_estimator": False},
+    "scheduler, SoL estimator off": _NO_SOL,
+    "pipelined": _PIPELINED,
+    "scheduler, SoL estimator off, pipelined": _NO_SOL | _PIPELINED,
+    "combine up to 1 GiB": dict.fromkeys(_COMBINED, 1 << 30),
+    "combine nothing": dict.fromkeys(_COMBINED, 0),
+    "double buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
+}
+"""What was tried and left out of FLAG_SETS. The names of pipelining are those of jax 0.10: in 0.11 they end the process."""
+
+
+def main() -> None:
+    parser = options(__doc__ or "")
+    parser.add_argument("--row", action="store_true", help="compile under the present XLA_FLAGS and print one row (internal)")
+    parser.add_argument("--only", default="", help="sets whose name contains one of these words, with commas between")
+    parser.add_argument("--target", default="h100", help="h100, a100, b200, ...")
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps(row(compiled(args.target, args.quick))))
+        return
+    sets = {name: {flag: f.value for flag, f in each.flags.items()} for name, each in FLAG_SETS.items()} | CANDIDATES
+    sets = {name: flags for name, flags in sets.items() if any(word in name for word in args.only.split(","))}
+    record = Record("xla_flags-quick" if args.quick else "xla_flags", args.output, kind=f"{args.target} jax {jax.__version__}")
+    rows = []
+    for name, flags in list(sets.items())[: 2 if args.quick else None]:
+        rows.append({"set": name, "flags": written(flags)} | in_a_process(flags, args.target, args.quick))
+        record.table("XLA flags", rows, (__doc__ or "").partition("\n")[0])
+        record.write()
+
+
+def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
+    """The row, or what XLA said against the flags, which ends a process."""
+    environment = os.environ | {
+        "XLA_FLAGS": written(flags),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+    }
+    command = [sys.executable, str(Path(__file__)), "--row", f"--target={target}", *(["--quick"] if quick else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Unknown flag" in line or "Error" in line]
+        return {"error": said[-1][:120] if said else f"status {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compiled(target: str, quick: bool) -> Report:
+    """One sequence per device in a microbatch, as gpt_175b has on 1,024 GPUs. XLA's own attention, which needs no cuDNN."""
+    config = cli.load("configs/gpt_175b.py")
+    small = {"d_model": 1024, "n_heads": 8, "seq_len": 256} if quick else {}
+    model = dataclasses.replace(config.model, n_layers=4, attention="xla", **small)
+    config = dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, global_batch=16, microbatches=2))
+    mesh = lower_for(target, data=2, fsdp=4, tensor=8)
+    blueprint = Blueprint.of(model, Shard(config.rules, mesh))
+    optimizer = AdamW(config.optimizer, config.train.steps)
+    args = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
+    return compile_report(train_step(blueprint, optimizer, config.seed), *args, mesh=mesh, name="gpt_175b")
+
+
+def row(report: Report) -> Row:
+    """Overlap is the share of wire bytes that are sent while at least one matmul runs."""
+    sent = sum(one.times * one.wire for one in report.collectives)
+    beside = sum(one.times * one.wire for one in report.collectives if one.flops_hidden_behind)
+    found: Row = {
+        "overlap": beside / sent, "sent_gib": sent / 2**30, "collectives": sum(one.times for one in report.collectives),
+        "synchronous": sum(not one.asynchronous for one in report.collectives), "tflop": sum(report.flops.values()) / 1e12,
+        "peak_gib": report.peak_bytes / 2**30,
+    }  # fmt: skip
+    if report.timeline:
+        found |= {"estimated_ms": report.timeline.step / 1e3, "estimated_exposed_ms": report.timeline.exposed / 1e3}
+    return found | {"compile_s": report.compile_seconds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Processes that tests start, and how long a test waits for them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+
+PATIENCE = 300.0
+"""Seconds after which a process counts as hung: many times what it needs, because a busy machine is no error."""
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """All that it printed. Raises AssertionError, and kills it, where it does not end."""
+    try:
+        return process.communicate(timeout=PATIENCE)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"hung for {PATIENCE:g} s: {process.communicate()[0]}") from None
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Returns when the condition holds. Raises AssertionError, and kills the process, where it ends or hangs before that."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"ended or hung: {process.communicate()[0]}")
+        time.sleep(0.02)
