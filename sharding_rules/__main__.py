@@ -36,9 +36,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     try:
         program, words = _program(), [f"--config={arguments.config}", *changes]
-        before, after = (
-            program(words, preset(name), arguments.target, arguments.devices) for name in (arguments.against, arguments.rules)
-        )
+        before, after = (program(words, preset(name), arguments.target, arguments.devices) for name in (arguments.against, arguments.rules))
     except ValueError as error:  # of this package, and of the program's own: they are all messages for the user
         if type(error) is ValueError:
             raise

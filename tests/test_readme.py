@@ -1,25 +1,46 @@
 """The README's experiment, taken from the README itself; and its table of presets, from the rules."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
+from benchmarks import plan_page
 from mesh_lm import cli, evaluate, generate
 from mesh_lm.data.prepare.__main__ import Prepare
 from mesh_lm.huggingface.__main__ import Export
+from mesh_lm.plan import command
 from sharding_rules import PRESETS, axes_of
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+COMPILE_BUDGET = 2
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_experiment() -> None:
+@pytest.mark.deviceless
+def test_the_experiment(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.search(r"```python\n(.*?)```", README, re.S)
     assert block is not None
-    lines = [line for line in block[1].splitlines() if line]
-    assert len(lines) <= 12
+    assert len([line for line in block[1].splitlines() if line]) <= 12
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(Path(reports).parent))  # where the config keeps what is compiled
     names: dict = {}
     exec(block[1], names)
     names["test_tensor_parallel_attention_alone"]()
+
+
+def test_the_plan_of_gpt_175b() -> None:
+    """The numbers beside the picture are those of docs/configs.md's raw results."""
+    rows = json.loads(plan_page.newest().read_text())["tables"]["Configs"]["rows"]
+    (row,) = [row for row in rows if row["name"] == "gpt_175b"]
+    said = (
+        f"GPT-3's {row['parameters'] / 1e9:.1f} B parameters on {row['devices']:,} H100s need {row['peak_gib']:.1f} GiB of the "
+        f"{row['usable_gib']:.1f} that a run may take of each, and send {row['sent over tensor, GiB']:.1f} GiB over NVLink and "
+        f"{row['sent_gib'] - row['sent over tensor, GiB']:.1f} over the network in a step (exact); a step takes {row['step_s']:.1f} s (an"
+    )
+    assert said in " ".join(README.split())
 
 
 def test_the_table_of_presets() -> None:
@@ -45,7 +66,7 @@ def test_its_commands_are_understood() -> None:
     assert len(lines) >= 10
     for words in lines:
         if "train.py" in words:
-            cli.parse(words[words.index("train.py") + 1 :])
+            cli.parse(command.asked(words[words.index("train.py") + 1 :])[1])
             continue
         name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
         options = [word for word in words[3:] if word.startswith("--")]

@@ -1,10 +1,11 @@
 """Draws plan_NAME.svg (the report on one screen) and plan_NAME.png (its page, without the long tables; needs Chromium) beside this file.
 
 python train.py --config=configs/gpt_175b.py --plan=report.json --target=h100 --devices=1024
-python docs/images/plan.py report.json "parameters=174.6 B"
+python docs/images/plan.py report.json
 """
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -40,9 +41,9 @@ SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 
 
 def main() -> None:
-    source, *pairs = sys.argv[1:]
-    report = Report.from_json(Path(source).read_text())
-    findings, facts = lint(report), [(label, value) for label, _, value in (pair.partition("=") for pair in pairs)]
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    report, facts = Report.from_json(json.dumps(plan["report"])), list(plan["facts"].items())
+    findings = lint(report)
     console = Console(width=110, record=True, file=io.StringIO(), force_terminal=True)
     console.print(screen(report, findings, facts=facts))
     to = HERE / f"plan_{report.name}"

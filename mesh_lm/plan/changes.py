@@ -13,7 +13,7 @@ from mesh_lm.config import ConfigError, TrainConfig
 from sharding_rules import PRESETS, ShardingRuleError, axes_of, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.fixes import Candidate
-from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.targets import NODE
 from sharding_rules.rules import Kind
 
 
@@ -81,9 +81,8 @@ def _meshes(config: TrainConfig) -> Iterator[Change]:
         if mesh["data"] % factor == 0:
             rules = "+".join(filter(None, ["hsdp", tensor]))
             yield "mesh", {"rules": rules, "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
-    node = max(target.node for target in TARGETS.values())
     for axis in ("data", "fsdp"):
-        if mesh["tensor"] * 2 <= node and mesh[axis] % 2 == 0:
+        if mesh["tensor"] * 2 <= NODE and mesh[axis] % 2 == 0:
             rules = {} if "megatron" in config.rules.name else {"rules": f"{config.rules.name}+megatron_sp"}
             yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
 

@@ -22,6 +22,7 @@ from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import FLAG_SETS, options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.page import page
+from sharding_rules.lab.summary import alike, whose
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.text import screen
 
@@ -38,7 +39,7 @@ class Plan:
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
-    """How many of them; 0: as many as the mesh says, an axis of -1 counted as 1."""
+    """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
     max_microbatch: bool = False
     """Find by compiling how many sequences a microbatch can have on each device."""
     flags: str = "default"
@@ -107,7 +108,9 @@ def refusal(report: Report, fixes: Sequence[Fix]) -> str:
     """Why a run cannot go on this target: what is in the way, and what would help, best first."""
     gib = 2**30
     lines = [f"{report.name} needs {report.peak_bytes / gib:.1f} GiB on each device, and {report.target} has {report.hbm / gib:.1f}"]
-    lines += [f"  - in the way: {b.bytes / gib:.2f} GiB of {b.kind}: {b.name} {b.shape}" for b in report.memory.buffers[:5]]
+    for n, b in alike(report.memory.buffers)[:5]:
+        arrays = f"{n} x {b.shape}" if n > 1 else b.shape
+        lines.append(f"  - in the way: {n * b.bytes / gib:.2f} GiB of {b.kind}: {arrays}, {whose(b)}")
     lines += [f"  - {fix}" for fix in fixes[:5]]
     return "\n".join(lines)
 
@@ -119,7 +122,7 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     theirs = per_token * tokens / report.n_devices
     facts = [
         ("rules", config.rules.name),
-        ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatches"),
+        ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
     ]
     if n_params := getattr(model, "n_params", None):
         facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))

@@ -20,11 +20,14 @@ from mesh_lm.optimizer import AdamW
 from mesh_lm.step import abstract_state, batch_sharding, train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
+from sharding_rules.lab.targets import NODE
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
-    """How many devices to plan for: as asked, else the mesh's own number, an axis of -1 counted as 1 (at least a node)."""
-    return devices or math.prod(max(1, size) for size in config.mesh.sizes().values())
+    """How many devices to plan for: as asked, else what the mesh says; where one of its axes is -1, the fewest whole nodes."""
+    sizes = config.mesh.sizes().values()
+    fixed = math.prod(size for size in sizes if size != -1)
+    return devices or (math.lcm(fixed, NODE) if -1 in sizes else fixed)
 
 
 @dataclasses.dataclass(frozen=True)

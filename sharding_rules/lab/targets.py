@@ -21,6 +21,7 @@ from sharding_rules.lab.report import LabError
 from sharding_rules.mesh import AXES, MeshConfig, make_mesh
 from sharding_rules.rules import did_you_mean
 
+NODE = 8
 MEMORY_FRACTION = 0.92
 """Of a GPU's memory, what a run gives to JAX (which takes 0.75 unless told); the rest is for CUDA, NCCL's buffers and cuBLAS."""
 
@@ -50,7 +51,7 @@ class Target:
     """Bytes per block with opt-in."""
     verified: bool
     """A whole training step was compiled for it by this project's tests."""
-    node: int = 8
+    node: int = NODE
     """GPUs that share an NVLink domain."""
 
     @property

@@ -1,5 +1,6 @@
 """What --plan asks for, and what can be said without compiling."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from mesh_lm.config import ConfigError
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.command import Plan, asked, refusal
 from mesh_lm.plan.microbatch import largest
+from mesh_lm.plan.program import devices_for
+from sharding_rules import MeshConfig
 from sharding_rules.lab.fixes import Candidate, rank
 from sharding_rules.lab.report import LabError
 
@@ -54,11 +57,26 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     config = load("configs/gpt_175b.py")
     compiled = []
     found = list(candidates(load("configs/llama3_8b.py"), 8, compiled.append))
-    assert {"remat", "microbatch", "rule", "offload", "mesh", "loss"} >= {c.kind for c in found} >= {"microbatch", "rule", "mesh", "loss"}
+    assert {c.kind for c in found} == {"remat", "offload", "microbatch", "mesh", "loss"}
+    assert "--config.rules=zero1" in {c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)}
     assert "--config.train.microbatches=" in next(c.text for c in found if c.kind == "microbatch")
     found[0].compile()
     assert len(compiled) == 1 and compiled[0] != config and check(compiled[0], 8) == compiled[0]
     assert len({c.text for c in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given", "devices"),
+    [
+        ({"data": -1, "fsdp": 16, "tensor": 8}, 0, 128),
+        ({"data": -1}, 0, 8),
+        ({"data": -1, "tensor": 3}, 0, 24),
+        ({"data": 2}, 0, 2),
+        ({"data": 2}, 4, 4),
+    ],
+)
+def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], given: int, devices: int) -> None:
+    assert devices_for(replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh)), given) == devices
 
 
 def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:

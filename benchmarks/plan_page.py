@@ -1,0 +1,187 @@
+"""docs/configs.md, from the results of plan_table.py alone: what was measured is nowhere written by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
+CONFIGS, DEVICES, DEPTH = "Configs", "Devices", "Depth"
+NOTES = {
+    CONFIGS: "Each config at its published number of H100s.",
+    DEVICES: "gpt_175b with the same work per device; at 8, FSDP over one device: it does not fit, and need not.",
+    DEPTH: "gpt_175b on 1,024 H100s with fewer layers.",
+}
+"""Table -> what its rows are."""
+AXES = ("data", "fsdp", "fsdp+tensor", "tensor")
+
+_PAGE = """\
+# Every config, as XLA compiles it
+
+What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for: Megatron-LM's table of nine
+(their pipeline stages are FSDP here), Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is compiled for GPUs that are not there, as
+`--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU, and not here.
+
+One command compiles them all and writes this page: `python benchmarks/plan_table.py`. Made on {date} with jax {jax}, from
+[these raw results](../benchmarks/results/{source}).
+
+![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
+
+## The runs
+
+{runs}
+
+## What a step needs of each GPU
+
+Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). GiB that a GPU sends in a
+step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` are groups over both), and all of it over the least that the strategy must send
+([closed forms](closed_forms.md)). FLOPs of the program's matmuls over the model's own: `remat=full` runs each layer's forward again but for
+its last matmul, and XLA's attention, with which these were compiled, computes the masked half too. The step is the lab's estimate: for
+comparing configs, not a promise.
+
+{needs}
+
+{verdict}
+
+## What it costs to know
+
+Seconds on {cores} cores ({cpu}), which other work shared: *load* is how many processes wanted a core
+when a row began, so the CPU seconds, of all threads, say more. *Read* is the lab's reading of the program. Resident memory is the peak of
+the whole process, Python and JAX included.
+
+{costs}
+
+{quickest}
+
+## More devices, more layers
+
+{devices_note}
+
+{devices}
+
+{devices_said}
+
+{depth_note}
+
+{depth}
+
+{depth_said}
+"""
+
+
+def newest() -> Path:
+    """The latest results. Raises FileNotFoundError where there are none."""
+    dated = {path: re.search(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    found = sorted((match[1], path.stat().st_mtime, path) for path, match in dated.items() if match)
+    if not found:
+        raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
+    return found[-1][2]
+
+
+def page(data: dict[str, Any], source: str) -> str:
+    """The whole page. source: the results' file name."""
+    rows = {title: table["rows"] for title, table in data["tables"].items()}
+    configs = rows[CONFIGS]
+    return _PAGE.format(
+        source=source, date=data["date"], jax=data["versions"]["jax"], cores=data["machine"]["cores"], cpu=data["machine"]["cpu"],
+        usable=configs[0]["usable_gib"], runs=_runs(configs), needs=_needs(configs), verdict=_verdict(configs), costs=_costs(configs),
+        quickest=_quickest(configs), devices_note=NOTES[DEVICES], devices=_devices(rows[DEVICES]),
+        devices_said=_devices_said(rows[DEVICES]), depth_note=NOTES[DEPTH], depth=_depth(rows[DEPTH]),
+        depth_said=_depth_said(rows[DEPTH]),
+    )  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; a column whose head begins with > is aligned to the right."""
+    rule = ["---:" if name.startswith(">") else "---" for name in head]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows])
+
+
+def billions(n: int) -> str:
+    """174.59 B; below one, in millions."""
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def seconds(n: float) -> str:
+    return f"{n:.0f}" if n >= 99.5 else f"{n:.1f}" if n >= 9.95 else f"{n:.2f}"
+
+
+def _gib(n: float | None) -> str:
+    return "" if n is None else f"{n:.1f}" if n >= 9.95 else f"{n:.2f}"
+
+
+def _runs(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["config", ">parameters", ">GPUs", "mesh", "rules", ">batch", ">tokens", ">microbatches", "remat"]
+    return table(head, ([
+        f"`{r['name']}`", billions(r["parameters"]), f"{r['devices']:,}", r["mesh"], r["rules"], f"{r['global_batch']:,}",
+        f"{r['seq_len']:,}", str(r["microbatches"]), r["remat"],
+    ] for r in rows))  # fmt: skip
+
+
+def _needs(rows: Sequence[dict[str, Any]]) -> str:
+    sent = [f">{axes}" for axes in AXES]
+    head = ["config", ">peak, GiB", ">of usable", *sent, ">sent, GiB", ">x the least", ">FLOPs x the model's", ">step, s"]
+    return table(head, ([
+        f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
+        *(_gib(r.get(f"sent over {axes}, GiB")) for axes in AXES), _gib(r["sent_gib"]),
+        f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
+    ] for r in rows))  # fmt: skip
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether all fit, and which send more than 5 % above the least."""
+    large = [f"`{r['name']}` needs {r['peak_gib']:.1f} GiB" for r in rows if not r["fits"]]
+    over = [f"`{r['name']}` ({r['sent_over_least']:.2f})" for r in rows if (r["sent_over_least"] or 0) > 1.05]
+    fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
+    least = f"More than 1.05 of the least, by design: {', '.join(over)}." if over else "None sends more than 1.05 of the least."
+    return f"{fit} Each sends what its closed form says, within 1 %. {least}"
+
+
+def _costs(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["config", ">trace and lower, s", ">compile, s", ">read, s", ">CPU, s", ">resident, GiB", ">instructions", ">load"]
+    return table(head, ([f"`{r['name']}`", *_cost(r), f"{r['instructions']:,}", f"{r['load']:.1f}"] for r in rows))
+
+
+def _cost(r: dict[str, Any]) -> list[str]:
+    return [*(seconds(r[name]) for name in ("lower_s", "compile_s", "read_s", "cpu_s")), f"{r['rss_gib']:.2f}"]
+
+
+def _quickest(rows: Sequence[dict[str, Any]]) -> str:
+    slow, large = max(rows, key=lambda r: r["process_s"]), max(rows, key=lambda r: r["rss_gib"])
+    return (
+        f"The slowest from command to report is `{slow['name']}` with {seconds(slow['process_s'])} s; the most memory takes "
+        f"`{large['name']}`, {large['rss_gib']:.2f} GiB."
+    )
+
+
+def _devices(rows: Sequence[dict[str, Any]]) -> str:
+    head = [">GPUs", "mesh", ">trace and lower, s", ">compile, s", ">read, s", ">CPU, s", ">resident, GiB", ">all, s", ">load", ">best of"]
+    return table(
+        head, ([f"{r['devices']:,}", r["mesh"], *_cost(r), seconds(r["total_s"]), f"{r['load']:.1f}", str(r["times"])] for r in rows)
+    )
+
+
+def _devices_said(rows: Sequence[dict[str, Any]]) -> str:
+    few, many = rows[0], rows[-1]
+    return (
+        f"{many['devices']:,} devices cost {many['cpu_s'] / few['cpu_s']:.2f} times the CPU seconds of {few['devices']}, and "
+        f"{many['rss_gib']:.2f} GiB. The other seconds depend more on what else ran than on the devices."
+    )
+
+
+def _depth(rows: Sequence[dict[str, Any]]) -> str:
+    return table(
+        [">layers", ">instructions", ">text, bytes", ">all, s", ">load"],
+        (
+            [str(r["layers"]), f"{r['instructions']:,}", f"{r['text_bytes']:,}", seconds(r["total_s"]), f"{r['load']:.1f}"] for r in rows
+        ),
+    )  # fmt: skip
+
+
+def _depth_said(rows: Sequence[dict[str, Any]]) -> str:
+    sizes = [r["text_bytes"] for r in rows]
+    spread = 100 * (max(sizes) / min(sizes) - 1)
+    return f"From {rows[0]['layers']} to {rows[-1]['layers']} layers the program's text differs by {spread:.1f} %."

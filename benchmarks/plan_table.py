@@ -1,0 +1,230 @@
+"""Every config's training step, compiled for H100s that are not here, at its published number of devices: memory, network, time, cost.
+
+Writes docs/configs.md and its chart from the raw results. Each row is a process of its own, so that its peak memory is its own; rows that
+today's results have already are not compiled again, so a run may be cut short and go on. Nothing runs on a GPU: step times are the lab's
+estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import plan_chart
+import plan_page
+from record import ROOT, Record, Row, options
+
+TARGET = "h100"
+QUIET = 2.5
+"""The load (processes that want a core) above which a time is taken again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A row: a config, perhaps changed, on so many devices."""
+
+    table: str
+    config: str
+    devices: int
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    layers: int = 0
+    sequences: int = 0
+    """Of one batch shard in a step, so that the program of a device stays the same whatever their number; 0: the config's batch."""
+
+    @property
+    def name(self) -> str:
+        return {
+            plan_page.CONFIGS: self.config,
+            plan_page.DEVICES: f"{self.config}, {self.devices:,} devices",
+            plan_page.DEPTH: f"{self.config}, {self.layers} layers",
+        }[self.table]
+
+
+PUBLISHED = {
+    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_70b": 1024, "llama3_405b": 16_384, "megatron_1_7b": 48,
+    "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536, "megatron_177b": 2304,
+    "megatron_314b": 3072, "megatron_462b": 6144,
+}  # fmt: skip
+"""Devices: those of Megatron-LM's and of Llama 3's tables; one node for what trains on one. gpt_tiny is for CPUs."""
+SUBJECTS = [
+    *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),
+    Subject(plan_page.DEVICES, "gpt_175b", 8, {"fsdp": 1}, sequences=12),
+    *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=12) for n in (128, 1024, 6144)),
+    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (2, 8, 96)),
+]
+TIMES = {plan_page.CONFIGS: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
+"""How often a row of each table is compiled at most, if the machine is never quiet; the fastest counts."""
+
+
+def main() -> None:
+    parser = options(__doc__ or "")
+    parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between")
+    parser.add_argument("--again", action="store_true", help="compile also what today's results have")
+    parser.add_argument("--page", action="store_true", help="only write the page and the chart anew, from the newest results")
+    parser.add_argument("--row", default="", help="compile this one and print it (internal)")
+    args = parser.parse_args()
+    if args.row:
+        (subject,) = (s for s in SUBJECTS if s.name == args.row)
+        print(json.dumps(measured(subject, args.quick)))
+        return
+    if not args.page:
+        collect(args)
+    if not args.quick:
+        write_page()
+
+
+def collect(args: Any) -> None:
+    """Compiles what is asked for and not yet there; results are written after each row."""
+    record = Record(f"plan_table{'-quick' * args.quick}", args.output)
+    known = record.directory / f"{record.stem}.json"
+    before = json.loads(known.read_text())["tables"] if known.is_file() else {}
+    done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
+    asked = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
+    if args.quick:
+        asked = [s for s in asked if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 2) and not s.sequences]
+    if args.again:
+        done = {name: row for name, row in done.items() if name not in {s.name for s in asked}}
+    for time_ in range(max(TIMES.values())):
+        for subject in asked:
+            kept = done.get(subject.name)
+            if kept and (kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_):
+                continue
+            row = in_a_process(subject, args.quick)
+            best = min((row, kept), key=lambda r: r["total_s"]) if kept else row
+            done[subject.name] = best | {"times": 1 + (kept["times"] if kept else 0)}
+            for title, note in plan_page.NOTES.items():
+                rows = [done[s.name] for s in SUBJECTS if s.table == title and s.name in done]
+                record.data["tables"][title] = {"note": note, "rows": rows}
+            record.write()
+            said = f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
+            print(f"{subject.name}: {said}", flush=True)
+
+
+def write_page() -> None:
+    source = plan_page.newest()
+    data = json.loads(source.read_text())
+    have = {row["name"] for table in data["tables"].values() for row in table["rows"]}
+    if missing := [s.name for s in SUBJECTS if s.name not in have]:
+        print(f"the page waits for {', '.join(missing)}")
+        return
+    plan_page.PAGE.write_text(plan_page.page(data, source.name))
+    plan_chart.draw(data, plan_page.CHART)
+    print(f"wrote {plan_page.PAGE.relative_to(ROOT)} and {plan_page.CHART.relative_to(ROOT)}")
+
+
+def in_a_process(subject: Subject, quick: bool) -> Row:
+    """Raises RuntimeError with what the process said last, where it fails."""
+    load = os.getloadavg()[0]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    command = [sys.executable, str(Path(__file__)), f"--row={subject.name}", *(["--quick"] if quick else [])]
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{subject.name}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "process_s": time.monotonic() - begin, "load": round(load, 2), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def measured(subject: Subject, quick: bool) -> Row:
+    """Compiles under a stopwatch. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's reading of the program."""
+    import jax  # here, as all that follows: the process that starts the others stays small
+
+    from mesh_lm.plan.program import compilable, compile_config
+    from sharding_rules.lab import hlo
+
+    marks: dict[str, float] = {}
+    parse = hlo.parse
+
+    def parsed(text: str) -> Any:
+        marks["text"] = len(text)
+        return parse(text)
+
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
+
+    hlo.parse = parsed
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    config = compilable(prepared(subject, quick))
+    begin, used = time.monotonic(), sum(os.times()[:4])
+    report = compile_config(config, TARGET, subject.devices)
+    end, used = time.monotonic(), sum(os.times()[:4]) - used
+    row: Row = {"name": subject.name, **about(config, subject.devices)}
+    row |= {
+        "lower_s": marks["lowered"] - begin, "compile_s": marks["compiled"] - marks["lowered"], "read_s": end - marks["compiled"],
+        "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30, "instructions": report.instructions,
+        "text_bytes": int(marks["text"]),
+    }  # fmt: skip
+    return row | outcome(config, report)
+
+
+def prepared(subject: Subject, quick: bool) -> Any:
+    """The config of a row; nothing is kept on disk."""
+    from mesh_lm.check import check
+    from mesh_lm.cli import load
+
+    config = load(f"configs/{subject.config}.py")
+    model = dataclasses.replace(config.model, **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 4} if quick else {}))
+    if subject.layers:
+        model = dataclasses.replace(model, n_layers=subject.layers)
+    mesh = dataclasses.replace(config.mesh, **subject.mesh).resolve(subject.devices)
+    loop = config.train
+    if subject.sequences:
+        loop = dataclasses.replace(loop, global_batch=subject.sequences * mesh.data * mesh.fsdp)
+    launch = dataclasses.replace(config.launch, compile_cache="")
+    return check(dataclasses.replace(config, model=model, mesh=mesh, train=loop, launch=launch), subject.devices)
+
+
+def about(config: Any, devices: int) -> Row:
+    model, loop = config.model, config.train
+    return {
+        "devices": devices, "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
+        "rules": config.rules.name, "parameters": model.n_params(), "layers": model.n_layers, "seq_len": model.seq_len,
+        "global_batch": loop.global_batch, "microbatches": loop.microbatches, "remat": model.remat, "attention": model.attention,
+    }  # fmt: skip
+
+
+def outcome(config: Any, report: Any) -> Row:
+    """What the report says, and beside it the least that the strategy must send (None: no closed form) and the model's own FLOPs."""
+    from sharding_rules.lab.summary import over, wire_by_axes
+
+    gib, model = 2**30, config.model
+    flops = model.flops_per_token() * config.train.global_batch * model.seq_len / report.n_devices
+    sent, least, line = sum(wire_by_axes(report).values()), least_bytes(config), report.timeline
+    row: Row = {
+        "fits": report.fits, "peak_gib": report.peak_bytes / gib, "usable_gib": report.hbm / gib, "sent_gib": sent / gib,
+        "least_gib": least and least / gib, "sent_over_least": least and sent / least, "tflop": sum(report.flops.values()) / 1e12,
+        "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6, "exposed_s": line.exposed / 1e6,
+        "warnings": len(report.warnings),
+    }  # fmt: skip
+    row |= {f"sent over {over(axes)}, GiB": n / gib for axes, n in wire_by_axes(report).items() if n}
+    return row | {f"{kind}, GiB": n / gib for kind, n in report.memory.by_kind.items()}
+
+
+def least_bytes(config: Any) -> float | None:
+    """docs/closed_forms.md; None where no collective is needed or no form covers the rules."""
+    from tests.sharding_rules.closed_forms import expected_of, total
+
+    try:
+        return total(expected_of(config), field="least_wire_bytes") or None
+    except ValueError:
+        return None
+
+
+def resident() -> int:
+    """Bytes: the most that this process has held. ru_maxrss would count what its parent held when it started this one."""
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+if __name__ == "__main__":
+    main()

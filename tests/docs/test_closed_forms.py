@@ -1,0 +1,124 @@
+"""docs/closed_forms.md: its tables are the closed forms."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from mesh_lm.check import check
+from mesh_lm.cli import load
+from mesh_lm.model import DecoderConfig
+from tests.sharding_rules.closed_forms import AG, AR, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, total
+
+PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text()
+SHORT = {AG: "AG", RS: "RS", AR: "AR"}
+AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
+REMATS = ("none", "save_names", "full")
+PRESETS = (
+    "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp",
+    "hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
+)  # fmt: skip
+CONFIGS = {
+    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_70b": 1024, "llama3_405b": 16_384, "megatron_1_7b": 48,
+    "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536, "megatron_177b": 2304,
+    "megatron_314b": 3072, "megatron_462b": 6144,
+}  # fmt: skip
+
+
+def gpt(remat: str = "full") -> Decoder:
+    return Decoder(
+        layers=2, d_model=64, d_ff=256, heads=4, kv_heads=4, head_dim=16, vocab=128, seq=64, learned_positions=True, biases=True,
+        norm_vectors=2, gated=False, tied=False, remat=remat, loss_chunk=32,
+    )  # fmt: skip
+
+
+def terms(preset: str, remat: str = "full") -> list[Term]:
+    """Of an untied GPT, on a mesh that uses every axis that the preset cuts."""
+    axes = [axis for axis in ("data", "fsdp", "tensor") if _cuts(preset, axis)]
+    return expected(gpt(remat), dataclasses.replace(Strategy(preset), **dict.fromkeys(axes, 4)), 1, 4)
+
+
+def _cuts(preset: str, axis: str) -> bool:
+    try:
+        return bool(dataclasses.replace(Strategy(preset), **{axis: 4}))
+    except ValueError:
+        return False
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def symbol_table() -> str:
+    return table(["symbol", "bytes", "type", "what"], ([f"`{name}`", *texts] for name, texts in SYMBOLS.items()))
+
+
+def run_counts(group: Iterable[Term]) -> str:
+    """As 2 AG X + RS X."""
+    counts: dict[str, int] = {}
+    for t in group:
+        name = f"{SHORT[t.kind]} {t.size}"
+        counts[name] = counts.get(name, 0) + t.count
+    return " + ".join(f"{n if n > 1 else ''} {name}".strip() for name, n in counts.items())
+
+
+def layer_table() -> str:
+    """What a layer of a microbatch sends, then what the step sends once; presets and remats that agree in one line."""
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for preset, remat in itertools.product(PRESETS, REMATS):
+        found = terms(preset, remat)
+        cells = tuple(
+            run_counts(t for t in found if t.axes == axes and t.per == ("step" if axes == ("data",) else "layer")) for axes in AXES
+        )
+        alike.setdefault(cells, {}).setdefault(preset, []).append(remat)
+    rows = []
+    for cells, presets in alike.items():
+        remats = {tuple(r) for r in presets.values()}
+        (remat,) = remats  # presets that agree, agree for the same remats
+        rows.append([", ".join(f"`{p}`" for p in presets), "any" if remat == REMATS else ", ".join(remat), *cells])
+    return table(["preset", "remat", "`data`, a step", "`fsdp`", "`fsdp` x `tensor`", "`tensor`"], rows)
+
+
+def term_table(preset: str, axis: str) -> str:
+    """Each collective along an axis, with its reason."""
+    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "step": "1"}
+    rows = []
+    for t in terms(preset):
+        if axis in t.axes:
+            runs = f"{t.count} {times[t.per]}" if t.count > 1 else times[t.per]
+            least = "" if t.needed == 1 else f"; least: {t.needed:.3g} of it ({t.excess})"
+            rows.append([t.part, f"{SHORT[t.kind]} {t.dtype}", " x ".join(t.axes), t.size, runs, t.why + least])
+    return table(["part", "kind", "over", "payload", "runs", "why"], rows)
+
+
+def config_table() -> str:
+    """GiB on the wire per device and step, and what of it the strategy could do without."""
+    rows = []
+    for name, devices in CONFIGS.items():
+        config = check(load(f"configs/{name}.py"), devices)
+        mesh, rules = config.mesh, config.rules
+        by = "layers" if rules.column("optimizer").get("layers") else "embed"
+        strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
+        M = config.train.microbatches
+        assert isinstance(config.model, DecoderConfig)
+        found = expected(Decoder.of(config.model), strategy, config.train.global_batch // (M * mesh.data * mesh.fsdp), M)
+        sent = {axes: f"{bytes / 2**30:.3f}" for axes, bytes in by_axes(found).items()}
+        ratio = f"{total(found) / total(found, field='least_wire_bytes'):.3f}"
+        where = f"{mesh}, M={M}, {config.model.remat}"
+        rows.append([f"`{name}`", str(devices), where, *(sent.get(axes, "") for axes in AXES), f"{total(found) / 2**30:.2f}", ratio])
+    return table(["config", "devices", "mesh", "data", "fsdp", "fsdp x tensor", "tensor", "all", "all / least"], rows)
+
+
+@pytest.mark.parametrize("render", [symbol_table, layer_table, config_table])
+def test_tables_are_the_forms(render) -> None:
+    assert render() in PAGE, f"docs/closed_forms.md must have this table:\n{render()}"
+
+
+@pytest.mark.parametrize(
+    ("preset", "axis"),
+    [("hsdp", "fsdp"), ("megatron_sp", "tensor"), ("megatron", "tensor"), ("ddp", "data"), ("zero1", "data"), ("zero2", "data")],
+)
+def test_each_collective_is_on_the_page(preset: str, axis: str) -> None:
+    assert term_table(preset, axis) in PAGE, f"docs/closed_forms.md must have this table:\n{term_table(preset, axis)}"
