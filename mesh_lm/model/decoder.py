@@ -17,8 +17,8 @@ from mesh_lm.model.cache import Cache, Past, empty
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.embedding import lookup
-from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, add_bias, rope_table
+from mesh_lm.model.embedding import add_positions, lookup
+from mesh_lm.model.layers import Attention, Mlp, Norm, Weights, rope_table
 from sharding_rules import Shard
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
@@ -106,7 +106,8 @@ class Decoder(nnx.Module):
             x_BSD = self.embed(batch, dropout)
         with jax.named_scope("layers"):
             x_BSD, cache = self.layers(self.blocks, x_BSD, batch, dropout, cache=cache, start=start)
-        return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed"), cache
+        with jax.named_scope("norm"):
+            return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed"), cache
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
         head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
@@ -119,11 +120,11 @@ class Decoder(nnx.Module):
         c, shard = self.config, self.shard
         x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), c.dtype)
         if c.positions == "learned":
+            axes = ("position", "embed")
             if "positions" in batch:
-                x_BSD = x_BSD + lookup(self.positions[...], batch["positions"], shard, ("position", "embed"), c.dtype)
+                x_BSD = x_BSD + lookup(self.positions[...], batch["positions"], shard, axes, c.dtype)
             else:
-                table = shard.weight(self.positions[...], "position", "embed")
-                x_BSD = add_bias(x_BSD, table[: batch["tokens"].shape[1]])
+                x_BSD = add_positions(x_BSD, self.positions[...], shard, axes)
         x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
         return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
 

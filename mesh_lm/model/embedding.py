@@ -50,6 +50,35 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
     return f(table_VD, ids_BS)
 
 
+def add_positions(x_BSD: jax.Array, table_VD: jax.Array, shard: Shard, axes: tuple[str, str]) -> jax.Array:
+    """x, cut like the residual stream, plus the table's first S rows; each device gathers those of its part of the sequence.
+
+    axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every device gathers the whole table in fp32, and
+    all-reduces its gradient.
+    """
+    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
+    x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
+    S, rows = x_BSD.shape[1], table_VD.shape[0]
+    if stored.spec[0]:  # a device does not have all rows of its part
+        return x_BSD + lookup(table_VD, jnp.broadcast_to(jnp.arange(S), x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
+
+    def forward(x: jax.Array, table_Vd: jax.Array) -> jax.Array:
+        mine_Sd = sum_into(table_Vd[None, :S].astype(x.dtype), (), seq_by)[0]
+        return x + stored.gather(mine_Sd)
+
+    def backward(dout: jax.Array) -> jax.Array:
+        mine_Sd = stored.scatter(dout.astype(jnp.float32).sum(0))
+        whole_Sd = lax.all_gather(mine_Sd, seq_by, axis=0, tiled=True) if seq_by else mine_Sd
+        return jnp.pad(whole_Sd, [(0, rows - S), (0, 0)])
+
+    @jax.custom_vjp
+    def f(x: jax.Array, table: jax.Array) -> jax.Array:
+        return shard.local(forward, (x_spec, stored.spec), x_spec)(x, table)
+
+    f.defvjp(lambda x, table: (f(x, table), None), lambda _, dout: (dout, shard.local(backward, (x_spec,), stored.spec)(dout)))
+    return f(x_BSD, table_VD)
+
+
 def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:
     """Inside `Shard.local`: partial results summed over mesh axes, and cut along S where the residual stream is."""
     for axis in over:

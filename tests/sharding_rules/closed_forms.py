@@ -1,8 +1,9 @@
 """What one train step must send, on paper: every collective of a decoder under a preset, derived from the design, not from a compiler.
 
-The forms were written before any program was measured, and the lab's ledger is held to them (tests/sharding_rules/lab/test_collectives.py). They follow `mesh_lm/step.py` (manual over
-data, one fp32 sum per step), `mesh_lm/model/` (what a block gathers and reduces, what remat runs again), `mesh_lm/loss.py` and
-`StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported. docs/closed_forms.md is made from here.
+The forms were written before any program was measured, and `lab/test_collectives.py` holds the program to them. They follow
+`mesh_lm/step.py` (manual over data, one fp32 sum per step), `mesh_lm/model/` (what a block gathers and reduces, what remat runs again),
+`mesh_lm/loss.py` and `StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
+docs/closed_forms.md is made from here.
 
 Sizes: D data, F fsdp, T tensor (devices along the mesh axes); L layers, M microbatches, b sequences of a microbatch on one batch shard,
 s sequence, h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its result, of a reduce-scatter its
@@ -182,6 +183,14 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     return [t for t in terms if t.payload]
 
 
+def expected_of(config: Any) -> list[Term]:
+    """The same of a `mesh_lm.config.TrainConfig`, whose mesh has no axis of -1. Raises ValueError for rules that have no form."""
+    mesh, rules, loop = config.mesh, config.rules, config.train
+    by = "layers" if rules.column("optimizer").get("layers") else "embed"
+    strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
+    return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
+
+
 def total(terms: Iterable[Term], axis: str = "", field: str = "wire_bytes") -> float:
     """Bytes per device and step. axis: those whose groups run along it (a group over two axes counts for both); empty: all."""
     return sum(getattr(t, field) for t in terms if not axis or axis in t.axes)
@@ -265,7 +274,7 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
     yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
     yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor cuts, which see whole sequences"
-    yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm"
+    yield "norm", AR, by_batch, "f32", "n", 1, "step", "backward: the last norm, summed after the last microbatch"
     yield "embedding", AG, f, "bf16", "E", 1, "microbatch", "the table, for the lookup"
     fp32 = "rows are summed in fp32, because a common token's row has many addends; bf16 would be half"
     yield "embedding", RS, f, "f32", "2E", 1, "microbatch", "backward: its gradient", 0.5, fp32

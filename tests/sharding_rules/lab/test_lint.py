@@ -98,7 +98,9 @@ def test_every_check_is_small_and_named() -> None:
         (collective("collective-permute", "fsdp", f"bf16[4,{S},{F}]"), "collective-permute of bf16[4,512,4096] along fsdp"),
         (collective("all-reduce", "tensor", f"bf16[4,{S},{F}]", partial=True, group=2), "between a part of the devices along tensor"),
         (collective("all-gather", "tensor", f"bf16[4,{S},24,{H}]"), "activation bf16[4,512,24,64] is gathered over tensor"),
+        (collective("all-gather", "tensor", f"bf16[4,{S},16,{H}]"), "activation bf16[4,512,16,64] is gathered over tensor"),
         (collective("all-gather", "data", f"bf16[8,{S},{D}]"), ""),
+        (collective("all-gather", "tensor", f"f32[{D}]"), ""),
         (collective("all-gather", "fsdp", f"bf16[4,{S},{D}]"), "activation bf16[4,512,1024] is gathered over fsdp"),
         (collective("all-gather", "tensor", f"bf16[{D},{F}]"), "blocks.up is gathered over tensor, along which rules.params['mlp'] cuts"),
         (collective("all-gather", "tensor", f"bf16[{N},{H},{D}]"), "blocks.out is gathered over tensor"),
@@ -121,7 +123,7 @@ def test_ways_that_the_rules_do_not_describe_are_left_alone() -> None:
 
 
 def test_zero_gathers_new_weights_after_the_update() -> None:
-    gather = collective("all-gather", "data", f"f32[{V},{D}]", loops=(), where=Where("optimizer", "optimizer"))
+    gather = collective("all-gather", "data", f"f32[4,{S},{D}]", loops=(), where=Where("optimizer", "optimizer"))
     assert lint(report(gather), preset("zero1+hsdp+megatron_sp"), AXES) == ()
 
 
@@ -172,6 +174,8 @@ def test_gathered_twice() -> None:
     assert found.bytes == again.times * again.wire
     head = collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Where("loss", "forward"))
     assert lint(report(head), RULES, AXES) == ()  # the tied head: another part uses it again
+    both = collective("all-gather", "fsdp", " ".join(2 * [f"bf16[{V // 4},{D}]"]), loops=(M,), where=Where("embed+loss", "forward"))
+    assert lint(report(collectives=(*LAWFUL[:4], both)), RULES, AXES) == ()
 
 
 @pytest.mark.parametrize(
@@ -239,6 +243,7 @@ def test_a_reduction_with_nothing_to_hide_behind() -> None:
     slow = report(collectives=(*LAWFUL[:-1], one), timeline=Timeline(100, 80, 40, 20, (span,)))
     found = only(lint(slow, RULES, AXES))
     assert (found.check, found.severity) == ("exposed-reduction", "notice") and "takes 20% of the predicted step" in found.text
+    assert lint(dataclasses.replace(slow, timeline=Timeline(1000, 980, 40, 20, (span,))), RULES, AXES) == ()
     hidden = dataclasses.replace(one, flops_hidden_behind=10**9)
     assert lint(dataclasses.replace(slow, collectives=(*LAWFUL[:-1], hidden)), RULES, AXES) == ()
 

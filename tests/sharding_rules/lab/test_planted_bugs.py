@@ -99,13 +99,13 @@ class JointAttention(Attention):
 
 
 class FreeAttention(Attention):
-    """Bug 2: as many write it at first, without the kernel's shard_map and without a constraint on what it returns."""
+    """Bug 2: the output is not held to its heads, and `out` not to its cut: XLA may cut the tokens instead, and then needs `out` whole."""
 
     def __call__(self, x_BSD: jax.Array, rope: Any, segment_ids: Any, window: Any, past: Any = None) -> tuple[jax.Array, Any]:
-        q, k, v = (self.qkv(x_BSD)[:, :, i] for i in range(3))
-        scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32)
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-        return self.out(jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores).astype(v.dtype), v)), past
+        qkv = self.shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
+        y = self._attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], segment_ids, window, None, None)
+        y = self.shard(y, "batch", "seq_resid", None, None)
+        return jnp.einsum("bsnh,dnh->bsd", y, self.out.weight[...].astype(x_BSD.dtype)), past
 
 
 def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""The compiled step, held to what it must send on paper (docs/closed_forms.md), and to golden ledgers of what it sends.
+
+`MESH_LM_GOLDEN=write pytest tests/sharding_rules/lab/test_collectives.py` writes the ledgers in golden/ anew, for the installed jax: read
+their diff, for it is what you have changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mesh_lm.check import check
+from mesh_lm.cli import load
+from mesh_lm.config import TrainConfig, TrainLoop
+from mesh_lm.model import DecoderConfig
+from mesh_lm.plan.program import compile_config
+from sharding_rules import MeshConfig, preset
+from sharding_rules.lab.diff import explain, ledger_text
+from sharding_rules.lab.report import Report
+from tests.sharding_rules.closed_forms import Decoder, Strategy, Term, by_axes, expected, total
+
+COMPILE_BUDGET = 40
+pytestmark = pytest.mark.deviceless
+
+GPT = DecoderConfig(vocab_size=8000, seq_len=1024, n_layers=4, d_model=1024, n_heads=16, vocab_multiple=1024, attention="xla")
+LLAMA = dataclasses.replace(
+    GPT, n_kv_heads=4, d_ff=3072, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step to compile. rows: sequences of one microbatch on one batch shard.
+
+    With one row and no fsdp, the gradient of learned positions is what the embedding's backward gathers anyway, and XLA does it once.
+    """
+
+    preset: str
+    remat: str
+    model: str
+    mesh: dict[str, int]
+    microbatches: int
+    rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.preset}-{self.remat}-{self.model}"
+
+    @property
+    def config(self) -> TrainConfig:
+        model = dataclasses.replace({"gpt": GPT, "llama": LLAMA}[self.model], remat=self.remat)
+        batch = self.rows * self.microbatches * self.mesh.get("data", 1) * self.mesh.get("fsdp", 1)
+        loop = TrainLoop(global_batch=batch, microbatches=self.microbatches)
+        return TrainConfig(
+            model=model, mesh=MeshConfig(**{"data": 1, **self.mesh}), rules=preset(self.preset), train=loop, output=str(self)
+        )
+
+
+FAST = [
+    Program("zero2", "none", "gpt", {"data": 8}, 2),
+    Program("zero1+megatron_sp", "save_names", "llama", {"data": 4, "tensor": 4}, 1, rows=2),
+    Program("hsdp+megatron", "none", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
+    Program("hsdp+megatron_sp", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
+]
+GOLDENS = [
+    *FAST,
+    Program("ddp", "full", "gpt", {"data": 8}, 4),
+    Program("fsdp", "save_names", "gpt", {"fsdp": 8}, 2),
+    Program("megatron", "full", "llama", {"data": 2, "tensor": 4}, 2),
+    Program("megatron_sp", "none", "gpt", {"data": 2, "tensor": 4}, 1, rows=2),
+]
+"""These have golden ledgers: every preset, remat and model."""
+PROGRAMS = [
+    *GOLDENS,
+    Program("ddp", "none", "llama", {"data": 8}, 1),
+    Program("zero1", "none", "llama", {"data": 8}, 2),
+    Program("zero2", "full", "llama", {"data": 8}, 4),
+    Program("fsdp", "none", "gpt", {"fsdp": 8}, 2),
+    Program("fsdp", "full", "llama", {"fsdp": 8}, 1),
+    Program("hsdp", "none", "llama", {"data": 4, "fsdp": 4}, 1),
+    Program("hsdp", "full", "gpt", {"data": 4, "fsdp": 4}, 2),
+    Program("megatron", "none", "gpt", {"data": 2, "tensor": 4}, 1),
+    Program("megatron", "save_names", "gpt", {"data": 2, "tensor": 4}, 2),
+    Program("megatron_sp", "save_names", "gpt", {"data": 2, "tensor": 4}, 2, rows=2),
+    Program("megatron_sp", "offload", "gpt", {"data": 2, "tensor": 4}, 1, rows=2),
+    Program("megatron_sp", "full", "llama", {"data": 2, "tensor": 4}, 2),
+    Program("zero1+megatron", "none", "gpt", {"data": 4, "tensor": 4}, 2),
+    Program("zero2+megatron_sp", "full", "gpt", {"data": 4, "tensor": 4}, 2, rows=2),
+    Program("fsdp+megatron_sp", "none", "llama", {"fsdp": 4, "tensor": 4}, 2),
+    Program("fsdp+megatron_sp", "full", "gpt", {"fsdp": 4, "tensor": 4}, 1),
+    Program("hsdp+megatron", "full", "gpt", {"data": 2, "fsdp": 4, "tensor": 4}, 1),
+    Program("hsdp+megatron_sp", "none", "gpt", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
+    Program("hsdp+megatron_sp", "save_names", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 1),
+    Program("zero1+hsdp+megatron_sp", "full", "llama", {"data": 4, "fsdp": 2, "tensor": 4}, 2),
+]
+
+
+def slow_but(fast: list[Program], programs: list[Program]) -> list[Any]:
+    return [pytest.param(p, marks=() if p in fast else pytest.mark.slow, id=str(p)) for p in programs]
+
+
+def compiled(config: TrainConfig, reports: str, devices: int = 0) -> Report:
+    """For so many H100s, or as many as the config's mesh has."""
+    kept = dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent))
+    return compile_config(dataclasses.replace(config, launch=kept), "h100", devices or math.prod(config.mesh.sizes().values()))
+
+
+def form(config: TrainConfig) -> list[Term]:
+    """What its step must send. The mesh has no axis of -1."""
+    mesh, rules, loop = config.mesh, config.rules, config.train
+    by = "layers" if rules.column("optimizer").get("layers") else "embed"
+    strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
+    return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
+
+
+def assert_sends(report: Report, terms: list[Term]) -> None:
+    """Payload and wire bytes along each set of mesh axes, to 1 %; axes that carry less than a thousandth of all, to that."""
+    for field, measured in (("wire_bytes", report.wire_bytes), ("payload_bytes", report.payload_bytes)):
+        wanted = by_axes(terms, field)
+        for axes in wanted.keys() | {one.axes for one in report.collectives}:
+            said = f"{report.name}: {field} over {'+'.join(axes)}"
+            small = total(terms, field=field) / 1000
+            assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
+
+
+PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
+"""Of a form -> the model's named scope."""
+
+
+def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
+    """(kind, scope) -> how many times the residual stream is moved over tensor in a step. XLA may move several arrays in one collective."""
+    residual = next((t.payload for t in terms if t.size == "X"), 0)
+    found: Counter[tuple[str, str]] = Counter()
+    for one in report.select(axis=["tensor"]):
+        for dims in re.findall(r"bf16\[([\d,]+)\]", " ".join(one.shapes)):
+            found[one.kind, one.where.part.split("/")[0]] += one.times * (2 * math.prod(map(int, dims.split(","))) == residual)
+    return +found
+
+
+@pytest.mark.parametrize("program", slow_but(FAST, PROGRAMS))
+def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
+    report, terms = compiled(program.config, reports), form(program.config)
+    assert not report.warnings
+    assert_sends(report, terms)
+    wanted: Counter[tuple[str, str]] = Counter()
+    for t in terms:
+        wanted[t.kind, PARTS.get(t.part, "")] += t.times * (t.size == "X")
+    assert residuals(report, terms) == +wanted, ledger_text(report)
+    assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
+
+
+@pytest.mark.parametrize("program", slow_but(FAST, GOLDENS))
+def test_golden_ledger(reports: str, program: Program) -> None:
+    path, now = golden(str(program)), ledger_text(compiled(program.config, reports))
+    if os.environ.get("MESH_LM_GOLDEN") == "write":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(now)
+    said = explain(path.read_text(), now)
+    assert not said, f"{program} sends something else than golden/ says (MESH_LM_GOLDEN=write writes it anew):\n{said}"
+
+
+@pytest.mark.slow
+def test_an_edit_of_the_rules_is_told_in_words(reports: str) -> None:
+    program = next(p for p in GOLDENS if p.preset == "fsdp")
+    edited = dataclasses.replace(program.config, rules=program.config.rules.replace(params={"norm": "fsdp"}))
+    said = explain(golden(str(program)).read_text(), ledger_text(compiled(edited, reports)))
+    assert re.search(r"^\+ reduce-scatter of f32\[1024\].* over fsdp, 8 x, in backward of layers/attention\+mlp: \+ ", said, re.M), said
+    assert "sent in a step over\n  fsdp" in said
+
+
+def golden(name: str) -> Path:
+    """By version, because which collectives are combined is XLA's choice."""
+    return Path(__file__).parent / "golden" / f"jax-{jax.__version__}" / f"{name}.txt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["hsdp+megatron_sp", "hsdp+megatron", "zero1+hsdp+megatron_sp", "zero2+hsdp+megatron_sp"])
+def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
+    """Least: with every table and sum in bf16, a tied table reduced once, and gradients of zero1 reduce-scattered."""
+    config = dataclasses.replace(check(load("configs/gpt_175b.py"), 1024), rules=preset(rules))
+    report, terms = compiled(config, reports), form(config)
+    assert not report.warnings
+    assert_sends(report, terms)
+    assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
+
+
+@pytest.mark.slow
+def test_the_program_does_not_grow(reports: str) -> None:
+    """Neither with layers nor with devices: its size is that of one block, and a collective is one line for any group."""
+    config = load("configs/gpt_175b.py")
+    size = {}
+    for layers in (2, 8, 96):
+        model = dataclasses.replace(config.model, n_layers=layers)
+        size[layers] = compiled(dataclasses.replace(config, model=model), reports, 1024).instructions
+    assert max(size.values()) <= 1.02 * min(size.values()), size
+    for devices, mesh in ((8, MeshConfig(data=2, fsdp=2, tensor=2)), (6144, MeshConfig(data=48, fsdp=16, tensor=8))):
+        loop = dataclasses.replace(config.train, global_batch=2 * mesh.data * mesh.fsdp)
+        size[devices] = compiled(dataclasses.replace(config, mesh=mesh, train=loop), reports, devices).instructions
+    assert size[6144] <= 1.02 * size[8], size
