@@ -72,6 +72,11 @@ def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Rep
 def compilable(config: TrainConfig) -> TrainConfig:
     """The config with an attention that can be compiled here: cuDNN's needs its library, which the extra `aot` leaves out."""
     model = config.model
-    if getattr(model, "attention", "") in ("auto", "cudnn") and not importlib.util.find_spec("nvidia.cudnn"):
+    if getattr(model, "attention", "") in ("auto", "cudnn") and not _installed("nvidia", "nvidia.cudnn"):
         return dataclasses.replace(config, model=dataclasses.replace(model, attention="xla"))  # pyright: ignore[reportCallIssue]
     return config
+
+
+def _installed(*packages: str) -> bool:
+    """Outermost first: to look for one inside of a package that is absent is an error."""
+    return all(importlib.util.find_spec(package) for package in packages)

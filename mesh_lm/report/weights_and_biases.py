@@ -19,8 +19,8 @@ class WeightsAndBiases:
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]) -> None:
         """Raises ConfigError where the package is missing or refuses to start a run."""
         try:
-            import wandb
-            from wandb.errors import Error
+            import wandb  # pyright: ignore[reportMissingImports]
+            from wandb.errors import Error  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(f"wandb={project} needs the package wandb: pip install 'mesh_lm[wandb]'") from error
         kept = directory / "wandb_run"
