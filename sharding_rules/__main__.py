@@ -31,12 +31,13 @@ def main(argv: list[str]) -> int:
     command.add_argument("--target", default="h100", choices=list(TARGETS))
     command.add_argument("--devices", type=int, default=0, help="0: as many as the config's mesh says")
     arguments, changes = parser.parse_known_args(argv)
-    if strays := [word for word in changes if not word.startswith("--config.")]:
-        parser.error(f"unknown: {' '.join(strays)}")
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     try:
+        if arguments.devices < 0:
+            raise LabError(f"--devices={arguments.devices} must be at least 1")
+        both = [preset(name) for name in (arguments.against, arguments.rules)]
         program, words = _program(), [f"--config={arguments.config}", *changes]
-        before, after = (program(words, preset(name), arguments.target, arguments.devices) for name in (arguments.against, arguments.rules))
+        before, after = (program(words, rules, arguments.target, arguments.devices) for rules in both)
     except ValueError as error:  # of this package, and of the program's own: they are all messages for the user
         if type(error) is ValueError:
             raise

@@ -70,7 +70,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None
         except RuntimeError as error:
             raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
     if launch.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(launch.compile_cache).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     place = Place.of(launch)
     flags = gpu.set_flags(launch.xla_flags)

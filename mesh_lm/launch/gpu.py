@@ -40,13 +40,15 @@ def set_flags(chosen: str, environment: MutableMapping[str, str] = os.environ, d
 
 def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> None:
     """Gives JAX the share of a GPU's memory that `--plan` counts on, unless the user has chosen one."""
-    if visible(environment, driver):
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX takes one of them, not both
+    if old not in environment and visible(environment, driver):
+        environment.setdefault(name, str(MEMORY_FRACTION))
 
 
 def absent(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev"), driver: Path = _DRIVER) -> bool:
-    """Whether nothing at all speaks of an NVIDIA GPU: JAX would only complain of the CUDA plugin that the extra `aot` brings."""
-    return not (any(devices.glob("nvidia*")) or (devices / "dxg").exists() or visible(environment, driver))
+    """Whether nothing at all speaks of an accelerator: JAX would only complain of the CUDA plugin that the extra `aot` brings."""
+    known = ("nvidia*", "dxg", "kfd", "accel*", "vfio")
+    return not (any(any(devices.glob(name)) for name in known) or visible(environment, driver))
 
 
 def missing(wanted: str, present: str) -> str:

@@ -17,6 +17,7 @@ from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
 from mesh_lm.plan.program import Program, compilable, compile_config, devices_for
+from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import FLAG_SETS, options
@@ -57,16 +58,22 @@ class Plan:
 
 def asked(argv: list[str]) -> tuple[Plan | None, list[str]]:
     """The plan that a command line asks for, None without --plan, and the rest of its words. Raises ConfigError for a mistake in it."""
-    own, rest, waiting = [], [], False
-    for word in argv:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name in _NAMES:
-            alone = {"plan": _SCREEN, "max_microbatch": "true"}
-            own.append(f"{word}={alone[name]}" if "=" not in word and name in alone else word)
-            waiting = "=" not in word and name not in alone
+    own, rest, alone = [], [], {"plan": _SCREEN, "max_microbatch": "true"}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, given, _ = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or name not in _NAMES:
+            rest.append(word)
+        elif given:
+            own.append(word)
+        elif words and not words[0].startswith("--") and name != "max_microbatch":
+            own.append(f"{word}={words.pop(0)}")
         else:
-            (own if waiting and not word.startswith("--") else rest).append(word)
-            waiting = False
+            own.append(f"{word}={alone[name]}" if name in alone else word)
+    if any(word.startswith("--plan") for word in own) and {"--help", "-h"} & set(rest):
+        own.append("--help")
     if not any(word.startswith("--plan") for word in own):
         if own:
             raise ConfigError(f"{own[0]} goes with --plan: python train.py --config=FILE --plan {own[0]}")
@@ -83,7 +90,10 @@ def show(plan: Plan, config: TrainConfig) -> int:
     n_devices = devices_for(config, plan.devices)
 
     def compiled(changed: TrainConfig) -> Report:
-        return compile_config(changed, plan.target, n_devices, options(plan.flags))
+        try:
+            return compile_config(changed, plan.target, n_devices, options(plan.flags))
+        except ShardingRuleError as error:  # rules that lack a row for an axis of the user's own model
+            raise LabError(str(error)) from error
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -152,7 +162,7 @@ def _write(plan: Plan, report: Report, findings: Sequence[Finding], fixes: Seque
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write --plan={plan.plan}: {error.strerror}") from error
     print(f"wrote {path}")

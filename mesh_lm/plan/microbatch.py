@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from mesh_lm.check import check
-from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.config import TrainConfig
 from sharding_rules import axes_of
 from sharding_rules.lab import Report
 
@@ -17,9 +17,7 @@ def largest(
 ) -> tuple[tuple[str, str], ...]:
     """How many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
 
-    Each try is compiled. It has as many microbatches as the config, two at most: more change nothing in memory.
-
-    Raises ConfigError where not even one sequence fits.
+    Each try is compiled. It has as many microbatches as the config, two at most: more change nothing in memory but the tokens themselves.
     """
     config = check(config, n_devices)
     mesh = config.mesh.sizes()
@@ -40,9 +38,7 @@ def largest(
         return f"{peaks[b] / 2**30:.2f} of {hbm / 2**30:.2f} GiB"
 
     if not fits(1):
-        raise ConfigError(
-            f"a microbatch of one sequence on each device needs {gib(1)}; without --max_microbatch, --plan shows what would help"
-        )
+        return (("largest microbatch", f"none: one sequence on each device needs {gib(1)}"),)
     low, high = 1, most + 1
     while high - low > 1:
         b = _guess(peaks, hbm, low, high)

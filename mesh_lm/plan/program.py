@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Program:
         arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
         return compile_report(
             train_step(blueprint, optimizer, config.seed), *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            cache=Path(config.launch.compile_cache).expanduser() / "reports" if config.launch.compile_cache else None,
+            cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -31,6 +32,8 @@ from sharding_rules.rules import axes_of
 _MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "places", "report", "targets", "timeline")
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while a process's standard error, and JAX's settings, are those of one compilation."""
 _LOGGED = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
 
 
@@ -78,16 +81,18 @@ def compile_report(
         "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
         "options": options,
     }
-    kept = Path(cache) / f"{_key(lowered.as_text(), mesh, about)}.json" if cache else None
-    if kept and kept.is_file():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn, or of another version of the lab
-            return Report.from_json(kept.read_text())
-    report = _compile(lowered, _arguments(step, args, kind_of), mesh, about)
+    arguments = _arguments(step, args, kind_of)
+    kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
     if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        beside = kept.with_suffix(f".{os.getpid()}")
-        beside.write_text(report.to_json())
-        beside.replace(kept)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, torn, or of another version of the lab
+            return Report.from_json(kept.read_text())
+    report = _compile(lowered, arguments, mesh, about)
+    if kept:
+        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".part", delete=False) as beside:
+                beside.write(report.to_json())
+            Path(beside.name).replace(kept)
     return report
 
 
@@ -95,7 +100,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
     asked = estimates(TARGETS.get(about["target"]))
     with tempfile.TemporaryDirectory(prefix="sharding_lab_") as dump:
         begin = time.monotonic()
-        with _standard_error() as said, _unkept():
+        with _ONE_AT_A_TIME, _standard_error() as said, _unkept():
             try:
                 compiled = lowered.compile(compiler_options={**asked, "xla_dump_to": dump, **about["options"]})
             except jax.errors.JaxRuntimeError as error:
@@ -117,11 +122,17 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         arguments=arguments,
         flops=flops_by_phase(module, places),
         kernels=kernels(module, places),
-        warnings=tuple(line for line in said if _WARNING in line),
+        warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module)),
         timeline=replay(module, places, mesh, target) if target else None,
         instructions=sum(map(len, module.computations.values())),
         compile_seconds=seconds,
     )
+
+
+def _unknown_loops(module: hlo.Module) -> Iterator[str]:
+    for one in module.by_name.values():
+        if one.opcode == "while" and one.trips is None:
+            yield f"{one.name}: XLA does not know how often this loop runs; what is in it is counted once"
 
 
 def _arguments(step: Callable[..., Any], args: tuple[Any, ...], kind_of: Callable[[str], str]) -> tuple[Argument, ...]:
@@ -149,12 +160,17 @@ def _axis_nodes(mesh: Mesh) -> dict[str, int]:
     return spans
 
 
-def _key(program: str, mesh: Mesh, about: dict[str, Any]) -> str:
-    """Of everything that the report depends on: the program, the devices and their order, options, versions, and the lab itself."""
+def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argument, ...]) -> str:
+    """Of all that a report depends on: the program and its scopes, the devices and their order, options, versions, the lab.
+
+    Not of the lines of the source: they hold the whole stack, down to who asked. Those in a kept report are of when it was made.
+    """
+    scopes = re.findall(r'loc\("([^"]+)"\(', lowered.as_text(debug_info=True))
     digest = hashlib.sha256()
-    order = [device.id for device in mesh.devices.flat]
+    order = [(device.id, device.process_index) for device in mesh.devices.flat]
     platform = mesh.devices.flat[0].client.platform_version
-    for part in (program, dict(mesh.shape), order, platform, sorted(about.items())):
+    environment = [os.environ.get(name, "") for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")]
+    for part in (lowered.as_text(), scopes, arguments, dict(mesh.shape), order, platform, sorted(about.items()), environment):
         digest.update(repr(part).encode())
     for name in _MAKERS:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
@@ -178,14 +194,15 @@ def _standard_error() -> Iterator[list[str]]:
     """What C++ code logs meanwhile, by lines. It is shown only where the block raises; what others write comes out afterwards."""
     said: list[str] = []
     sys.stderr.flush()
-    kept = os.dup(2)
     failed = True
     with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield said
             failed = False
         finally:
+            sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
             file.seek(0)

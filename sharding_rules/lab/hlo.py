@@ -160,7 +160,7 @@ class Module:
         """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most."""
         if instruction.opcode == "dot":
             return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-        if instruction.opcode == "custom-call" and "matmul" in instruction.text:
+        if instruction.opcode == "custom-call" and 'custom_call_target="__cublas$' in instruction.text:
             return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
         if instruction.opcode == "while":
             return (instruction.trips or 1) * self.total_flops(instruction.body)

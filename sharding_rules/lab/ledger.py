@@ -74,7 +74,7 @@ def _collective(module: Module, places: Places, mesh: Mesh, visit: Visit, start:
         shapes=tuple(map(str, whole)),
         dtype=whole[0].dtype if whole else "",
         payload=payload,
-        wire=_wire(kind, payload, along.size),
+        wire=_wire(kind, payload, along.size) if along.members.size else 0.0,
         loops=visit.loops,
         conditional=visit.conditional,
         where=where if where.part or inside is start else places.of(inside),

@@ -46,14 +46,15 @@ class Finding:
 
 
 def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = None) -> tuple[Finding, ...]:
-    """Everything that CHECKS find, most bytes first.
+    """Everything that CHECKS find, errors before notices, most bytes first.
 
     Args:
       rules: those that the program was written for. Without them promises are read from how the arguments are cut.
       axes: logical axes of each parameter by name (mesh_lm's `blueprint.axes`). With them findings name the row of the rules.
     """
     subject = Subject(report, rules, axes or {})
-    return tuple(sorted((found for check in CHECKS for found in check(subject)), key=lambda found: -found.bytes))
+    found = (found for check in CHECKS for found in check(subject))
+    return tuple(sorted(found, key=lambda one: (one.severity != "error", one.check != "rematerialization", -one.bytes)))
 
 
 def reshards(subject: Subject) -> Iterator[Finding]:
@@ -91,9 +92,16 @@ def _reshard(subject: Subject, one: Collective, array: Any) -> tuple[str, str] |
 
 def rematerializations(subject: Subject) -> Iterator[Finding]:
     """The partitioner gave up: it replicates an array and cuts it again."""
-    for line in dict.fromkeys(subject.report.warnings):
+    for line in dict.fromkeys(line for line in subject.report.warnings if "rematerialization" in line):
         fix = "pin that array (shard(x, ...)); a lookup in a cut table is done by hand, as in mesh_lm/model/embedding.py"
         yield Finding("rematerialization", 0, Where(), line.strip()[:400], fix)
+
+
+def unknown_loops(subject: Subject) -> Iterator[Finding]:
+    """A loop whose trips XLA does not know: what it sends and computes is counted once."""
+    for line in subject.report.warnings:
+        if "how often this loop runs" in line:
+            yield Finding("unknown-loop", 0, Where(), line, "a loop of fixed length: lax.scan, or fori_loop with Python bounds", "notice")
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
@@ -299,8 +307,8 @@ def exposed(subject: Subject) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    reshards, rematerializations, dead_rules, replicated, gathered_twice, wide_collectives, microbatch_reductions, global_kernels,
-    idle_axes, placement, exposed,
+    reshards, rematerializations, unknown_loops, dead_rules, replicated, gathered_twice, wide_collectives, microbatch_reductions,
+    global_kernels, idle_axes, placement, exposed,
 )  # fmt: skip
 
 

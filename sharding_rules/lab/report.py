@@ -57,6 +57,7 @@ class Collective:
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first."""
     conditional: bool
+    """In a branch that may not be taken. It counts like any other, so that sums are upper bounds where there are such."""
     where: Where
     asynchronous: bool
     flops_hidden_behind: int

@@ -1,7 +1,6 @@
 """GPUs to compile for that are not here, as data. Units: bytes, FLOP/s, bytes/s in one direction per GPU.
 
-Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100, H200, A100 and B200 data sheets);
-`reachable` shares are what NCCL and cuBLAS reach on such hardware, for estimates only.
+Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100, H200, A100 and B200 data sheets).
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import shutil
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ NODE = 8
 MEMORY_FRACTION = 0.92
 """Of a GPU's memory, what a run gives to JAX (which takes 0.75 unless told); the rest is for CUDA, NCCL's buffers and cuBLAS."""
 
+_PTXAS = ("cu13", "cuda_nvcc")
+"""Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
 _INSTALL = "run: pip install 'mesh_lm[aot]'"
 
 
@@ -112,6 +115,8 @@ def lower_for(target: Target | str, n_devices: int | None = None, **axes: int) -
         raise LabError(f"no mesh axis {unknown[0]!r}{did_you_mean(unknown[0], AXES)}")
     config = MeshConfig(**axes)
     if n_devices is None:
+        if -1 in axes.values():
+            raise LabError("an axis of -1 takes what is left of n_devices, which is not given")
         n_devices = math.prod(config.sizes().values())
     elif -1 not in axes.values() and "data" not in axes:
         config = dataclasses.replace(config, data=-1)
@@ -154,6 +159,9 @@ def _require_compiler() -> None:
             "(a CPU is enough to run it, no driver is needed)"
         )
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
-        raise LabError(f"{plugins[0].replace('_', '-')} {found} does not go with jax {jax.__version__}; {_INSTALL}")
-    if not importlib.util.find_spec("nvidia"):
+        name = plugins[0].replace("_", "-")
+        raise LabError(f"{name} {found} does not go with jax {jax.__version__}; run: pip install '{name}=={jax.__version__}'")
+    nvidia = importlib.util.find_spec("nvidia")
+    places = [Path(place) / part / "bin/ptxas" for place in (nvidia and nvidia.submodule_search_locations) or () for part in _PTXAS]
+    if not (shutil.which("ptxas") or any(place.exists() for place in places)):
         raise LabError(f"XLA's compiler for CUDA needs ptxas and libdevice, which are not installed; {_INSTALL}")

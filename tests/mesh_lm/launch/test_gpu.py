@@ -73,7 +73,7 @@ def test_a_set_that_does_not_exist(driver: Path) -> None:
 def test_jax_gets_the_memory_that_a_plan_counts_on(driver: Path, tmp_path: Path) -> None:
     environment: dict[str, str] = {}
     set_memory(environment, driver)
-    assert environment == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.92"}
     mine = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     set_memory(mine, driver)
     set_memory(cpu := {"JAX_PLATFORMS": "cpu"}, driver)

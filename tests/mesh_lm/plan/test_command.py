@@ -27,6 +27,7 @@ def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
     assert asked(run) == (None, run)
     assert asked([*run, "--plan"]) == (Plan("screen"), run)
     wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
+    assert asked(["--plan", "report.html", *run]) == (Plan("report.html"), run)
     words = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
     assert asked([words[0], *run, *words[1:]]) == (wanted, run)
 
@@ -109,8 +110,8 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
     tried: list[int] = []
     config = load("configs/gpt2_124m.py")
     if peak(1) > limit:
-        with pytest.raises(ConfigError, match="a microbatch of one sequence on each device needs"):
-            largest(config, 1, compiled, say=lambda text: None)
+        (_, found), *more = largest(config, 1, compiled, say=lambda text: None)
+        assert found.startswith("none: one sequence on each device needs ") and not more
         return
     (_, found), *_ = largest(config, 1, compiled, say=lambda text: None)
     b = int(found.split()[0])

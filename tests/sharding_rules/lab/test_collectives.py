@@ -24,6 +24,7 @@ from mesh_lm.model import DecoderConfig
 from mesh_lm.plan.program import compile_config
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import explain, ledger_text
+from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Report
 from tests.sharding_rules.closed_forms import Decoder, Strategy, Term, by_axes, expected, total
 
@@ -154,6 +155,8 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
         wanted[t.kind, PARTS.get(t.part, "")] += t.times * (t.size == "X")
     assert residuals(report, terms) == +wanted, ledger_text(report)
     assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
+    # Data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind: a notice, no error.
+    assert {one.check for one in lint(report, program.config.rules)} <= {"exposed-reduction"}
 
 
 @pytest.mark.parametrize("program", slow_but(FAST, GOLDENS))

@@ -1,0 +1,51 @@
+"""Which programs share a kept report. Nothing is compiled for a GPU here."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import train
+from mesh_lm.config import ConfigError
+from sharding_rules.lab import compile as lab
+from sharding_rules.lab import hlo
+
+MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+
+def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, **about: object) -> str:
+    def step(params):
+        with jax.named_scope(scope):
+            return jnp.sin(params[leaf]).sum()
+
+    args = ({leaf: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("data")))},)
+    return lab._key(jax.jit(step).lower(*args), MESH, {"name": "step", **about}, lab._arguments(step, args, kind_of))
+
+
+def test_a_kept_report_is_of_this_program(monkeypatch) -> None:
+    assert key() == key()
+    others = {key(scope="attention"), key(leaf="down"), key(kind_of=lambda name: "moments"), key(options={"a": 1})}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_reduce_combine_threshold_bytes=0")
+    assert len({key(), *others}) == 5
+
+
+def test_a_loop_of_unknown_length_is_told_of() -> None:
+    text = "ENTRY %main (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n  ROOT %w = f32[] while(%p), condition=%c, body=%b\n}\n"
+    (said,) = lab._unknown_loops(hlo.parse(text))
+    assert said == "w: XLA does not know how often this loop runs; what is in it is counted once"
+
+
+@pytest.mark.parametrize("there", [(), ("jax_cuda13_plugin",)])
+def test_without_the_compiler_a_plan_says_what_to_install(monkeypatch, there: tuple[str, ...]) -> None:
+    absent = {"jax_cuda13_plugin", "jax_cuda12_plugin", "nvidia"} - {*there}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more) if name not in there else name
+    )
+    monkeypatch.setattr("sharding_rules.lab.targets.version", lambda name: jax.__version__)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"run: pip install 'mesh_lm\[aot\]'"):
+        train.main(["--config=configs/gpt_tiny.py", "--plan", "--target=a100", "--devices=16"])
