@@ -266,7 +266,8 @@ def _print_help(config: TrainConfig, file: str) -> None:
         args=["--help"],
         default=_CommandLine(config),
         prog="train.py",
-        description=f"--config=FILE.py chooses the run; the defaults below are those of {file}. Tuples are written 1024,0.",
+        description=f"--config=FILE.py chooses the run; the defaults below are those of {file}. Tuples are written 1024,0. "
+        "--plan shows what the run would do on GPUs that are not here (--plan --help).",
         use_underscores=True,
         # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a second language.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
