@@ -56,3 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def reports() -> str:
     """A directory for compile_report(cache=...): a program that two tests of a run look at is compiled once."""
     return os.path.join(os.environ.get("MESH_LM_REPORTS") or os.environ["JAX_COMPILATION_CACHE_DIR"], "reports")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where deviceless tests are required, one that was skipped, for whatever reason, fails the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if os.environ.get("MESH_LM_DEVICELESS") == "required" and any("deviceless" in report.keywords for report in skipped):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
