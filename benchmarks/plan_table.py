@@ -139,20 +139,13 @@ def measured(subject: Subject, quick: bool) -> Row:
     import jax  # here, as all that follows: the process that starts the others stays small
 
     from mesh_lm.plan.program import compilable, compile_config
-    from sharding_rules.lab import hlo
 
     marks: dict[str, float] = {}
-    parse = hlo.parse
-
-    def parsed(text: str) -> Any:
-        marks["text"] = len(text)
-        return parse(text)
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
 
-    hlo.parse = parsed
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = compilable(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
@@ -162,7 +155,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     row |= {
         "lower_s": marks["lowered"] - begin, "compile_s": marks["compiled"] - marks["lowered"], "read_s": end - marks["compiled"],
         "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30, "instructions": report.instructions,
-        "text_bytes": int(marks["text"]),
+        "text_bytes": report.text_bytes,
     }  # fmt: skip
     return row | outcome(config, report)
 

@@ -18,15 +18,10 @@ import jax
 from record import ROOT, Record, Row, options
 
 from mesh_lm import cli
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.data.batches import abstract_batch
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import abstract_state, batch_sharding, train_step
-from sharding_rules import Shard
-from sharding_rules.lab.compile import compile_report
+from mesh_lm.plan.program import compile_config
+from sharding_rules import MeshConfig
 from sharding_rules.lab.flags import FLAG_SETS, written
 from sharding_rules.lab.report import Report
-from sharding_rules.lab.targets import lower_for
 
 _NO_SOL = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_analytical_sol_latency_estimator": False}
 _PIPELINED = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
@@ -78,16 +73,14 @@ def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
 
 
 def compiled(target: str, quick: bool) -> Report:
-    """One sequence per device in a microbatch, as gpt_175b has on 1,024 GPUs. XLA's own attention, which needs no cuDNN."""
+    """One sequence per device in a microbatch; XLA's own attention, which needs no cuDNN."""
     config = cli.load("configs/gpt_175b.py")
     small = {"d_model": 1024, "n_heads": 8, "seq_len": 256} if quick else {}
     model = dataclasses.replace(config.model, n_layers=4, attention="xla", **small)
-    config = dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, global_batch=16, microbatches=2))
-    mesh = lower_for(target, data=2, fsdp=4, tensor=8)
-    blueprint = Blueprint.of(model, Shard(config.rules, mesh))
-    optimizer = AdamW(config.optimizer, config.train.steps)
-    args = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
-    return compile_report(train_step(blueprint, optimizer, config.seed), *args, mesh=mesh, name="gpt_175b")
+    train = dataclasses.replace(config.train, global_batch=16, microbatches=2)
+    launch = dataclasses.replace(config.launch, compile_cache="")
+    config = dataclasses.replace(config, model=model, train=train, launch=launch, mesh=MeshConfig(data=2, fsdp=4, tensor=8))
+    return compile_config(config, target, 64)
 
 
 def row(report: Report) -> Row:

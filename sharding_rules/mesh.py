@@ -79,5 +79,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.resolve(len(devices)).sizes()
-    devices.sort(key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index, d.id))
+    devices.sort(key=lambda device: (*node_of(device), device.id))
     return Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def node_of(device: Any) -> tuple[int, int]:
+    """The fast domain that a jax.Device sits in: slice and process, of which there is one a node."""
+    return (getattr(device, "slice_index", None) or 0, device.process_index)

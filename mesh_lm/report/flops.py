@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from sharding_rules.lab.targets import TARGETS
+
 PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756e12),
-    ("H100", 989.4e12),
-    ("H200", 989.4e12),
-    ("A100", 312e12),
     ("GB200", 2500e12),
-    ("B200", 2250e12),
+    *((name, target.flops["bf16"]) for name, target in TARGETS.items()),
 )
 """Part of jax's device_kind -> dense bf16 FLOP/s of one device, without sparsity (NVIDIA's data sheets). The first that matches holds."""
 

@@ -27,6 +27,7 @@ from sharding_rules.lab.places import Places
 from sharding_rules.lab.report import Argument, LabError, Report
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import estimates, replay
+from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
 _MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "places", "report", "targets", "timeline")
@@ -111,20 +112,22 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
     text = compiled.as_text()
     module = hlo.parse(text)
     places = Places(module)
+    sent = collectives(module, places, mesh)
     target = TARGETS.get(about["target"])
     return Report(
         **about,
         hbm=target.usable if target else 0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
-        collectives=collectives(module, places, mesh),
+        collectives=sent,
         memory=memory(module, places, compiled.memory_analysis(), assignment, live, arguments),
         arguments=arguments,
         flops=flops_by_phase(module, places),
         kernels=kernels(module, places),
         warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module)),
-        timeline=replay(module, places, mesh, target) if target else None,
+        timeline=replay(module, places, sent, target) if target else None,
         instructions=sum(map(len, module.computations.values())),
+        text_bytes=len(text),
         compile_seconds=seconds,
     )
 
@@ -152,7 +155,7 @@ def _arguments(step: Callable[..., Any], args: tuple[Any, ...], kind_of: Callabl
 
 def _axis_nodes(mesh: Mesh) -> dict[str, int]:
     """How many nodes (processes) the devices along each axis span, the other axes fixed: the most of all lines."""
-    node = {device: (getattr(device, "slice_index", 0) or 0, device.process_index) for device in mesh.devices.flat}
+    node = {device: node_of(device) for device in mesh.devices.flat}
     spans = {}
     for dim, axis in enumerate(mesh.axis_names):
         lines = mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.devices.shape[dim])
@@ -163,18 +166,29 @@ def _axis_nodes(mesh: Mesh) -> dict[str, int]:
 def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argument, ...]) -> str:
     """Of all that a report depends on: the program and its scopes, the devices and their order, options, versions, the lab.
 
-    Not of the lines of the source: they hold the whole stack, down to who asked. Those in a kept report are of when it was made.
+    Not of the stack, which goes down to who asked: the lines of the source in a kept report are of when it was made.
     """
-    scopes = re.findall(r'loc\("([^"]+)"\(', lowered.as_text(debug_info=True))
     digest = hashlib.sha256()
-    order = [(device.id, device.process_index) for device in mesh.devices.flat]
+    order = [(device.id, node_of(device)) for device in mesh.devices.flat]
     platform = mesh.devices.flat[0].client.platform_version
     environment = [os.environ.get(name, "") for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")]
-    for part in (lowered.as_text(), scopes, arguments, dict(mesh.shape), order, platform, sorted(about.items()), environment):
+    for part in (lowered.as_text(), _scopes(lowered), arguments, dict(mesh.shape), order, platform, sorted(about.items()), environment):
         digest.update(repr(part).encode())
     for name in _MAKERS:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _scopes(lowered: Any) -> list[str]:
+    """Of each operation in the program's order. MLIR's location of one is its names around a call site, and in that the stack."""
+    text = lowered.as_text(debug_info=True)
+    names = {at: (name, inside) for at, name, inside in re.findall(r'^(#loc\d+) = loc\("(.*)"(?:\((#loc\d+)\))?\)$', text, re.MULTILINE)}
+
+    def scope(at: str) -> str:
+        name, inside = names.get(at, ("", ""))
+        return f"{name} {scope(inside)}" if inside else name
+
+    return [scope(at) for at in re.findall(r"^ .*loc\((#loc\d+)\)$", text, re.MULTILINE)]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import re
 import numpy as np
 from jax.sharding import Mesh
 
+from sharding_rules.mesh import node_of
+
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _NAMED = re.compile(r"replica_groups=@?mesh\[(.*?)\](?:,?\s*device_ids=\((.*?)\)\)?)?\s*\{(.*?)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -47,7 +49,7 @@ class Groups:
         if not self.members.size:
             return 1
         domains: dict[tuple[int, int], int] = {}
-        of = [domains.setdefault((getattr(d, "slice_index", 0) or 0, d.process_index), len(domains)) for d in mesh.devices.flat]
+        of = [domains.setdefault(node_of(d), len(domains)) for d in mesh.devices.flat]
         inside = np.sort(np.array(of)[self.members], axis=1)
         return 1 + int((inside[:, 1:] != inside[:, :-1]).sum(axis=1).max())
 

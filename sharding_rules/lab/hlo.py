@@ -156,6 +156,11 @@ class Module:
             if file in self._files:
                 yield f"{self._files[file]}:{line}"
 
+    @cached_property
+    def home(self) -> dict[str, str]:
+        """The computation of each instruction, by names."""
+        return {one.name: name for name, lines in self.computations.items() for one in lines}
+
     def flops(self, instruction: Instruction) -> int:
         """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most."""
         if instruction.opcode == "dot":

@@ -8,31 +8,11 @@ from collections.abc import Iterable
 
 from sharding_rules.lab.hlo import Instruction, Module
 
-_MOVES = frozenset(
-    [
-        "fusion",
-        "fusion-start",
-        "async-start",
-        "copy",
-        "copy-start",
-        "convert",
-        "transpose",
-        "bitcast",
-        "bitcast-convert",
-        "reshape",
-        "broadcast",
-        "slice",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "concatenate",
-        "pad",
-        "all-gather",
-        "all-gather-start",
-        "collective-permute",
-        "collective-permute-start",
-        "call",
-    ]
-)
+_MOVES = frozenset({
+    "fusion", "fusion-start", "async-start", "copy", "copy-start", "convert", "transpose", "bitcast", "bitcast-convert", "reshape",
+    "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "all-gather", "all-gather-start",
+    "collective-permute", "collective-permute-start", "call",
+})  # fmt: skip
 _MAKES = frozenset(["dot", "convolution", "custom-call", "gather", "scatter", "reduce", "reduce-window", "sort", "rng-bit-generator"])
 _FLOATS = ("f", "bf", "c")
 
@@ -42,8 +22,6 @@ class Lineage:
 
     def __init__(self, module: Module, weights: Iterable[str]) -> None:
         self._module, self._names = module, frozenset(weights)
-        self.home = {one.name: name for name, lines in module.computations.items() for one in lines}
-        """The computation of each instruction."""
         self._loops = {one.body: one for lines in module.computations.values() for one in lines if one.opcode == "while"}
         self._known: dict[tuple[str, tuple[int, ...]], frozenset[str] | None] = {}
 
@@ -55,7 +33,7 @@ class Lineage:
         passed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         while True:
             one = self._module.by_name[name]
-            loop = one if one.opcode == "while" else self._loops.get(self.home[name]) if one.opcode == "parameter" else None
+            loop = one if one.opcode == "while" else self._loops.get(self._module.home[name]) if one.opcode == "parameter" else None
             if loop and index and passed[loop.name, index] < 2:
                 passed[loop.name, index] += 1
                 name = self._module.computations[loop.body][-1].name if passed[loop.name, index] == 1 else loop.operands[0]
@@ -85,7 +63,7 @@ class Lineage:
 
     def _weights_of(self, one: Instruction, index: tuple[int, ...]) -> frozenset[str] | None:
         if one.opcode == "parameter":
-            given = self.home[one.name] == self._module.entry and one.op_name in self._names
+            given = self._module.home[one.name] == self._module.entry and one.op_name in self._names
             return frozenset({one.op_name}) if given else None
         if one.opcode in ("constant", "iota"):
             return frozenset()

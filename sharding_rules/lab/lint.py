@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal
 
 from sharding_rules.lab.hlo import arrays
-from sharding_rules.lab.report import Argument, Collective, Report, Where, place
+from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where, place
 from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, LogicalAxes, Subject, customary, short
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.presets import PRESETS
@@ -190,9 +190,9 @@ def gathered_twice(subject: Subject) -> Iterator[Finding]:
 def wide_collectives(subject: Subject) -> Iterator[Finding]:
     """fp32 activations or weights on the wire of a bf16 program. Gradients are summed in fp32 on purpose; new weights are fp32."""
     report = subject.report
-    shapes = [shape for one in report.collectives if one.payload > 1024 for shape in one.shapes]
+    shapes = [shape for one in report.collectives if one.payload > SCALAR for shape in one.shapes]
     shapes += [buffer.shape for buffer in report.memory.buffers] + [shape for _, operands, _ in report.kernels for shape in operands]
-    if not any(array.dtype == "bf16" and array.bytes > 1024 for shape in shapes for array in arrays(shape)):
+    if not any(array.dtype == "bf16" and array.bytes > SCALAR for shape in shapes for array in arrays(shape)):
         return
 
     def wide(subject: Subject, one: Collective, array: Any) -> tuple[str, str] | None:
@@ -260,7 +260,7 @@ def idle_axes(subject: Subject) -> Iterator[Finding]:
     report = subject.report
     for axis, n in report.mesh.items():
         cut = [a for a in report.arguments if axis in a.axes]
-        works = any(axis in one.axes and one.payload >= 1024 and (one.kind in (*_SUMS, *_MOVES)) for one in report.collectives)
+        works = any(axis in one.axes and one.payload >= SCALAR and (one.kind in (*_SUMS, *_MOVES)) for one in report.collectives)
         if n == 1 or works or any(a.kind == "batch" for a in cut) or (cut and not subject.batch[0]):
             continue
         does = f"only stores ({_names(cut)}): all devices along it compute the same" if cut else "cuts nothing"

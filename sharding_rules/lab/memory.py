@@ -152,8 +152,8 @@ class _Namer:
         writer, _ = self._lineage.writer(name, index)
         made_of = self._lineage.weights(name, index)
         # What XLA itself makes of a weight before the program's first line has no place in the model.
-        outside = made_of and not writer.op_name and self._lineage.home[writer.name] == self._module.entry
-        where = Where(op="layout") if outside else self._places.of(writer, self._lineage.home[writer.name])
+        outside = made_of and not writer.op_name and self._module.home[writer.name] == self._module.entry
+        where = Where(op="layout") if outside else self._places.of(writer)
         return Buffer(
             label + (f" of {', '.join(sorted(made_of))}" if made_of else ""), self._kind(value, where, made_of), value.shape, size, where
         )

@@ -27,17 +27,9 @@ _NOT_SCOPES = re.compile(
 )
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "copy",
-    "copy-start",
-    "copy-done",
-    "concatenate",
-    "async-start",
-    "async-update",
+    "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate", "async-start", "async-update",
     "async-done",
-}
+}  # fmt: skip
 _MOVES |= {kind + end for kind in COLLECTIVES for end in ("", "-start", "-done")}
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _HELPERS = ("sharding_rules/shard.py:",)
@@ -54,8 +46,8 @@ class Places:
         self._known: dict[str, Where] = {}
         self._read: dict[str, Where | None] = {}
 
-    def of(self, instruction: Instruction, computation: str = "") -> Where:
-        """Names are unique in a module, so the computation is not needed."""
+    def of(self, instruction: Instruction) -> Where:
+        """Part, phase and source line; empty fields where nothing says them."""
         name = instruction.name
         if name not in self._known:
             self._known[name] = self._place(instruction)
@@ -87,11 +79,11 @@ class Places:
         for step in (self._upstream, self._downstream):
             if found := self._search(one, step):
                 return _heaviest(found)
-        caller = self._callers.get(self._home[one.name])
+        caller = self._callers.get(self.module.home[one.name])
         while caller is not None:
             if (own := self._own(caller)) and own.part:
                 return own
-            caller = self._callers.get(self._home[caller.name])
+            caller = self._callers.get(self.module.home[caller.name])
         return None
 
     def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Where]]:
@@ -119,7 +111,7 @@ class Places:
             found = re.search(r"index=(\d+)", one.text)
             yield from self._element(self.module.by_name.get(one.operands[0]), int(found[1]) if found else 0)
         elif one.opcode == "parameter":
-            caller = self._callers.get(self._home[one.name])
+            caller = self._callers.get(self.module.home[one.name])
             if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
                 yield from caller.operands[int(one.arguments) : int(one.arguments) + 1]
         elif one.opcode in ("fusion", "call", "async-start") and (inside := self._roots(one.called)):
@@ -137,7 +129,7 @@ class Places:
             for root in self._roots((whole.body,) if whole.body else whole.called):
                 inside = self.module.by_name[root]
                 yield from self._element(inside, index) if inside.opcode == "tuple" else (root,)
-        elif whole.opcode == "parameter" and (caller := self._callers.get(self._home[whole.name])) and caller.opcode == "while":
+        elif whole.opcode == "parameter" and (caller := self._callers.get(self.module.home[whole.name])) and caller.opcode == "while":
             yield from self._element(self.module.by_name.get(caller.operands[0]), index)
         else:
             yield whole.name
@@ -154,15 +146,15 @@ class Places:
         """What depends on a backward pass is the optimizer; in the same loop as one (gradients that are summed up) it is backward still."""
         if "optimizer" in re.split(r"[/+]", own.part):
             return "optimizer"
-        home, looped = self._home[one.name], False
+        home, looped = self.module.home[one.name], False
         while (caller := self._callers.get(home)) is not None and home not in self._differentiated:
-            one, home = caller, self._home[caller.name]
+            one, home = caller, self.module.home[caller.name]
         if home not in self._differentiated:
             return ""
         outer: str | None = home
         while outer and (caller := self._callers.get(outer)):
             looped |= caller.opcode == "while"
-            outer = self._home[caller.name]
+            outer = self.module.home[caller.name]
         if one.name in self._after[home]:
             return "backward" if looped else "optimizer"
         return "forward" if own.part else ""
@@ -176,7 +168,7 @@ class Places:
                 while name and name not in found:
                     found.add(name)
                     caller = self._callers.get(name)
-                    name = self._home[caller.name] if caller else ""
+                    name = self.module.home[caller.name] if caller else ""
         return found
 
     @cached_property
@@ -197,10 +189,6 @@ class Places:
         return {*one.called, *one.branches, one.body}
 
     # The graph.
-
-    @cached_property
-    def _home(self) -> dict[str, str]:
-        return {one.name: name for name, lines in self.module.computations.items() for one in lines}
 
     @cached_property
     def _callers(self) -> dict[str, Instruction]:

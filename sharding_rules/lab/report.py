@@ -17,6 +17,10 @@ Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
 """Where a training step is; empty: none of them, or XLA does not say."""
 
 
+SCALAR = 1024
+"""Bytes: collectives with less payload are norms, counts and losses, which no count and no table lists."""
+
+
 class LabError(ValueError):
     """A program that cannot be compiled or does not keep its budget. The text is the whole message."""
 
@@ -177,7 +181,9 @@ class Report:
     """What the partitioner complained of while it compiled."""
     timeline: Timeline | None
     instructions: int
-    """Lines of the program: its size."""
+    """Lines of the program."""
+    text_bytes: int
+    """Of its text."""
     compile_seconds: float
     versions: dict[str, str]
     options: dict[str, Any]
@@ -201,7 +207,7 @@ class Report:
             if along and in_part and kind in (None, one.kind) and phase in (None, one.where.phase):
                 yield one
 
-    def count(self, kind: str | None = None, axis: str | Collection[str] | None = None, *, at_least: int = 1024, **where: str) -> int:
+    def count(self, kind: str | None = None, axis: str | Collection[str] | None = None, *, at_least: int = SCALAR, **where: str) -> int:
         """How many times they run in a step, those with less than `at_least` bytes of payload (scalars) left out."""
         return sum(one.times for one in self.select(kind, axis, **where) if one.payload >= at_least)
 

@@ -7,11 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from sharding_rules.lab.report import Buffer, Collective, Report, place
+from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, place
 
 GIB = 2**30
-SCALAR = 1024
-"""Collectives with less payload, in bytes, are norms, counts and losses: no table lists them."""
 
 
 def size(n: float) -> str:

@@ -82,7 +82,7 @@ class Target:
         )
 
 
-_HOPPER = {"bf16": 989.5e12, "f16": 989.5e12, "f8": 1979e12, "f32": 67e12}
+_HOPPER = {"bf16": 989.4e12, "f16": 989.4e12, "f8": 1979e12, "f32": 67e12}
 TARGETS = {
     target.name: target
     for target in (

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
-from sharding_rules.lab.report import Report, Where, place
+from sharding_rules.lab.report import SCALAR, Report, Where, place
 from sharding_rules.lab.summary import (
     GIB,
-    SCALAR,
     alike,
     by_axes,
     duration,

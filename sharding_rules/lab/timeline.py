@@ -19,15 +19,13 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from jax.sharding import Mesh
-
 from sharding_rules.lab.hlo import Instruction, Module
-from sharding_rules.lab.ledger import Places, collectives
+from sharding_rules.lab.places import Places
 from sharding_rules.lab.report import Collective, Span, Timeline
 from sharding_rules.lab.targets import Target
 
 MATMUL, MEMORY, NVLINK, NETWORK = 0.77, 0.9, 0.78, 0.84
-"""Share of a data sheet's peak that large matmuls (cuBLAS), copies, and collectives (NCCL's bus bandwidth) reach on an H100 or H200."""
+"""Share of a data sheet's peak that large matmuls (cuBLAS), copies, and collectives (NCCL's bus bandwidth) are taken to reach. Assumed."""
 ATTENTION, ATTENTION_BACKWARD = 0.62, 0.52
 """The same of fused attention kernels: FlashAttention-3's published 640 and 540 TFLOP/s on an H100."""
 KERNEL = 1.5
@@ -50,13 +48,15 @@ def estimates(target: Target | None) -> dict[str, Any]:
     return {"xla_gpu_collect_cost_model_stats": True} if target and target.capability >= (9, 0) else {}
 
 
-def replay(module: Module, places: Places, mesh: Mesh, target: Target) -> Timeline:
+def replay(module: Module, places: Places, sent: Iterable[Collective], target: Target) -> Timeline:
     """The program's timeline on `target`: one compute stream, one network stream that takes collectives in the order they are started.
+
+    sent: the program's collectives, as `ledger.collectives` finds them.
 
     A collective's start lets compute go on, its done waits; without start and done it blocks. Loops run their known trips (the spans
     show the first one, and time as if it were the only one), conditionals their dearest branch.
     """
-    run = _Run(_Prices(module, places, target, {one.name: one for one in collectives(module, places, mesh)}), spans=[])
+    run = _Run(_Prices(module, places, target, {one.name: one for one in sent}), spans=[])
     run.computation(module.entry, ())
     run.wait(run.network_free)
     return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS))
@@ -66,7 +66,7 @@ def collective_us(one: Collective, target: Target) -> float:
     """Microseconds of one collective alone: bytes / bandwidth of its slowest link, plus latency.
 
     A ring through nodes with k members in each has k network ports between two nodes; pairs of devices (all-to-all, permute) have one each.
-    Latency of a ring is linear in the nodes, an all-reduce's that of NCCL's double tree.
+    Latency of a ring is linear in the nodes, an all-reduce's that of NCCL's double tree; its microseconds are assumed.
     """
     pairwise = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute")
     ports = 1 if pairwise else max(1, one.group // one.nodes)
@@ -209,7 +209,7 @@ class _Run:
             if not sent.asynchronous:
                 self.wait(self.ends[one.name])
         elif one.opcode not in _FREE:
-            where = self.prices.places.of(one, computation)
+            where = self.prices.places.of(one)
             kind, us = self.prices.kernel(one, where.phase)
             self._record(Span(one.name, "compute", kind, self.clock, us, loops, where))
             self.clock += us

@@ -198,11 +198,13 @@ def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
 def test_the_program_does_not_grow(reports: str) -> None:
     """Neither with layers nor with devices: its size is that of one block, and a collective is one line for any group."""
     config = load("configs/gpt_175b.py")
-    size = {}
+    size, text = {}, {}
     for layers in (2, 8, 96):
         model = dataclasses.replace(config.model, n_layers=layers)
-        size[layers] = compiled(dataclasses.replace(config, model=model), reports, 1024).instructions
+        report = compiled(dataclasses.replace(config, model=model), reports, 1024)
+        size[layers], text[layers] = report.instructions, report.text_bytes
     assert max(size.values()) <= 1.02 * min(size.values()), size
+    assert max(text.values()) <= 1.02 * min(text.values()), text
     for devices, mesh in ((8, MeshConfig(data=2, fsdp=2, tensor=2)), (6144, MeshConfig(data=48, fsdp=16, tensor=8))):
         loop = dataclasses.replace(config.train, global_batch=2 * mesh.data * mesh.fsdp)
         size[devices] = compiled(dataclasses.replace(config, mesh=mesh, train=loop), reports, devices).instructions

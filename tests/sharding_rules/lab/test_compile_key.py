@@ -16,10 +16,13 @@ from sharding_rules.lab import hlo
 MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
 
 
-def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, **about: object) -> str:
+def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, second: str = "norm", **about: object) -> str:
     def step(params):
         with jax.named_scope(scope):
-            return jnp.sin(params[leaf]).sum()
+            x = jnp.sin(params[leaf])
+        with jax.named_scope(second):
+            x = jnp.sin(x)
+        return x.sum()
 
     args = ({leaf: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("data")))},)
     return lab._key(jax.jit(step).lower(*args), MESH, {"name": "step", **about}, lab._arguments(step, args, kind_of))
@@ -28,8 +31,18 @@ def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, **ab
 def test_a_kept_report_is_of_this_program(monkeypatch) -> None:
     assert key() == key()
     others = {key(scope="attention"), key(leaf="down"), key(kind_of=lambda name: "moments"), key(options={"a": 1})}
+    others |= {key(scope="norm", second="mlp")}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_reduce_combine_threshold_bytes=0")
-    assert len({key(), *others}) == 5
+    assert len({key(), *others}) == 6
+
+
+def test_whoever_asks_gets_the_kept_report() -> None:
+    """The stack of the one who asked is in the locations of the program's operations."""
+
+    def another() -> str:
+        return key()
+
+    assert key() == another() == (lambda: another())()
 
 
 def test_a_loop_of_unknown_length_is_told_of() -> None:

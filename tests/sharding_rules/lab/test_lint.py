@@ -71,7 +71,8 @@ def report(*more: Collective, **changes: Any) -> Report:
     known: dict[str, Any] = {
         "name": "step", "target": "h100", "hbm": 80 << 30, "mesh": MESH, "axis_nodes": {**dict.fromkeys(MESH, 1), "data": 2},
         "collectives": (*LAWFUL, *more), "memory": Memory(100 << 20, 0, 0, 160 << 20, ()), "arguments": arguments(), "flops": {},
-        "kernels": (), "warnings": (), "timeline": None, "instructions": 0, "compile_seconds": 0.0, "versions": {}, "options": {},
+        "kernels": (), "warnings": (), "timeline": None, "instructions": 0, "text_bytes": 0, "compile_seconds": 0.0, "versions": {},
+        "options": {},
     }  # fmt: skip
     return Report(**known | changes)
 
