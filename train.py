@@ -21,8 +21,9 @@ from mesh_lm.data.corpus import prepare
 from mesh_lm.evaluate import mean_loss, sample
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
+from mesh_lm.pipeline.engine import batch_sharding, evaluate
 from mesh_lm.plan import command as plan
-from mesh_lm.step import abstract_state, batch_sharding, evaluate, fresh_state, init_state, train_step
+from mesh_lm.step import fresh_state, init_state, train_step
 from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
 from sharding_rules import Shard, make_mesh
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     shard = Shard(config.rules, make_mesh(config.mesh))
 
     # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
-    blueprint = Blueprint.of(config.model, shard)
+    blueprint = Blueprint.of(config.model, shard, config.pipeline)
     optimizer = AdamW(config.optimizer, config.train.steps)
     step = train_step(blueprint, optimizer, config.seed)
     evaluation = jax.jit(evaluate(blueprint))
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
 
         # 5. State: restored onto whatever mesh this run has, begun from other weights, or initialised sharded in place.
         if saved:
-            state = saved.state(abstract_state(blueprint, optimizer))
+            state = saved.resumed(blueprint, optimizer)
         else:
             state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
         first = saved.step if saved else 0
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
                 monitor.step(n, metrics)
                 last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step
                 if last or stopping or checkpoints.due(n):
-                    checkpoints.save(n, state, batches.state(position))
+                    state = checkpoints.save(n, state, batches.state(position), blueprint)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED

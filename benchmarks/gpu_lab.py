@@ -1,26 +1,36 @@
-"""Where the parts of gpu_smoke.py run their tasks: processes with a time limit, their rows, and what went wrong in them."""
+"""Where gpu_smoke.py and multi_gpu.py run their parts: processes with a time limit, their rows, and what went wrong in them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, Row
+from record import ROOT, Record, Row, versions
+
+Table = tuple[str, list[Row], str]
+"""Title, rows, note."""
 
 TINY = {"vocab_size": 256, "seq_len": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "vocab_multiple": 16, "loss_chunk": 64}
 """The model of a dry run."""
+FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+"""XLA's flags of a dry run."""
 
 
 class Lab:
-    """Runs tasks of gpu_worker.py until `deadline` (time.monotonic), and keeps what goes wrong."""
+    """Runs tasks of a worker, a file of this directory, until `deadline` (time.monotonic), and keeps what goes wrong."""
 
-    def __init__(self, directory: Path, dry_run: bool) -> None:
+    def __init__(self, directory: Path, dry_run: bool, worker: str = "gpu_worker.py", devices: int = 1) -> None:
+        """dry_run: on this many CPU devices."""
         self.directory, self.dry_run, self.deadline = directory, dry_run, time.monotonic() + 90
+        self.worker, self.devices = worker, devices
         self.problems: list[str] = []
         self.logs: dict[str, str] = {}
         self.modules: set[str] = set()
@@ -38,15 +48,50 @@ class Lab:
             self.problems.append(f"{what}: not started, no time left")
             return []
         process, out, err = self.start(task, flags=flags, platform=platform, cache=cache, **arguments)
+        if problem := self._wait(process, out):
+            self.note(f"{what}: {problem}", err)
+        return self._noted(what, self.rows(out))
+
+    def each(self, task: str, variants: Sequence[Row], *, patience: float, **arguments: Any) -> list[Row]:
+        """One row for each variant, in order, of a task that gives one row for each.
+
+        A variant that ends the process, or gives nothing for `patience` seconds, has a row with an "error", and a new process takes those
+        after it. Lists and dicts of a variant are not in such a row.
+        """
+        rows: list[Row] = []
+        while len(rows) < len(variants) and self.left() > 1:
+            process, out, err = self.start(task, variants=variants[len(rows) :], **arguments)
+            problem = self._wait(process, out, patience)
+            rows += self._noted(task, self.rows(out))
+            if len(rows) < len(variants):
+                row = {key: value for key, value in variants[len(rows)].items() if not isinstance(value, dict | list)}
+                self.note(f"{task} {' '.join(map(str, row.values()))}: {problem or 'no result'}", err)
+                rows.append({**row, "error": self.problems[-1]})
+            elif problem:
+                self.note(f"{task}: {problem}", err)
+        if len(rows) < len(variants):
+            self.problems.append(f"{task}: no time left for {len(variants) - len(rows)} of {len(variants)} variants")
+        return rows
+
+    def _wait(self, process: subprocess.Popen[bytes], out: Path, patience: float = math.inf) -> str:
+        """Until the process ends, and what went wrong; empty: nothing. One that is late, or prints nothing for so long, is killed."""
+        size, since = 0, time.monotonic()
         try:
-            if status := process.wait(timeout=self.left()):
-                self.note(f"{what}: exit status {status}", err)
-        except subprocess.TimeoutExpired:
-            self.note(f"{what}: stopped at the time limit", err)
+            while process.poll() is None:
+                if (now := out.stat().st_size) > size:
+                    size, since = now, time.monotonic()
+                if self.left() < 0:
+                    return "stopped at the time limit"
+                if time.monotonic() - since > patience:
+                    return f"nothing for {patience:g} s, stopped"
+                time.sleep(0.05)
+            return f"exit status {process.returncode}" if process.returncode else ""
         finally:
             process.kill()
             process.wait()
-        rows = self.rows(out)
+
+    def _noted(self, what: str, rows: list[Row]) -> list[Row]:
+        """The rows, those with an "error" among the problems."""
         for row in rows:
             if "error" in row:
                 variant = " ".join(f"{key}={value}" for key, value in row.items() if key != "error" and not isinstance(value, float))
@@ -72,7 +117,7 @@ class Lab:
         self.n += 1
         out, err = (self.directory / f"{self.n}-{task}.{kind}" for kind in ("out", "err"))
         if self.dry_run:
-            flags, platform, cache = f"{flags} --xla_backend_optimization_level=0", "cpu", "dry-run"
+            flags, platform, cache = f"{flags} {FAST_COMPILES} --xla_force_host_platform_device_count={self.devices}", "cpu", "dry-run"
         environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -81,7 +126,7 @@ class Lab:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / cache)
         if platform:
             environment["JAX_PLATFORMS"] = platform
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), task, json.dumps(arguments)]
+        command = [sys.executable, str(ROOT / "benchmarks" / self.worker), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
@@ -97,3 +142,47 @@ class Lab:
         train = {"global_batch": 8 if self.dry_run else batch, "microbatches": 1, "steps": 1000}
         optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if self.dry_run else 1e-3}
         return {"directory": str(self.directory), "changes": {"model": model, "train": train, "optimizer": optimizer}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    run: Callable[[Lab], Iterator[Table]]
+    seconds: float
+    """Its share of the time; what a part leaves over goes to those after it."""
+
+
+def measure(name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float) -> int:
+    """Runs all parts, and writes the results, under this name, after each; the exit status is 1 where one had a problem."""
+    driver, installed = nvidia_driver(), versions()
+    many = f"{lab.devices} x " if lab.devices > 1 else ""
+    packages = " ".join(f"{package}{installed.get(package, '')}" for package in ("jax", "jaxlib", "flax"))
+    kind = f"{many}{device['device_kind']} {packages} driver{driver}"
+    record = Record(name, output, kind=kind, device=device, driver=driver)
+    summary: list[Row] = []
+    lab.deadline = began
+    for part in parts:
+        start, lab.problems = time.monotonic(), []
+        lab.deadline += part.seconds
+        try:
+            for table in part.run(lab):
+                record.table(*table)
+        except Exception as error:
+            lab.problems.append(f"{type(error).__name__}: {error}")
+        seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
+        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, "problems": "; ".join(lab.problems)})
+        record.table("Parts", summary)
+        record.write()
+    record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
+    path = record.write()
+    print(f"\nimported though a GPU machine may lack it: {', '.join(sorted(lab.modules)) or 'nothing'}")
+    print(f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/")
+    return int(any(row["status"] != "ok" for row in summary))
+
+
+def nvidia_driver() -> str:
+    """Version of the NVIDIA driver; empty where there is none."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.TimeoutExpired, IndexError):
+        return ""

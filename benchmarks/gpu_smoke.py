@@ -7,20 +7,17 @@ with it, and the results are written after each. Needs jax, flax, optax, orbax-c
 
 from __future__ import annotations
 
-import dataclasses
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import TINY, Lab
-from record import Record, Row, options, versions
+from gpu_lab import TINY, Lab, Part, Table, measure
+from record import Row, options
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-Table = tuple[str, list[Row], str]
 
 
 # The parts: each yields tables as soon as they are measured.
@@ -130,13 +127,6 @@ def kernels(lab: Lab) -> Iterator[Table]:
     yield "Attention alone", rows, f"{kernels.__doc__} rel_difference: of outputs and gradients, to the first implementation's."
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    run: Callable[[Lab], Iterator[Table]]
-    seconds: float
-    """Its share of the time; what a part leaves over goes to those after it."""
-
-
 PARTS = (Part(speed, 115), Part(losses, 60), Part(resume, 60), Part(kernels, 65), Part(rerun, 90), Part(layouts, 80))
 
 
@@ -154,42 +144,7 @@ def main() -> int:
             return 0
         if not lab.dry_run:
             lab.implementations = sorted(device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name))
-        return measure(lab, device, arguments.output, began)
-
-
-def measure(lab: Lab, device: Row, output: Path, began: float) -> int:
-    """Runs all parts; the exit status is 1 where one had a problem."""
-    driver, installed = nvidia_driver(), versions()
-    kind = " ".join([device["device_kind"], *(f"{name}{installed.get(name, '')}" for name in ("jax", "jaxlib", "flax")), f"driver{driver}"])
-    record = Record("gpu_smoke-dry-run" if lab.dry_run else "gpu_smoke", output, kind=kind, device=device, driver=driver)
-    summary: list[Row] = []
-    lab.deadline = began
-    for part in PARTS:
-        start, lab.problems = time.monotonic(), []
-        lab.deadline += part.seconds
-        try:
-            for table in part.run(lab):
-                record.table(*table)
-        except Exception as error:
-            lab.problems.append(f"{type(error).__name__}: {error}")
-        seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
-        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, "problems": "; ".join(lab.problems)})
-        record.table("Parts", summary)
-        record.write()
-    record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
-    path = record.write()
-    print(f"\nimported though a GPU machine may lack it: {', '.join(sorted(lab.modules)) or 'nothing'}")
-    print(f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/")
-    return int(any(row["status"] != "ok" for row in summary))
-
-
-def nvidia_driver() -> str:
-    """Version of the NVIDIA driver; empty where there is none."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return ""
+        return measure(f"gpu_smoke{'-dry-run' * lab.dry_run}", PARTS, lab, device, arguments.output, began)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,11 +32,12 @@ from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_docu
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.optimizer import AdamW
+from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.report.flops import mfu
-from mesh_lm.step import State, abstract_state, batch_sharding, init_state, train_step
+from mesh_lm.step import State, abstract_state, init_state, train_step
 from pallas_kernels import flash_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
-from sharding_rules import Shard, make_mesh
+from sharding_rules import Shard, make_mesh, preset
 
 NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
 """What a bare GPU machine may lack. (rich comes with flax.)"""
@@ -55,21 +57,18 @@ def reported(**variant: Any) -> Iterator[None]:
         emit(**variant, error=f"{type(error).__name__}: {error}"[:600])
 
 
-# What is run: gpt2_124m with some fields changed, on the first device.
+# What is run: gpt2_124m with some fields changed, on the first device or devices.
 
 
 class Run:
-    """A config, ready to step on device 0."""
+    """A config, ready to step on the first devices."""
 
-    def __init__(self, directory: str, changes: dict[str, dict[str, Any]]) -> None:
-        """changes: section of the config -> field -> value."""
-        config = dataclasses.replace(gpt2_124m.get_config(), output=str(Path(directory) / "run"))
-        for section, fields in changes.items():
-            config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
-        vocab = min(config.data.tokenizer_vocab, config.model.vocab_size)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
-        self.config: TrainConfig = check(config, n_devices=1)
-        self.blueprint = Blueprint.of(config.model, Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:1])))
+    def __init__(self, directory: str, changes: dict[str, dict[str, Any]], rules: str = "ddp", devices: int = 1) -> None:
+        """Arguments as those of `configured`."""
+        config = configured(directory, changes, rules)
+        self.config: TrainConfig = check(config, n_devices=devices)
+        shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
+        self.blueprint = Blueprint.of(config.model, shard, config.pipeline)
         self.optimizer = AdamW(config.optimizer, config.train.steps)
         self.step = train_step(self.blueprint, self.optimizer, config.seed)
         self.sequences = text(Path(directory), config)
@@ -79,9 +78,12 @@ class Run:
 
     def batch(self, position: int) -> dict[str, jax.Array]:
         """The global batch that starts at a global sample position, as leaves [M, B, ...]; what `Loader` gives, without its threads."""
+        return self.placed(self.sequences.rows(position + np.arange(self.config.train.global_batch)))
+
+    def placed(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The rows of a global batch, on the devices."""
         parts, size = self.config.train.microbatches, self.config.train.global_batch
         sharding = batch_sharding(self.blueprint)
-        rows = self.sequences.rows(position + np.arange(size))
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
         return {n: jax.device_put(x, jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[: x.ndim]))) for n, x in shaped.items()}
 
@@ -92,6 +94,15 @@ class Run:
             state, metrics = self.step(state, self.batch(i * self.config.train.global_batch))
             found.append({name: float(value) for name, value in metrics.items()})
         return state, found
+
+
+def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str) -> TrainConfig:
+    """changes: section of the config -> field -> value."""
+    config = dataclasses.replace(gpt2_124m.get_config(), output=str(Path(directory) / "run"), rules=preset(rules))
+    for section, fields in changes.items():
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+    vocab = min(config.data.tokenizer_vocab, config.model.vocab_size)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
 
 
 def text(directory: Path, config: TrainConfig) -> Rows:
@@ -126,6 +137,7 @@ def probe() -> None:
     emit(
         platform=device.platform, device_kind=device.device_kind, devices=jax.device_count(), backend=device.client.platform_version,
         memory_limit_gib=stats.get("bytes_limit", 0) / 2**30, implementations=list(IMPLEMENTATIONS),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
     )  # fmt: skip
 
 
@@ -136,10 +148,11 @@ def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any
             model = {name: value for name, value in variant.items() if name != "microbatches"}
             train = {"microbatches": variant.get("microbatches", 1)}
             run = Run(directory, {**changes, "model": changes["model"] | model, "train": changes["train"] | train})
-            emit(**variant, **_speed(run, steps))
+            emit(**variant, **timed(run, steps))
 
 
-def _speed(run: Run, steps: int) -> Row:
+def timed(run: Run, steps: int) -> Row:
+    """Time, memory and compilation of the run's train step; high water: of the process so far, on the fullest device."""
     size, warm_up = run.config.train.global_batch, 3
     batches = [run.batch(i * size) for i in range(4)]
     began = time.perf_counter()
@@ -158,12 +171,14 @@ def _speed(run: Run, steps: int) -> Row:
         found.append(float(metrics["loss"]))
     seconds = statistics.median(times[warm_up:])
     rate, first, last = run.config.tokens_per_step / seconds, found[0], found[-1]
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    mesh = run.blueprint.shard.mesh
+    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.devices.flat)
     program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return {
         "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]),
-        "mfu": mfu(rate, run.config.model.flops_per_token(), 1, jax.devices()[0].device_kind),
-        "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "high_water_gib": peak and peak / 2**30,
+        "mfu": mfu(rate, run.config.model.flops_per_token(), mesh.size, jax.devices()[0].device_kind),
+        "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "peak_gib": memory.peak_memory_in_bytes / 2**30,
+        "high_water_gib": peak / 2**30 or None,
         "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
         **({} if last < first else {"error": f"the loss does not fall in {len(found)} steps"}),
     }  # fmt: skip
@@ -201,7 +216,7 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
             state, _ = run.step(state, run.batch(position))
             position += size
             if n == save_at:
-                checkpoints.save(n, state, {"position": position})
+                state = checkpoints.save(n, state, {"position": position}, run.blueprint)
         emit(resumed_at=first, digests=digests(state))
 
 
@@ -245,6 +260,12 @@ def _per_call(f: Callable[[], Any], repeats: int) -> float:
 
 TASKS = {f.__name__: f for f in (probe, speed, losses, rerun, train, attention)}
 
-if __name__ == "__main__":
-    TASKS[sys.argv[1]](**json.loads(sys.argv[2]))
+
+def serve(tasks: dict[str, Callable[..., None]]) -> None:
+    """Does what the command line says."""
+    tasks[sys.argv[1]](**json.loads(sys.argv[2]))
     print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules]), flush=True)
+
+
+if __name__ == "__main__":
+    serve(TASKS)

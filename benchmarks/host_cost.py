@@ -27,7 +27,8 @@ from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, abstract_state, batch_sharding, train_step
+from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.step import State, abstract_state, train_step
 
 TARGET_MS = 2.0
 PARTS = ("next batch", "dispatch step", "monitor", "poll checkpoint and SIGTERM")
@@ -68,7 +69,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                 monitor.step(n, metrics)
                 mark[3] = clock()
                 if stop.poll() or checkpoints.due(n):
-                    checkpoints.save(n, state, batches.state(position))
+                    state = checkpoints.save(n, state, batches.state(position), blueprint)
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]
 

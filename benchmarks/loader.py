@@ -21,7 +21,8 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import Corpus, prepare
 from mesh_lm.optimizer import AdamW
-from mesh_lm.step import batch_sharding, init_state, train_step
+from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.step import init_state, train_step
 
 TARGET = 2.0
 

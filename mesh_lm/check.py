@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.blueprint import divided
+from mesh_lm.config import ConfigError, PipelineConfig, TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
-from mesh_lm.step import MANUAL
+from mesh_lm.pipeline import custom
+from mesh_lm.pipeline.engine import MANUAL
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of
 
 
@@ -22,7 +24,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
         problems.append(str(error))
         mesh = MeshConfig(**{axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
     config = dataclasses.replace(config, mesh=mesh)
-    problems += [*_unused_axes(config), *_rows_that_cannot_be_cut(config), *_sizes(config), *_batch(config)]
+    problems += [*_unused_axes(config), *_rows_that_cannot_be_cut(config), *_sizes(config), *_batch(config), *_pipeline(config)]
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
@@ -72,7 +74,9 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
     """A mesh axis that cuts no activation repeats the same work on each of its devices, and makes XLA permute arrays along it."""
     used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
     for axis, size in config.mesh.sizes().items():
-        if size > 1 and axis in ("pipeline", "expert", "sequence"):
+        if axis == "pipeline":
+            continue  # cuts the layers, not an activation
+        if size > 1 and axis in ("expert", "sequence"):
             yield f"mesh.{axis}={size}: no model of this version is cut along {axis}; set mesh.{axis}=1"
         elif size > 1 and axis not in used:
             fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
@@ -85,7 +89,7 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
     """What would be trained wrongly rather than slowly."""
     for logical, entry in config.rules.params.items():
         for axis in axes_of(entry):
-            if axis in MANUAL:
+            if axis in MANUAL and (logical, axis) != ("layers", "pipeline"):
                 fix = "to cut them along the batch use the mesh axis 'fsdp'"
                 yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
     reasons = {
@@ -121,6 +125,24 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         below = train.global_batch // unit * unit
         fits = f"{below} or {below + unit}" if below else str(unit)
         yield f"train.global_batch={train.global_batch} is not divisible by {product}; it can be {fits}"
+
+
+def _pipeline(config: TrainConfig) -> Iterator[str]:
+    stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
+    if stages == 1:
+        if pipeline != PipelineConfig():
+            changed = [f.name for f in dataclasses.fields(pipeline) if getattr(pipeline, f.name) != f.default]
+            yield f"pipeline.{changed[0]} is set, but mesh.pipeline=1 is no pipeline; set mesh.pipeline, or leave it as it is"
+        return
+    for kind in ("params", "gradients", "optimizer"):
+        if axes_of(rules.column(kind).get("layers")) != ("pipeline",):
+            yield f"mesh.pipeline={stages}, but rules.{kind}['layers']={rules.column(kind).get('layers')!r}; set it to 'pipeline'"
+    try:
+        divided(config.model, pipeline, stages)
+        if config.train.microbatches > 0 and pipeline.chunks > 0:
+            custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _divisors(n: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Checkpoints: one Orbax composite {state, data, metadata} per step, written in the background, restored onto any mesh.
 
-The tree on disk is plain dicts keyed by parameter names, so that neither Flax, nor optax, nor the mesh is part of the format.
+The tree on disk is plain dicts keyed by parameter names, layers in model order, so that neither Flax, nor optax, nor the mesh and its
+pipeline is part of the format.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,10 +21,16 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mesh_lm import launch
+from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig, as_dict
-from mesh_lm.step import State
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import State, abstract_state
+from sharding_rules.rules import Kind
 
 FORMAT = 1
+
+_KINDS: dict[str, Kind] = {"params": "params", "mu": "optimizer", "nu": "optimizer"}
+"""The parts of a state that a pipeline's stages divide, each with its column of the rules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Saved:
         return self.directory / str(self.step)
 
     def state(self, abstract: State) -> State:
-        """The leaves of `abstract` ({"params": ...} alone will do), with its shapes and shardings.
+        """The leaves of `abstract` ({"params": ...} alone will do), layers in model order, with its shapes and shardings.
 
         Raises ConfigError for a checkpoint of another model, before any array is read.
         """
@@ -51,6 +59,15 @@ class Saved:
         restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)  # pyright: ignore[reportCallIssue]
         return self._manager.restore(self.step, args=ocp.args.Composite(state=args))["state"]
+
+    def resumed(self, blueprint: Blueprint, optimizer: AdamW) -> State:
+        """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
+        abstract = _each(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
+        return _each(blueprint.by_stage, self.state(abstract))
+
+    def params(self, blueprint: Blueprint) -> Params:
+        """The weights alone, layers in model order. Raises as `state` does."""
+        return self.state({"params": _in_model_order(blueprint, blueprint.shapes, "params")})["params"]
 
     def changed(self, config: TrainConfig) -> list[str]:
         """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
@@ -121,19 +138,24 @@ class Checkpoints:
         """Whether the policy saves after this many steps."""
         return self.policy.every > 0 and step % self.policy.every == 0
 
-    def save(self, step: int, state: State, data: dict[str, Any]) -> None:
-        """Copies the state off the devices and returns; the write goes on in the background. A step already saved is left alone.
+    def save(self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint) -> State:
+        """Copies the state off the devices and gives it back; the write goes on in the background. A step already saved is left alone.
+
+        It takes the state over: to put the layers of a pipeline's stages into model order it needs the memory of one leaf more, and what
+        an error here interrupts, such as a full disk, is lost.
 
         data: the place in the data after this step, as `Batches.state` gives it.
         """
         if step == self.latest():
-            return
+            return state
+        state = _each(blueprint.in_model_order, state)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
             metadata=ocp.args.JsonSave(self._metadata(state)),  # pyright: ignore[reportCallIssue]
         )
         self._manager.save(step, args=items, force=True)
+        return _each(blueprint.by_stage, state)  # Orbax has all of it in the host's memory
 
     def _metadata(self, state: State) -> dict[str, Any]:
         parameters = {name: [*x.shape, str(x.dtype)] for name, x in state["params"].items()}
@@ -180,6 +202,16 @@ def _handlers() -> dict[str, ocp.CheckpointHandler]:
 def _read(manager: ocp.CheckpointManager, directory: Path, step: int) -> Saved:
     described = manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), data=ocp.args.JsonRestore()))
     return Saved(directory, step, described["data"], described["metadata"], manager)
+
+
+def _in_model_order(blueprint: Blueprint, tree: Mapping[str, jax.ShapeDtypeStruct], kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `Blueprint.in_model_order` would make of arrays like these."""
+    where = blueprint.canonical_shardings(kind)
+    return {name: jax.ShapeDtypeStruct(blueprint.shapes[name].shape, x.dtype, sharding=where[name]) for name, x in tree.items()}
+
+
+def _each(move: Callable[[Any, Kind], Any], state: State) -> State:
+    return state | {part: move(state[part], kind) for part, kind in _KINDS.items() if part in state}
 
 
 def _differences(saved: Any, now: Any, path: str = "") -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_lm.errors import ConfigError as ConfigError
+from mesh_lm.pipeline.stages import Stack
 from sharding_rules import PRESETS, MeshConfig, Rules
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class ModelConfig:
         """Fields that contradict one another, a sentence each."""
         return []
 
+    def stack(self) -> Stack | None:
+        """The layers that a pipeline divides among its stages; None: a model that cannot be cut (see `mesh_lm.model.Staged`)."""
+        return None
+
     def flops_per_token(self) -> float:
         """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
         return 0.0
@@ -61,6 +66,24 @@ class TrainLoop:
     """Steps between two lines of the log."""
     sample_tokens: int = 128
     """Length of the text generated at the end; 0: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How the layers lie on the stages of mesh.pipeline, and in which order microbatches pass through them (docs/pipeline.md)."""
+
+    schedule: str = "1f1b"
+    """gpipe, 1f1b (interleaved where chunks > 1), classic_1f1b, or a .csv or .json file with a table of one's own."""
+    chunks: int = 1
+    """Virtual stages on each stage: more of them make the bubble smaller, and send more."""
+    layers: tuple[int, ...] = ()
+    """Layers of each virtual stage, in model order; empty: as `balance` says."""
+    balance: Literal["equal", "flops"] = "equal"
+    """equal: as many layers on each; flops: as even a load as whole layers allow, the head and the embedding counted."""
+    stash: Literal["input", "residuals"] = "input"
+    """What a stage keeps of a microbatch until its backward: its input, and it computes the forward again, or what its layers keep."""
+    idle: Literal["skip", "mask"] = "skip"
+    """A stage without work in a slot: skip, or compute and discard, which a model with collective-permutes inside its stages needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +198,7 @@ class TrainConfig:
     rules: Rules = PRESETS["ddp"]
     """Sharding rules: a preset (ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp."""
     train: TrainLoop = TrainLoop()
+    pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

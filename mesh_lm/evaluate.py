@@ -25,6 +25,7 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.generation import Generator, Sampling, Scorer
 from mesh_lm.model import Batch, Sums
 from mesh_lm.perplexity import compressors, measure, read
+from mesh_lm.pipeline.unpiped import unpiped
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
@@ -39,11 +40,14 @@ def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: It
 
 
 def sample(blueprint: Blueprint, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
-    """A text that the model writes from nothing; None where n_tokens is 0 or the model cannot generate."""
+    """A text that the model writes from nothing; None where n_tokens is 0 or the model cannot generate.
+
+    The weights of a model in stages are taken over.
+    """
     model, n_tokens = blueprint.bind(params), min(n_tokens, blueprint.config.seq_len - 1)
     if n_tokens < 1 or not (hasattr(model, "extend") or hasattr(model, "logits")):
         return None
-    return Generator(blueprint, params, tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
+    return Generator(*unpiped(blueprint, params), tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ import jax
 
 from mesh_lm import checkpoint, huggingface
 from mesh_lm.blueprint import Blueprint, Params
-from mesh_lm.config import ConfigError, ModelConfig, TrainConfig
+from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.model import DecoderConfig
+from mesh_lm.pipeline.unpiped import folded
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 
 TOKENIZER = "tokenizer"
@@ -49,7 +50,8 @@ class Trained:
 
         Args:
           path: a run's output directory (the newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
-          mesh, rules: None: those of training where they fit the devices that are visible, else every device a replica.
+          mesh, rules: None: those of training where they fit the devices that are visible, else every device a replica. The stages of a
+            pipeline are folded into FSDP (`mesh_lm.pipeline.unpiped`).
           tokenizer: as `data.tokenizer`; empty: the one kept beside the checkpoint or the weights.
           model: the model's config, needed for a model class of the user's own, whose code a checkpoint does not hold.
           dtype: compute type in place of the config's.
@@ -68,23 +70,22 @@ class Trained:
         changes = {"dtype": dtype} if dtype else {}
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
         mesh, rules = _placement(config, mesh, rules)
-        config = dataclasses.replace(config, mesh=mesh, rules=rules)
         # First what can be wrong cheaply.
         words = _tokenizer(tokenizer, saved, Path(path))
-        blueprint = Blueprint.of(config.model, Shard(rules, make_mesh(mesh)))
+        blueprint = folded(config.model, Shard(rules, make_mesh(mesh)))
+        mesh, rules = MeshConfig(**blueprint.shard.mesh.shape), blueprint.shard.rules
+        config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
         return cls(config, blueprint, weights(path, blueprint)(), words, saved.step if saved else 0)
 
 
 def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
-    """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, placed as the blueprint says.
+    """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, layers in model order.
 
     Raises ConfigError at once where there are none, or those of another model.
     """
     if saved := checkpoint.find(path):
         saved.require(blueprint.shapes)
-        shardings = blueprint.shardings("params")
-        abstract = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[name]) for name, s in blueprint.shapes.items()}
-        return lambda: saved.state({"params": abstract})["params"]
+        return lambda: saved.params(blueprint)
     if huggingface.is_huggingface(path):
         return huggingface.reader(path, blueprint)
     raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")

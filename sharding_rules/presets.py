@@ -12,7 +12,8 @@ from typing import get_args
 from sharding_rules.mesh import AXES
 from sharding_rules.rules import Column, Kind, MeshAxes, Rules, ShardingRuleError, axes_of, did_you_mean
 
-_WEIGHTS: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "fused", "position", "norm"))
+_WHOLE: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
+_WEIGHTS: Column = {**_WHOLE, "layers": "pipeline"}  # a stage holds its own layers, whatever else is cut
 _ACTS: Column = dict.fromkeys(("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "fused"))
 _TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 _BY_DATA: Column = {**_WEIGHTS, "embed": "data"}

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_lm import step
 from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.model import DecoderConfig
+from mesh_lm.pipeline import engine
 from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
 
 SEQ, VOCAB, BATCH = 16, 250, 16
@@ -61,7 +62,7 @@ def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict
 
 
 def on_devices(batch: dict[str, np.ndarray], blueprint: Blueprint) -> dict[str, jax.Array]:
-    spec = step.batch_sharding(blueprint).spec
+    spec = engine.batch_sharding(blueprint).spec
     return {name: jax.device_put(x, jax.NamedSharding(blueprint.shard.mesh, jax.P(*spec[: x.ndim]))) for name, x in batch.items()}
 
 
@@ -69,17 +70,32 @@ Outcome = tuple[dict[str, np.ndarray], dict[str, float], dict[str, np.ndarray]]
 """Initial parameters, sums and gradients, as NumPy."""
 
 
-def gradients(config: DecoderConfig, shard: Shard, microbatches: int = 1, separate: bool = False) -> Outcome:
-    """One call of the engine from the seed-0 initialisation."""
-    blueprint = Blueprint.of(config, shard)
-    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(0))
+def gradients(
+    config: ModelConfig, shard: Shard, microbatches: int = 1, separate: bool = False, pipeline: PipelineConfig = PipelineConfig()
+) -> Outcome:
+    """One call of the engine from the seed-0 initialisation; the layers of what it returns are in model order."""
+    blueprint = Blueprint.of(config, shard, pipeline)
+    params = jax.jit(blueprint.init, out_shardings=blueprint.canonical_shardings("params"))(jax.random.key(0))
+    initial = jax.tree.map(np.asarray, params)
     batch = on_devices(host_batch(microbatches, separate=separate), blueprint)
-    sums, grads = jax.jit(step.value_and_grad(blueprint))(params, batch, jax.random.key(3))
-    return jax.tree.map(np.asarray, params), {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, grads)
+    sums, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, initial), batch, jax.random.key(3))
+    found = {name: np.asarray(x)[blueprint.stages.row_of_layer()] if name in blueprint.stacked else x for name, x in grads.items()}
+    return initial, {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, found)
+
+
+def by_stage(blueprint: Blueprint, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Parameters in model order as the engine has them, by NumPy: no program to compile."""
+    layers = blueprint.stages.layer_of_row()
+    rows = {
+        name: np.where(layers.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[layers], 0)
+        for name, x in params.items()
+        if name in blueprint.stacked
+    }
+    return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in blueprint.shardings("params").items()}
 
 
 @functools.cache
-def reference(config: DecoderConfig, separate: bool = False) -> Outcome:
+def reference(config: ModelConfig, separate: bool = False) -> Outcome:
     """The same on one device, in one microbatch."""
     return gradients(config, shard_on("ddp"), separate=separate)
 

@@ -30,7 +30,12 @@ before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids in
 
 
 def whole_sequences(blueprint: Blueprint) -> Blueprint:
-    """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before."""
+    """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before.
+
+    Raises ConfigError for a model in stages.
+    """
+    if (stages := blueprint.stages.stages) > 1:
+        raise ConfigError(f"mesh.pipeline={stages}: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py")
     rules = blueprint.shard.rules.replace(blueprint.shard.rules.name, activations={"seq_resid": None})
     return Blueprint.of(blueprint.config, Shard(rules, blueprint.shard.mesh))
 

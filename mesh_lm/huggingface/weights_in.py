@@ -29,7 +29,8 @@ def load(directory: Path | str, blueprint: Blueprint) -> Params:
 
 
 def reader(directory: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
-    """The weights of a directory as the parameters of `blueprint`, in its types (fp32 masters, whatever the files hold) and on its mesh.
+    """The weights of a directory as the parameters of `blueprint`, in its types (fp32 masters, whatever the files hold) and on its mesh;
+    layers in model order.
 
     What can be wrong is found here; the weights are read when the result is called.
 
@@ -57,7 +58,7 @@ def reader(directory: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
         (row, sizes), dtype = rows[name], blueprint.shapes[name].dtype
         return lambda box: row.read(box, sizes, lambda theirs, where: tensors[theirs].read(where), dtype)
 
-    shardings = blueprint.shardings("params")
+    shardings = blueprint.canonical_shardings("params")
     return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in blueprint.shapes.items()}
 
 

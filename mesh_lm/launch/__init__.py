@@ -73,7 +73,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     place = Place.of(launch)
-    flags = gpu.set_flags(launch.xla_flags)
+    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1)
     gpu.set_memory()
     if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
         jax.config.update("jax_platforms", "cpu")

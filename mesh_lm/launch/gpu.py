@@ -18,10 +18,13 @@ _CAPABILITIES = {r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0), r"\b(A100|A800)\
 """By the name that the driver gives a GPU."""
 
 
-def set_flags(chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> str:
+def set_flags(
+    chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER, *, pipeline: bool = False
+) -> str:  # fmt: skip
     """Adds a set of flags (launch.xla_flags) to XLA_FLAGS, where a GPU is to be used. Returns what to print; empty: nothing was to do.
 
-    A flag that XLA_FLAGS has already keeps its value. Raises ConfigError for a set that does not exist.
+    A flag that XLA_FLAGS has already keeps its value. pipeline: the mesh has stages, so that "auto" hides what they send to each other.
+    Raises ConfigError for a set that does not exist.
     """
     if chosen not in (known := ("auto", "none", *flags.FLAG_SETS)):
         raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
@@ -31,7 +34,7 @@ def set_flags(chosen: str, environment: MutableMapping[str, str] = os.environ, d
     if capability is None:
         return f"XLA flags: none, because none are vetted for {name}"
     theirs = environment.get("XLA_FLAGS", "")
-    added = missing(flags.xla_flags(chosen, capability), theirs)
+    added = missing(flags.xla_flags(chosen, capability, pipeline), theirs)
     if not added:
         return ""
     environment["XLA_FLAGS"] = f"{theirs} {added}".strip()

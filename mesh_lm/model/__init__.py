@@ -7,4 +7,5 @@ from mesh_lm.model.config import DecoderConfig as DecoderConfig
 from mesh_lm.model.contract import Batch as Batch
 from mesh_lm.model.contract import Generative as Generative
 from mesh_lm.model.contract import Model as Model
+from mesh_lm.model.contract import Staged as Staged
 from mesh_lm.model.contract import Sums as Sums

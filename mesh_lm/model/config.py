@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from mesh_lm.config import ModelConfig
+from mesh_lm.pipeline.stages import Costs, Stack
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -87,6 +88,10 @@ class DecoderConfig(ModelConfig):
         return self.d_ff or 4 * self.d_model
 
     @property
+    def _head_weights(self) -> int:
+        return self.vocab_size * self.d_model
+
+    @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
@@ -140,13 +145,17 @@ class DecoderConfig(ModelConfig):
         tables = self.vocab_size * d * (1 if self.tied else 2) + (self.seq_len * d if self.positions == "learned" else 0)
         return self.n_layers * block + norm * d + tables
 
+    def stack(self) -> Stack:
+        layers = self.flops_per_token() - 6 * self._head_weights
+        return Stack(self.n_layers, len(self.windows()), Costs(embed=0.0, layer=layers / self.n_layers, head=6.0 * self._head_weights))
+
     def flops_per_token(self) -> float:
         """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,
         with T_seen the tokens a query sees on average (PaLM, arXiv 2204.02311, appendix B, there without the causal half)."""
         h = self.d_head
         attention = self.d_model * h * (2 * self.n_heads + 2 * self.kv_heads)
         mlp = self.d_model * self.d_mlp * (3 if self.activation == "swiglu" else 2)
-        weights = self.n_layers * (attention + mlp) + self.vocab_size * self.d_model
+        weights = self.n_layers * (attention + mlp) + self._head_weights
         windows = [min(w or self.seq_len, self.seq_len) for w in self.windows()]
         seen = sum(w - w * (w - 1) / (2 * self.seq_len) for w in windows) / len(windows)
         return 6 * weights + 12 * self.n_layers * self.n_heads * h * seen

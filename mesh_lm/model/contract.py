@@ -31,6 +31,30 @@ class Model(Protocol):
         ...
 
 
+class Staged(Protocol):
+    """What a model offers beside, so that a pipeline can cut it into stages (mesh.pipeline > 1).
+
+    Its layers are stacked: parameters whose first logical axis is "layers" belong to them, all others to embedding and head, which every
+    stage has. `__call__` is loss(stage(embed)). Layers of another kind in front of the stack are part of `embed`, and what predicts more
+    than the next token is part of `loss`. x is [B, S, D], cut like the residual stream.
+    """
+
+    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        """From tokens to the input of the first stacked layer."""
+        ...
+
+    def stage(
+        self, x: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0, count: jax.Array | None = None
+    ) -> tuple[jax.Array, Sums]:
+        """Through the layers whose weights the module holds. first: the number of the first of them in the model; count: how many of them
+        are layers, int32, where the rest is padding; None: all. The sums are those of auxiliary losses, or empty."""
+        ...
+
+    def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
+        """From the output of the last stacked layer to the sums."""
+        ...
+
+
 class Generative(Protocol):
     """What a model may offer beside, so that generating a token does not read the whole text again (`mesh_lm.generation`).
 

@@ -53,7 +53,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """GPT or Llama by its config; fulfils `mesh_lm.model.Model`."""
+    """GPT or Llama by its config; fulfils `mesh_lm.model.Model`, `Staged` and `Generative`."""
 
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
@@ -67,8 +67,11 @@ class Decoder(nnx.Module):
             self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"))
 
     def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
-        c = self.config
-        x_BSD = self.hidden(batch, dropout)
+        return self.loss(self.stage(self.embed(batch, dropout), batch, dropout)[0], batch, dropout)
+
+    def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
+        """From the output of the last block to the loss."""
+        c, x_BSD = self.config, self._normed(x_BSD)
         with jax.named_scope("loss"):
             return cross_entropy(
                 x_BSD, self._head(), batch["labels"], batch["weights"], self.shard,
@@ -102,12 +105,12 @@ class Decoder(nnx.Module):
         return self._hidden(batch, dropout, None, 0)[0]
 
     def _hidden(self, batch: Batch, dropout: Dropout | None, cache: Any, start: int | jax.Array) -> tuple[jax.Array, Any]:
-        with jax.named_scope("embed"):
-            x_BSD = self.embed(batch, dropout)
-        with jax.named_scope("layers"):
-            x_BSD, cache = self.layers(self.blocks, x_BSD, batch, dropout, cache=cache, start=start)
-        with jax.named_scope("norm"):
-            return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed"), cache
+        x_BSD, cache = self._layers(self.embed(batch, dropout), batch, dropout, cache=cache, start=start)
+        return self._normed(x_BSD), cache
+
+    @jax.named_scope("norm")
+    def _normed(self, x_BSD: jax.Array) -> jax.Array:
+        return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
         head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
@@ -115,6 +118,7 @@ class Decoder(nnx.Module):
         z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
         return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
 
+    @jax.named_scope("embed")
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
         """Token and, where learned, position vectors [B, S, D]."""
         c, shard = self.config, self.shard
@@ -128,18 +132,25 @@ class Decoder(nnx.Module):
         x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
         return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
 
-    def layers(
-        self, blocks: Block, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0,
+    def stage(
+        self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0, count: jax.Array | None = None
+    ) -> tuple[jax.Array, Sums]:
+        """A run of consecutive blocks, the first of which is number `first` of the model; those from number `count` on are padding."""
+        return self._layers(x_BSD, batch, dropout, first, count)[0], {}
+
+    @jax.named_scope("layers")
+    def _layers(
+        self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0, count: jax.Array | None = None,
         cache: Cache | None = None, start: int | jax.Array = 0,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
-        """A run of consecutive blocks, the first of which is number `first` of the model. One scan step is one period of windows.
+        """As `stage`; one step of the scan is one period of windows.
 
         Where there is a cache of the whole model, the tokens are read into its slots from `start` on.
         """
         c, windows = self.config, self.config.windows()
         S = batch["tokens"].shape[1]
         rope = rope_table(c, batch.get("positions", jnp.arange(S))) if c.positions == "rotary" else None
-        graph, stacked = nnx.split(blocks)
+        graph, stacked = nnx.split(self.blocks)
         n = jax.tree.leaves(stacked)[0].shape[0]
         single = len(windows) == 1
         periods = stacked if single else jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
@@ -152,12 +163,18 @@ class Decoder(nnx.Module):
             return x, past and past.cache
 
         def period(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-            (x, cache), (weights, number) = carry, scanned
-            for i in range(len(windows)):
-                x, cache = remat(c.remat)(partial(block, i=i))(x, cache, weights, number + i)
-            return (x, cache), None
+            weights, place = scanned
 
-        return lax.scan(period, (x_BSD, cache), (periods, first + jnp.arange(0, n, len(windows))))[0]
+            def run(x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+                for i in range(len(windows)):
+                    x, cache = remat(c.remat)(partial(block, i=i))(x, cache, weights, first + place + i)
+                return x, cache
+
+            if count is None:
+                return run(*carry), None
+            return lax.cond(place < count, run, lambda x, cache: (self.shard(x, "batch", "seq_resid", "embed"), cache), *carry), None
+
+        return lax.scan(period, (x_BSD, cache), (periods, jnp.arange(0, n, len(windows))))[0]
 
     def _head(self) -> jax.Array:
         return self.embedding[...] if self.config.tied else self.head[...]

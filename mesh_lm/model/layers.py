@@ -120,9 +120,9 @@ class Linear(nnx.Module):
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
-        # Without remat the backward gathers FSDP's weights again; kept, the whole model would be on every device by the end of the forward.
-        gathers = self.shard.spec("params", self.axes) != self.shard.spec("gathered", self.axes)
-        y_BS = (recomputed(self._matmul) if gathers and self.remat == "none" else self._matmul)(x_BS, self.weight[...])
+        # Without remat the backward casts the weights again, and gathers FSDP's; kept, each device would have them all by the end of the
+        # forward.
+        y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
     def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:

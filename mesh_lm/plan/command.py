@@ -14,13 +14,14 @@ from rich.console import Console
 
 from mesh_lm import cli
 from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.plan import stages
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
 from mesh_lm.plan.program import Program, compilable, compile_config, devices_for
 from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
-from sharding_rules.lab.flags import FLAG_SETS, options
+from sharding_rules.lab.flags import FLAG_SETS, auto, options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.page import page
 from sharding_rules.lab.summary import alike, whose
@@ -43,11 +44,11 @@ class Plan:
     """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
     max_microbatch: bool = False
     """Find by compiling how many sequences a microbatch can have on each device."""
-    flags: str = "default"
-    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py)."""
+    flags: str = "auto"
+    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the one that train.py takes on such a GPU."""
 
     def __post_init__(self) -> None:
-        for name, known in (("target", TARGETS), ("flags", FLAG_SETS)):
+        for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"--{name}={value}: expected one of {', '.join(known)}")
         if self.devices < 0:
@@ -88,10 +89,11 @@ def show(plan: Plan, config: TrainConfig) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     n_devices = devices_for(config, plan.devices)
+    flags = auto(TARGETS[plan.target].capability, config.mesh.pipeline != 1) if plan.flags == "auto" else plan.flags
 
     def compiled(changed: TrainConfig) -> Report:
         try:
-            return compile_config(changed, plan.target, n_devices, options(plan.flags))
+            return compile_config(changed, plan.target, n_devices, options(flags))
         except ShardingRuleError as error:  # rules that lack a row for an axis of the user's own model
             raise LabError(str(error)) from error
 
@@ -100,10 +102,10 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         program = Program.of(config, plan.target, n_devices)
-        report = program.compile(options(plan.flags))
+        report = program.compile(options(flags))
         findings = lint(report, config.rules, program.blueprint.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = _facts(config, report)
+        facts = (*_facts(config, report), *stages.facts(program.config, program.blueprint))
         if plan.max_microbatch:
             facts += largest(config, n_devices, compiled, say=say)
     except LabError as error:

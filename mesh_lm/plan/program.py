@@ -18,7 +18,9 @@ from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import abstract_batch
 from mesh_lm.optimizer import AdamW
-from mesh_lm.step import abstract_state, batch_sharding, train_step
+from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.plan import stages
+from mesh_lm.step import abstract_state, train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
 from sharding_rules.lab.targets import NODE
@@ -45,7 +47,7 @@ class Program:
         """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
         config = compilable(check(config, n_devices))
         mesh = lower_for(target, n_devices, **config.mesh.sizes())
-        return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh)))
+        return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
@@ -54,6 +56,7 @@ class Program:
         arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
         return compile_report(
             train_step(blueprint, optimizer, config.seed), *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
+            slots=stages.slots(blueprint, config.train.microbatches),
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

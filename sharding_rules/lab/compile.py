@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_rules.lab import hlo
-from sharding_rules.lab.ledger import collectives, flops_by_phase, kernels
+from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
 from sharding_rules.lab.places import Places
-from sharding_rules.lab.report import Argument, LabError, Report
+from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import estimates, replay
 from sharding_rules.mesh import node_of
@@ -59,6 +59,7 @@ def compile_report(
     options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | None = None,
     kind_of: Callable[[str], str] = kind_of_argument,
+    slots: Sequence[Slot] = (),
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -69,9 +70,12 @@ def compile_report(
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
       kind_of: the class of an argument (params, moments, batch, other) from its path.
+      slots: how often conditionals run; what is in others is counted as if it always ran.
 
-    Raises LabError where XLA cannot compile it; what tracing raises passes through.
+    Raises LabError where XLA cannot compile it, or slots differ in their stages; what tracing raises passes through.
     """
+    if len({len(slot.stages) for slot in slots}) > 1:
+        raise LabError(f"slots with different numbers of stages: {', '.join(f'{s.scope} {len(s.stages)}' for s in slots)}")
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
     options = dict(options or {})
@@ -81,6 +85,7 @@ def compile_report(
         "target": next((t.name for t in TARGETS.values() if t.description == device.device_kind), ""),
         "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
         "options": options,
+        "slots": tuple(slots),
     }
     arguments = _arguments(step, args, kind_of)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -110,7 +115,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         kinds = ("buffer-assignment", "live-range")
         assignment, live = ("".join(path.read_text() for path in Path(dump).glob(f"*-{kind}.txt")) for kind in kinds)
     text = compiled.as_text()
-    module = hlo.parse(text)
+    module = hlo.parse(text, about["slots"])
     places = Places(module)
     sent = collectives(module, places, mesh)
     target = TARGETS.get(about["target"])
@@ -123,8 +128,10 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         memory=memory(module, places, compiled.memory_analysis(), assignment, live, arguments),
         arguments=arguments,
         flops=flops_by_phase(module, places),
+        stage_flops=flops_by_stage(module),
+        copies=copies(module, places),
         kernels=kernels(module, places),
-        warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module)),
+        warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
         timeline=replay(module, places, sent, target) if target else None,
         instructions=sum(map(len, module.computations.values())),
         text_bytes=len(text),
@@ -136,6 +143,16 @@ def _unknown_loops(module: hlo.Module) -> Iterator[str]:
     for one in module.by_name.values():
         if one.opcode == "while" and one.trips is None:
             yield f"{one.name}: XLA does not know how often this loop runs; what is in it is counted once"
+
+
+def _useless_slots(module: hlo.Module) -> Iterator[str]:
+    useless = {slot.scope for slot in module.slots}
+    for loop in (one for one in module.by_name.values() if one.opcode == "while"):
+        for name, slot in module.slots_in(loop.body):
+            useless.discard(slot.scope)
+            if slot.trips != loop.trips:
+                yield f"slot {slot.scope!r} has {slot.trips} trips, and the loop of {name} has {loop.trips}"
+    yield from (f"slot {scope!r} fits no conditional in a loop, and counts nothing" for scope in sorted(useless))
 
 
 def _arguments(step: Callable[..., Any], args: tuple[Any, ...], kind_of: Callable[[str], str]) -> tuple[Argument, ...]:

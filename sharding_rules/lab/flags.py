@@ -43,6 +43,16 @@ FLAG_SETS: dict[str, FlagSet] = {
             ),
         },
     ),
+    "pipeline": FlagSet(
+        "Sends from stage to stage beside the stages' work (mesh.pipeline > 1); not vetted on a GPU",
+        {
+            "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
+                8,
+                "Both sends of a tick go beside a slot. With 1, XLA's own, neither does; nor with 4 where stages gather and scatter.",
+            ),
+        },
+    ),
 }
 """By name."""
 
@@ -58,16 +68,15 @@ def options(name: str) -> dict[str, Any]:
     return {flag: each.value for flag, each in FLAG_SETS[name].flags.items()}
 
 
-def xla_flags(name: str, capability: tuple[int, int]) -> str:
-    """A set as text for the variable XLA_FLAGS, which XLA reads when JAX first looks for devices.
+def auto(capability: tuple[int, int], pipeline: bool = False) -> str:
+    """Name of the set for a GPU, (9, 0) is an H100, and for a mesh with pipeline stages; "default" where none is vetted for it."""
+    name = VETTED.get(_GENERATIONS.get(capability[0], ""), "default")
+    return "pipeline" if pipeline and name != "default" else name
 
-    Args:
-      name: "auto": the one vetted for the GPU's generation; empty text where there is none.
-      capability: of the GPU: (9, 0) is an H100.
-    """
-    if name == "auto":
-        name = VETTED.get(_GENERATIONS.get(capability[0], ""), "default")
-    return written(options(name))
+
+def xla_flags(name: str, capability: tuple[int, int], pipeline: bool = False) -> str:
+    """A set as text for the variable XLA_FLAGS, which XLA reads when JAX first looks for devices. "auto": as `auto` says."""
+    return written(options(auto(capability, pipeline) if name == "auto" else name))
 
 
 def written(flags: Mapping[str, Any]) -> str:

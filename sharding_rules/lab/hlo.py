@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
+from sharding_rules.lab.report import Slot
+
 _BITS = {
     "pred": 8, "token": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
@@ -20,6 +22,8 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
+_INSIDE = re.compile(r"body|branch_\d+_fun")
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
 
 
@@ -106,12 +110,19 @@ class Visit:
     """A computation as the entry reaches it."""
 
     computation: str
-    loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first. An unknown count is 1."""
-    conditional: bool
+    stages: tuple[tuple[int, ...], ...]
+    """By stage, the trip counts of the loops around it, outermost first. An unknown count is 1; in a branch with a slot, its runs."""
+    conditional: bool = False
     """Inside a branch that may not be taken."""
-    fused: bool
+    fused: bool = False
     """Inside a fusion: its instructions have no place in the schedule of their own."""
+    dearest: bool = True
+    """Where nothing is known of a conditional around it, inside the branch with the most FLOPs."""
+
+    @property
+    def loops(self) -> tuple[int, ...]:
+        """On the stage that runs it most."""
+        return max(self.stages, key=math.prod)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,22 +134,65 @@ class Module:
     _files: dict[int, str]
     _locations: dict[int, tuple[int, int]]
     _frames: dict[int, tuple[int, int]]
+    slots: tuple[Slot, ...] = ()
+
+    @property
+    def n_stages(self) -> int:
+        """How many kinds of devices there are, by the branches that they take."""
+        return max((len(slot.stages) for slot in self.slots), default=1)
 
     def visits(self) -> Iterator[Visit]:
         """Every computation in the order in which the entry runs them, once for each place that it is called from."""
-        yield from self._visit(self.entry, (), False, False)
+        yield from self._visit(Visit(self.entry, ((),) * self.n_stages))
 
-    def _visit(self, name: str, loops: tuple[int, ...], conditional: bool, fused: bool) -> Iterator[Visit]:
-        yield Visit(name, loops, conditional, fused)
-        for one in self.computations.get(name, ()):
+    def _visit(self, visit: Visit) -> Iterator[Visit]:
+        yield visit
+        for one in self.computations.get(visit.computation, ()):
             if one.opcode == "while":
-                yield from self._visit(one.body, (*loops, one.trips or 1), conditional, fused)
+                stages = tuple((*loops, one.trips or 1) for loops in visit.stages)
+                yield from self._visit(dataclasses.replace(visit, computation=one.body, stages=stages))
             elif one.opcode == "conditional":
                 for branch in one.branches:
-                    yield from self._visit(branch, loops, True, fused)
+                    yield from self._visit(self._branch(visit, one, branch))
             elif one.opcode in ("fusion", "call", "async-start", "custom-call"):
                 for called in one.called:
-                    yield from self._visit(called, loops, conditional, fused or one.opcode == "fusion")
+                    yield from self._visit(dataclasses.replace(visit, computation=called, fused=visit.fused or one.opcode == "fusion"))
+
+    def _branch(self, visit: Visit, one: Instruction, branch: str) -> Visit:
+        inside = dataclasses.replace(visit, computation=branch, conditional=True)
+        runs = branch == self.dearest(one)
+        if (slot := self.slot(one)) is None:
+            return dataclasses.replace(inside, dearest=visit.dearest and runs)
+        stages = []
+        for stage, loops in enumerate(visit.stages):
+            *outer, trips = loops or (1,)
+            times = min(trips, slot.runs(stage))
+            stages.append((*outer, times if runs else trips - times))
+        return dataclasses.replace(inside, stages=tuple(stages))
+
+    def slot(self, conditional: Instruction) -> Slot | None:
+        """What is known of a conditional: the slot whose scope it was traced in, directly, not within another branch or loop."""
+        path = _SCOPE.findall(conditional.op_name)[:-1]
+        begin = max((at + 1 for at, word in enumerate(path) if _INSIDE.fullmatch(word)), default=0)
+        found = [(at, len(slot.scope), slot) for slot in self.slots if (at := _innermost(slot.scope.split("/"), path)) >= begin]
+        return max(found, key=lambda each: each[:2])[2] if found else None
+
+    def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
+        """Conditionals with a slot in a computation and its branches, those in loops of their own left out."""
+        for one in self.computations.get(computation, ()):
+            if one.opcode == "conditional" and (slot := self.slot(one)):
+                yield one.name, slot
+            for inside in (*one.branches, *(one.called if one.opcode == "call" else ())):
+                yield from self.slots_in(inside)
+
+    def dearest(self, conditional: Instruction) -> str:
+        """The branch with the most FLOPs, then with the most instructions; of a slot the one that runs."""
+        return max(conditional.branches, key=lambda branch: (self.total_flops(branch), self._lines(branch)), default="")
+
+    def _lines(self, computation: str) -> int:
+        """Of a computation and of what it calls."""
+        lines = self.computations.get(computation, ())
+        return len(lines) + sum(self._lines(name) for one in lines for name in (*one.called, *one.branches, one.body) if name)
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -191,8 +245,22 @@ class Module:
         return math.prod(left.arrays[0].dims[d] for d in dims) if left else 1
 
 
-def parse(text: str) -> Module:
-    """`compiled.as_text()` as a Module. Raises ValueError where there is no entry computation."""
+def _innermost(scopes: list[str], path: list[str]) -> int:
+    """Where in a path the last of these scopes is, which follow each other in it; -1: they do not."""
+    found = []
+    for scope in reversed(scopes):
+        before = path[: found[-1]] if found else path
+        if scope not in before:
+            return -1
+        found.append(len(before) - 1 - before[::-1].index(scope))
+    return found[0]
+
+
+def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
+    """`compiled.as_text()` as a Module. Raises ValueError where there is no entry computation.
+
+    slots: what is known of its conditionals.
+    """
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -206,7 +274,7 @@ def parse(text: str) -> Module:
             entry = head[2] if head[1] else entry
     if not entry:
         raise ValueError("no ENTRY computation in this text: it is not an HLO module")
-    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text))
+    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text), slots)
 
 
 def _instruction(name: str, text: str, index: int) -> Instruction:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 
 from sharding_rules.lab import groups
 from sharding_rules.lab.hlo import Array, Instruction, Module, Visit
 from sharding_rules.lab.places import COLLECTIVES, Places
-from sharding_rules.lab.report import Collective, Where
+from sharding_rules.lab.report import Collective, Copy, Where
 
 _KINDS = {kind + end: kind for kind in COLLECTIVES for end in ("", "-start")}
+_LARGE = 2**20
+"""Bytes: arrays below it are copied for nothing worth a line."""
 _TRIVIA = re.compile(
     r"Sharding|SPMD\w*|AllocateBuffer|CreateBuffer|Pin|Unpin|annotate_device_placement|MoveTo\w+|PinTo\w+|LayoutConstraint|xla\.sdy.*"
     r"|.*[Tt]op_?[Kk].*|PadToStatic|SliceToDynamic|AssumeGatherIndicesInBound|.*callback.*|__cublas.*|__cub\$.*|__onednn.*"
@@ -31,18 +34,51 @@ def collectives(module: Module, places: Places, mesh: Mesh) -> tuple[Collective,
             inside = _inside(module, one)
             if one.opcode == "async-start":
                 wrapped.update(one.called)
-            if inside is not None:
+            if inside is not None and 0 not in visit.loops:
                 found.append(_collective(module, places, mesh, visit, one, inside))
     return tuple(found)
 
 
 def flops_by_phase(module: Module, places: Places) -> dict[str, int]:
-    """Of matmuls, with the trips of the loops around them; of a conditional the branch with the most. Without a known phase: ""."""
+    """Of matmuls, on the mean device: with the trips of the loops around them; of a conditional without a slot the branch with the most.
+
+    Without a known phase: "".
+    """
     totals: dict[str, int] = {}
-    for dot, times in _dots(module, module.entry, 1):
+    for dot, visit in _dots(module):
         phase = places.of(dot).phase
-        totals[phase] = totals.get(phase, 0) + times * module.flops(dot)
-    return totals
+        totals[phase] = totals.get(phase, 0) + sum(map(math.prod, visit.stages)) * module.flops(dot)
+    return {phase: n // module.n_stages for phase, n in totals.items()}
+
+
+def flops_by_stage(module: Module) -> tuple[int, ...]:
+    """The same, all phases, on a device of each stage."""
+    totals = [0] * module.n_stages
+    for dot, visit in _dots(module):
+        for stage, loops in enumerate(visit.stages):
+            totals[stage] += math.prod(loops) * module.flops(dot)
+    return tuple(totals)
+
+
+def copies(module: Module, places: Places) -> tuple[Copy, ...]:
+    """Whole arrays that a loop of conditionals changes and that are copied in it, those of less than _LARGE bytes left out."""
+    bodies = [module.computations[one.body] for one in module.by_name.values() if one.opcode == "while"]
+    ticks = [body for body in bodies if any(one.opcode == "conditional" for one in body)]
+    carried = {str(array) for body in ticks for array in _changed(module, body)}
+    found = []
+    for visit in module.visits():
+        for one in module.computations.get(visit.computation, ()) if visit.loops and not visit.fused else ():
+            if one.opcode in ("copy", "copy-start") and (array := one.arrays[0]).bytes >= _LARGE and str(array) in carried:
+                found.append(Copy(one.name, str(array), array.bytes, visit.loops, places.of(one)))
+    return tuple(found)
+
+
+def _changed(module: Module, body: Sequence[Instruction]) -> Iterator[Array]:
+    """What a loop carries and does not only hand on."""
+    for at, name in enumerate(body[-1].operands):
+        one = module.by_name[name]
+        if one.opcode != "get-tuple-element" or one.operands[0] != body[0].name or f"index={at}" not in one.text:
+            yield from one.arrays
 
 
 def kernels(module: Module, places: Places) -> tuple[tuple[str, tuple[str, ...], Where], ...]:
@@ -127,14 +163,8 @@ def _between(module: Module, computation: str, start: Instruction) -> Iterator[I
         yield one
 
 
-def _dots(module: Module, computation: str, times: int) -> Iterator[tuple[Instruction, int]]:
-    for one in module.computations.get(computation, ()):
-        if one.opcode == "while":
-            yield from _dots(module, one.body, times * (one.trips or 1))
-        elif one.opcode == "conditional" and one.branches:
-            yield from _dots(module, max(one.branches, key=module.total_flops), times)
-        elif one.opcode in ("fusion", "call", "async-start"):
-            for called in one.called:
-                yield from _dots(module, called, times)
-        elif times * module.flops(one):
-            yield one, times
+def _dots(module: Module) -> Iterator[tuple[Instruction, Visit]]:
+    for visit in module.visits():
+        for one in module.computations.get(visit.computation, ()) if visit.dearest else ():
+            if one.opcode in ("dot", "custom-call") and module.flops(one):
+                yield one, visit

@@ -23,6 +23,9 @@ class Lineage:
     def __init__(self, module: Module, weights: Iterable[str]) -> None:
         self._module, self._names = module, frozenset(weights)
         self._loops = {one.body: one for lines in module.computations.values() for one in lines if one.opcode == "while"}
+        everything = [one for lines in module.computations.values() for one in lines]
+        self._given = {branch: name for one in everything for branch, name in zip(one.branches, one.operands[1:], strict=False)}
+        """What each branch of a conditional is called with."""
         self._known: dict[tuple[str, tuple[int, ...]], frozenset[str] | None] = {}
 
     def writer(self, name: str, index: tuple[int, ...] = ()) -> tuple[Instruction, tuple[int, ...]]:
@@ -43,7 +46,9 @@ class Lineage:
             elif one.opcode == "tuple" and index:
                 name, index = one.operands[index[0]], index[1:]
             elif one.opcode == "conditional":
-                name = self._module.computations[one.branches[0]][-1].name
+                name = self._module.computations[self._module.dearest(one)][-1].name
+            elif one.opcode == "parameter" and (given := self._given.get(self._module.home[name])):
+                name = given
             elif one.operands and (one.opcode == "optimization-barrier" or one.opcode.endswith("-done") or _unnamed_copy(one)):
                 name = one.operands[0]
             else:

@@ -6,15 +6,15 @@ memory at the peak, are never worth a finding (`subject.LARGE_WIRE`, `subject.LA
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
+from sharding_rules.lab import lint_pipeline
 from sharding_rules.lab.hlo import arrays
-from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where, place
-from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, LogicalAxes, Subject, customary, short
+from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where
+from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, Finding, LogicalAxes, Subject, customary, short
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of
@@ -24,25 +24,6 @@ _SUMS = ("all-reduce", "reduce-scatter")
 _TABLES: tuple[Kind, ...] = ("params", "activations")
 _LONG = 0.1
 """Of a step's time: how long a reduction that nothing hides must be to be told of."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something in a program that nobody asked for."""
-
-    check: str
-    """Which of CHECKS found it."""
-    bytes: int
-    """Of a step on one device: sent along the network, or of memory for nothing."""
-    where: Where
-    text: str
-    fix: str
-    """The rule or line to change."""
-    severity: Literal["error", "notice"] = "error"
-    """A notice may be the price of what was asked for."""
-
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.check}: {self.text}\n    in {place(self.where)}\n    fix: {self.fix}"
 
 
 def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = None) -> tuple[Finding, ...]:
@@ -149,7 +130,8 @@ def _could_cut(subject: Subject, a: Argument, axis: str) -> str | None:
     logical = subject.logical(a)
     n = subject.report.mesh[axis]
     if not logical:
-        return "" if any(d % n == 0 and d >= 1024 * n for d in a.shape) else None
+        # What is outside of the layers (embedding, head) is whole on every stage.
+        return "" if axis != "pipeline" and any(d % n == 0 and d >= 1024 * n for d in a.shape) else None
     column = subject.rules.column("params" if a.kind == "params" else "optimizer") if subject.rules else {}
     usual = customary("params") | (customary("optimizer") if a.kind == "moments" else set())
     for row, size in zip(logical, a.shape, strict=False):
@@ -169,13 +151,16 @@ def gathered_twice(subject: Subject) -> Iterator[Finding]:
         if not set(one.axes) <= subject.gathers_weights or not (weights := subject.weights(one.axes, array)):
             continue
         # Weights outside the stack may serve two parts: the embedding and the head.
-        stacked = any(subject.depth.get(a.name, 1) > 1 for a in weights)
+        stacked = any(map(subject.stacked, weights))
         key = (tuple(sorted(array.dims)), one.where.phase == "forward", "" if stacked else one.where.part, one.axes)
         seen.setdefault(key, []).append((one, bytes))
         served[key] = weights
     for key, found in seen.items():
         (_, forward, part, axes), weights = key, served[key]
+        stacked = any(map(subject.stacked, weights))
         wanted = subject.microbatches * sum(subject.depth.get(a.name, 1) for a in weights) * (1 + part.count("+"))
+        # A pipeline's backward slot runs the stage again before it goes back through it.
+        wanted *= 1 + (subject.staged and stacked and not forward)
         times = sum(one.times for one, _ in found)
         wasted = sum(bytes for _, bytes in found) * (times - wanted) / max(1, times)
         if times <= wanted or wasted < subject.large:
@@ -217,7 +202,7 @@ def microbatch_reductions(subject: Subject) -> Iterator[Finding]:
 
     def inside(subject: Subject, one: Collective, array: Any) -> tuple[str, str] | None:
         axes = [axis for axis in one.axes if axis in whole]
-        if M == 1 or one.kind not in _SUMS or one.loops[:1] != (M,) or not axes:
+        if M == 1 or one.kind not in _SUMS or not subject.each_microbatch(one) or not axes:
             return None
         along = " and ".join(axes)
         fix = (
@@ -308,7 +293,7 @@ def exposed(subject: Subject) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     reshards, rematerializations, unknown_loops, dead_rules, replicated, gathered_twice, wide_collectives, microbatch_reductions,
-    global_kernels, idle_axes, placement, exposed,
+    global_kernels, idle_axes, placement, exposed, *lint_pipeline.CHECKS,
 )  # fmt: skip
 
 

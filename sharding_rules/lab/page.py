@@ -27,6 +27,7 @@ from sharding_rules.lab.summary import (
     rows,
     shapes,
     size,
+    stages_words,
     verdict,
     whose,
     wire_by_axes,
@@ -244,7 +245,7 @@ def _matmuls(report: Report) -> str:
     kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
     lines = [(_Number(n), _code(target), escape(part), escape(phase)) for (target, part, phase), n in kernels.most_common()]
     listed = f"<details><summary>{len(report.kernels)} custom calls</summary>{_table(['', 'kernel', 'part', 'phase'], lines)}</details>"
-    return f"<p>{flop(whole)} on each device in a step.</p>{chart}{listed if lines else ''}"
+    return f"<p>{flop(whole)} on each device in a step{stages_words(report)}.</p>{chart}{listed if lines else ''}"
 
 
 def _findings(report: Report, findings: Sequence[Finding]) -> str:

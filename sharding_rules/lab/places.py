@@ -25,6 +25,9 @@ _NOT_SCOPES = re.compile(
     r"shard_map|while|body|cond|scan|closed_call|core_call|named_call|eval_jaxpr|checkpoint|remat2?|rematted_computation|pjit|xla_call"
     r"|custom_(vjp|jvp)_call\w*|custom_lin|pallas_call|branch_\d+_fun|run_state|.*(->|,).*"
 )
+_SLOTS = ("forward_slot", "backward_slot")
+"""Scopes of a pipeline's tick (mesh_lm/pipeline/engine.py). They are no part of the model."""
+_IN_LOSS = {"loss", "head", "logits"}
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {
     "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate", "async-start", "async-update",
@@ -147,6 +150,8 @@ class Places:
         if "optimizer" in re.split(r"[/+]", own.part):
             return "optimizer"
         home, looped = self.module.home[one.name], False
+        if (slot := self._slot(home)) and (around := self._own(slot)):
+            return around.phase
         while (caller := self._callers.get(home)) is not None and home not in self._differentiated:
             one, home = caller, self.module.home[caller.name]
         if home not in self._differentiated:
@@ -158,6 +163,14 @@ class Places:
         if one.name in self._after[home]:
             return "backward" if looped else "optimizer"
         return "forward" if own.part else ""
+
+    def _slot(self, computation: str | None) -> Instruction | None:
+        """The pipeline's slot that a computation is in."""
+        while computation and (caller := self._callers.get(computation)):
+            if caller.opcode == "conditional" and any(scope in caller.op_name for scope in _SLOTS):
+                return caller
+            computation = self.module.home[caller.name]
+        return None
 
     @cached_property
     def _differentiated(self) -> set[str]:
@@ -205,8 +218,12 @@ class Places:
 
 
 def read(path: str) -> Where:
-    """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp."""
+    """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp.
+
+    What a pipeline's backward slot differentiates, its forward slot has computed before, all but the loss.
+    """
     *scopes, op = _split(path, "/")
+    slot = next((scope for scope in scopes if scope in _SLOTS), "")
     parts: list[str] = []
     phase: Phase = ""
     for scope in scopes:
@@ -217,7 +234,12 @@ def read(path: str) -> Where:
             phase = "forward"
         if scope == "rematted_computation":
             phase = "recompute"
-        parts += [part for part in inner if not _NOT_SCOPES.fullmatch(part)]
+        known = [part for part in inner if part not in _SLOTS and not _NOT_SCOPES.fullmatch(part)]
+        parts += known if known != parts[-1:] else []  # around a conditional, and again in its branch
+    if slot == "forward_slot" or (slot and parts and phase in ("", "forward")):
+        phase = "forward" if slot == "forward_slot" or _IN_LOSS & set(parts) else "recompute"
+    elif slot and not phase:
+        phase = "backward"
     if not phase and "optimizer" in parts:
         phase = "optimizer"
     return Where("/".join(parts), phase, "", op)

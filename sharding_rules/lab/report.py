@@ -26,6 +26,36 @@ class LabError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Slot:
+    """When a conditional in a loop runs, which XLA does not know: a pipeline's forward slot is idle while the pipeline fills and drains.
+
+    Raises LabError where it is no table.
+    """
+
+    scope: str
+    """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`. Of those that fit the innermost counts."""
+    stages: tuple[str, ...]
+    """By stage (devices that take the same branches), a letter for each trip of the loop: "1" it runs, "0" it is skipped."""
+
+    def __post_init__(self) -> None:
+        if len(set(map(len, self.stages))) != 1 or set("".join(self.stages)) - {"0", "1"}:
+            raise LabError(f"slot {self.scope!r} needs for each stage a text of equal length, of 0 and 1, not {self.stages}")
+
+    @staticmethod
+    def of(scope: str, active: Any) -> Slot:
+        """From a table [trips, stages] of what is true where it runs: `Slot.of("forward_slot", microbatch >= 0)`."""
+        return Slot(scope, tuple("".join("01"[bool(runs)] for runs in stage) for stage in zip(*active, strict=True)))
+
+    @property
+    def trips(self) -> int:
+        return len(self.stages[0])
+
+    def runs(self, stage: int) -> int:
+        """How often it runs there in one execution of the loop."""
+        return self.stages[stage].count("1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Where:
     """The place of an instruction in the model that was traced."""
 
@@ -59,15 +89,31 @@ class Collective:
     wire: float
     """Bytes that a device sends in a ring: (n-1)/n of the payload, twice that for an all-reduce, all of it for a permute."""
     loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first."""
+    """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there on the stage that has the most."""
     conditional: bool
-    """In a branch that may not be taken. It counts like any other, so that sums are upper bounds where there are such."""
+    """In a branch that may not be taken. Without a Slot it counts like any other, so that sums are upper bounds where there are such."""
     where: Where
     asynchronous: bool
     flops_hidden_behind: int
     """Of the matmuls scheduled between its start and its done, once."""
     partial: bool = False
     """The group is a part of its axes."""
+
+    @property
+    def times(self) -> int:
+        return math.prod(self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A whole array that a loop of conditionals changes, copied in its trips."""
+
+    name: str
+    shape: str
+    bytes: int
+    """Of the array; as many are read, and as many written."""
+    loops: tuple[int, ...]
+    where: Where
 
     @property
     def times(self) -> int:
@@ -140,13 +186,16 @@ class Span:
     duration: float
     """Microseconds, one time."""
     loops: tuple[int, ...]
-    """The timeline shows the first trip of each loop; these are the trip counts around the span."""
+    """The timeline shows one trip of each loop; these are the trip counts around the span, in a Slot those in which it is waited for."""
     where: Where
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The schedule replayed with XLA's own estimates: one compute stream, one network stream. A second opinion, not a measurement."""
+    """The schedule replayed with XLA's own estimates: one compute stream, one network stream. A second opinion, not a measurement.
+
+    Of a program with Slots: each trip of the loop lasts as long as on its slowest stage, and that stage's streams are these.
+    """
 
     step: float
     """Microseconds for the whole program, all loops unrolled."""
@@ -174,7 +223,7 @@ class Report:
     memory: Memory
     arguments: tuple[Argument, ...]
     flops: dict[str, int]
-    """Of matmuls, by phase; "" where XLA does not say which."""
+    """Of matmuls, by phase, on the mean device; "" where XLA does not say which."""
     kernels: tuple[tuple[str, tuple[str, ...], Where], ...]
     """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
     warnings: tuple[str, ...]
@@ -187,6 +236,11 @@ class Report:
     compile_seconds: float
     versions: dict[str, str]
     options: dict[str, Any]
+    slots: tuple[Slot, ...] = ()
+    """What was known of the conditionals."""
+    stage_flops: tuple[int, ...] = ()
+    """Of matmuls, on a device of each stage; one number where there are no slots."""
+    copies: tuple[Copy, ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -260,7 +314,7 @@ def place(where: Where) -> str:
 def _build(cls: type, data: dict[str, Any]) -> Any:
     """A dataclass of this file from its asdict."""
     nested = {"where": Where, "memory": Memory, "timeline": Timeline}
-    items = {"collectives": Collective, "arguments": Argument, "buffers": Buffer, "spans": Span}
+    items = {"collectives": Collective, "arguments": Argument, "buffers": Buffer, "spans": Span, "slots": Slot, "copies": Copy}
     values = {}
     for field in dataclasses.fields(cls):
         value = data[field.name]

@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Literal
 
 from sharding_rules.lab.hlo import Array, arrays
-from sharding_rules.lab.report import Argument, Collective, Report
+from sharding_rules.lab.report import Argument, Collective, Report, Where, place
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of
 
@@ -20,6 +21,25 @@ LARGE_WIRE = 0.01
 """Of the step's wire bytes: with less, a collective is not worth a finding."""
 LARGE_MEMORY = 0.05
 """Of the memory at the peak: with less, an array may be whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something in a program that nobody asked for."""
+
+    check: str
+    """Which of `lint.CHECKS` found it."""
+    bytes: int
+    """Of a step on one device: sent along the network, or of memory for nothing."""
+    where: Where
+    text: str
+    fix: str
+    """The rule or line to change."""
+    severity: Literal["error", "notice"] = "error"
+    """A notice may be the price of what was asked for."""
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.check}: {self.text}\n    in {place(self.where)}\n    fix: {self.fix}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +66,17 @@ class Subject:
     @property
     def microbatches(self) -> int:
         return self._tokens.shape[0] if self._tokens and len(self._tokens.shape) == 3 else 1
+
+    @property
+    def staged(self) -> bool:
+        """Devices along the axis `pipeline` run different layers, and take different branches."""
+        return self.report.mesh.get("pipeline", 1) > 1
+
+    def each_microbatch(self, one: Collective) -> bool:
+        """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch that runs in some of them."""
+        slots = self.report.slots
+        counts = {n for slot in slots for n in (slot.trips, *map(slot.runs, range(len(slot.stages))))}
+        return one.loops[:1] == (self.microbatches,) or (bool(one.loops) and one.loops[0] in counts)
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -85,11 +116,16 @@ class Subject:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """By parameter, how many layers' weights it holds: what a loop of as many trips takes slices of."""
+        """By parameter, how many layers' weights a device holds: what a loop of as many trips takes slices of."""
         trips = {loop for one in self.report.collectives for loop in one.loops[-1:]}
-        named = {a.name: a.shape[self.logical(a).index("layers")] for a in self.params if "layers" in self.logical(a)}
-        rest = {a.name: a.shape[0] if len(a.shape) > 1 and a.shape[0] in trips else 1 for a in self.params}
-        return named if self.axes else rest
+        stages = {a.name: self.ways({"pipeline"} & set(a.axes)) for a in self.params}
+        named = {a.name: a.shape[self.logical(a).index("layers")] // stages[a.name] for a in self.params if "layers" in self.logical(a)}
+        firsts = {a.name: a.shape[0] // stages[a.name] for a in self.params if len(a.shape) > 1}
+        return named if self.axes else {a.name: n if (n := firsts.get(a.name, 1)) in trips else 1 for a in self.params}
+
+    def stacked(self, argument: Argument) -> bool:
+        """Holds weights of several layers; a device may have one of them."""
+        return self.depth.get(argument.name, 1) > 1 or "pipeline" in argument.axes
 
     def logical(self, argument: Argument) -> Sequence[str | None]:
         """Names of its dimensions; none where they are not known."""

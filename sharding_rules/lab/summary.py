@@ -64,6 +64,12 @@ def mesh_words(report: Report) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in report.mesh.items() if n > 1) or "one device"
 
 
+def stages_words(report: Report) -> str:
+    """Where stages differ in their matmuls: `, the mean of stages with 1.2 to 1.6 TFLOP`."""
+    least, most = min(report.stage_flops, default=0), max(report.stage_flops, default=0)
+    return f", the mean of stages with {flop(least)} to {flop(most)}" if flop(least) != flop(most) else ""
+
+
 def verdict(report: Report) -> str:
     """fits, 35.9 GiB free; does not fit, 4.20 GiB too much."""
     if not report.hbm:

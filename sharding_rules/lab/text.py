@@ -28,6 +28,7 @@ from sharding_rules.lab.summary import (
     rows,
     shapes,
     size,
+    stages_words,
     verdict,
     whose,
     wire_by_axes,
@@ -196,7 +197,8 @@ def _sums(report: Report) -> RenderableType:
     table.add_column(overflow="fold")
     _add(table, "sent", ", ".join(f"{over(axes)} {size(n)}" for axes, n in wire_by_axes(report).items() if n >= SCALAR) or "nothing")
     phases = [f"{phase or 'other'} {flop(n)}" for phase, n in report.flops.items() if n]
-    _add(table, "matmuls", ", ".join(phases) + (f"; {flop(sum(report.flops.values()))} in all" if len(phases) > 1 else "") or "none")
+    whole = f"; {flop(sum(report.flops.values()))} in all" if len(phases) > 1 else ""
+    _add(table, "matmuls", ", ".join(phases) + whole + stages_words(report) or "none")
     if line := report.timeline:
         said = f"{duration(line.step)} predicted: compute {duration(line.compute)}, network {duration(line.network)}"
         _add(table, "step", f"{said}, {duration(line.exposed)} of it exposed ({percent(line.exposed, line.step)} of the step)")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -49,16 +50,17 @@ def estimates(target: Target | None) -> dict[str, Any]:
 
 
 def replay(module: Module, places: Places, sent: Iterable[Collective], target: Target) -> Timeline:
-    """The program's timeline on `target`: one compute stream, one network stream that takes collectives in the order they are started.
+    """The program's timeline on `target`: one compute stream, one of collectives, in the order they are started, and one of permutes.
 
     sent: the program's collectives, as `ledger.collectives` finds them.
 
     A collective's start lets compute go on, its done waits; without start and done it blocks. Loops run their known trips (the spans
-    show the first one, and time as if it were the only one), conditionals their dearest branch.
+    show one, and time as if it were the only one), conditionals their dearest branch. Where slots say which stages run a conditional in
+    which trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead. The most frequent is shown.
     """
     run = _Run(_Prices(module, places, target, {one.name: one for one in sent}), spans=[])
     run.computation(module.entry, ())
-    run.wait(run.network_free)
+    run.wait(max(run.network_free.values()))
     return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS))
 
 
@@ -88,15 +90,30 @@ class _Prices:
     target: Target
     collectives: dict[str, Collective]
     """By name."""
-    _alone: dict[str, _Run] = dataclasses.field(default_factory=dict)
+    _alone: dict[tuple[str, frozenset[str]], _Run] = dataclasses.field(default_factory=dict)
 
-    def alone(self, computation: str) -> _Run:
-        """A computation from an idle start."""
-        if computation not in self._alone:
-            self._alone[computation] = run = _Run(self)
+    def alone(self, computation: str, taken: frozenset[str] = frozenset()) -> _Run:
+        """A computation from an idle start. taken: conditionals with a slot that run."""
+        if (computation, taken) not in self._alone:
+            self._alone[computation, taken] = run = _Run(self, taken=taken)
             run.computation(computation, ())
-            run.wait(run.network_free)
-        return self._alone[computation]
+            run.wait(max(run.network_free.values()))
+        return self._alone[computation, taken]
+
+    def trips(self, loop: Instruction) -> Counter[frozenset[str]]:
+        """How many trips of a loop are alike: by the conditionals with a slot that run on the slowest stage of each."""
+        slots = dict(self.module.slots_in(loop.body))
+        count = loop.trips or 1
+        if not slots:
+            return Counter({frozenset(): count})
+        found = Counter[frozenset[str]]()
+        for trip in range(count):
+            taken = [
+                frozenset(name for name, slot in slots.items() if slot.stages[stage][trip : trip + 1] == "1")
+                for stage in range(self.module.n_stages)
+            ]
+            found[max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)] += 1
+        return found
 
     def kernel(self, instruction: Instruction, phase: str) -> tuple[str, float]:
         """Kind and microseconds of what runs on the device's own cores."""
@@ -170,7 +187,8 @@ class _Run:
     """None: not recorded."""
     clock: float = 0.0
     """Where compute is."""
-    network_free: float = 0.0
+    network_free: dict[bool, float] = dataclasses.field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """When the stream of collectives is, and that of sends from device to device (collective-permute), which XLA keeps apart."""
     skipped: float = 0.0
     """Time of later trips, which the spans leave out."""
     compute: float = 0.0
@@ -178,26 +196,45 @@ class _Run:
     exposed: float = 0.0
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
     """When a collective that was started will be done."""
+    taken: frozenset[str] = frozenset()
+    """Conditionals with a slot that run in this trip."""
+    often: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """In how many trips they do."""
 
     def computation(self, name: str, loops: tuple[int, ...]) -> None:
         for one in self.prices.module.computations[name]:
             if one.opcode == "while":
                 self._loop(one, loops)
             elif one.opcode == "conditional" and one.branches:
-                self.computation(max(one.branches, key=lambda branch: self.prices.alone(branch).clock), loops)
+                self._conditional(one, loops)
             elif one.opcode == "call":
                 for called in one.called:
                     self.computation(called, loops)
             else:
                 self._instruction(one, name, loops)
 
+    def _conditional(self, one: Instruction, loops: tuple[int, ...]) -> None:
+        module = self.prices.module
+        if module.slot(one) is None:
+            self.computation(max(one.branches, key=lambda branch: self.prices.alone(branch, self.taken).clock), loops)
+        elif one.name in self.taken:
+            self.computation(module.dearest(one), (*loops[:-1], self.often.get(one.name, 1)))
+        else:
+            for idle in [branch for branch in one.branches if branch != module.dearest(one)][:1]:
+                self.computation(idle, loops)
+
     def _loop(self, one: Instruction, loops: tuple[int, ...]) -> None:
-        trips = one.trips or 1
-        self.computation(one.body, (*loops, trips))
-        again = self.prices.alone(one.body)
-        for total in ("clock", "skipped", "compute", "network", "exposed"):
-            more = again.clock if total == "skipped" else getattr(again, total)
-            setattr(self, total, getattr(self, total) + (trips - 1) * more)
+        trips = self.prices.trips(one)
+        shown = max(trips, key=lambda taken: trips[taken])
+        outer = self.taken, self.often
+        self.taken, self.often = shown, {name: sum(n for taken, n in trips.items() if name in taken) for name in shown}
+        self.computation(one.body, (*loops, trips.total()))
+        self.taken, self.often = outer
+        for taken, n in (trips - Counter([shown])).items():
+            again = self.prices.alone(one.body, taken)
+            for total in ("clock", "skipped", "compute", "network", "exposed"):
+                more = again.clock if total == "skipped" else getattr(again, total)
+                setattr(self, total, getattr(self, total) + n * more)
 
     def _instruction(self, one: Instruction, computation: str, loops: tuple[int, ...]) -> None:
         if one.opcode == "async-update":
@@ -216,12 +253,12 @@ class _Run:
             self.compute += us
 
     def _send(self, one: Collective, loops: tuple[int, ...]) -> float:
-        us = collective_us(one, self.prices.target)
-        begin = max(self.clock, self.network_free)
+        us, alone = collective_us(one, self.prices.target), one.kind == "collective-permute"
+        begin = max(self.clock, self.network_free[alone])
         self._record(Span(one.name, "network", one.kind, begin, us, loops, one.where))
         self.network += us
-        self.network_free = begin + us
-        return self.network_free
+        self.network_free[alone] = begin + us
+        return begin + us
 
     def wait(self, until: float) -> None:
         if until > self.clock:

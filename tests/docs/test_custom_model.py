@@ -77,7 +77,7 @@ def test_its_own_axis_is_cut() -> None:
     blueprint = Blueprint.of(TINY, shard_on(CONFIG.rules, fsdp=4, tensor=2))
     for kind in ("params", "gradients", "optimizer"):
         specs = {name: sharding.spec for name, sharding in blueprint.shardings(kind).items()}
-        assert specs["gates"] == P(None, "fsdp", None, "tensor") and specs["out"] == P(None, "tensor", "fsdp")
+        assert specs["gates"] == P("pipeline", "fsdp", None, "tensor") and specs["out"] == P("pipeline", "tensor", "fsdp")
     assert blueprint.shard.spec("gathered", blueprint.axes["gates"][1:]) == P(None, None, "tensor")
 
 

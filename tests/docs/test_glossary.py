@@ -7,7 +7,7 @@ from typing import get_args
 
 from mesh_lm.config import TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.step import MANUAL
+from mesh_lm.pipeline.engine import MANUAL
 from sharding_rules import AXES, PRESETS
 from sharding_rules.rules import Kind
 

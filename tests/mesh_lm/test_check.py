@@ -59,8 +59,26 @@ def test_all_problems_at_once() -> None:
             "set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
         ),
         (
-            ["mesh.data=4", "mesh.pipeline=2"],
-            "mesh.pipeline=2: no model of this version is cut along pipeline; set mesh.pipeline=1",
+            ["mesh.data=4", "mesh.sequence=2"],
+            "mesh.sequence=2: no model of this version is cut along sequence; set mesh.sequence=1",
+        ),
+        (["pipeline.chunks=2"], "pipeline.chunks is set, but mesh.pipeline=1 is no pipeline; set mesh.pipeline, or leave it as it is"),
+        (
+            ["mesh.data=1", "mesh.pipeline=8"],
+            "model.n_layers=4 is too few for the 8 virtual stages of mesh.pipeline=8 x pipeline.chunks=1: each needs at least 1; "
+            "lower mesh.pipeline or pipeline.chunks",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.layers=3,2"],
+            "pipeline.layers=3,2 sums to 5, not to model.n_layers=4",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=2"],
+            "pipeline schedule 1f1b: with chunks=2, microbatches=1 must be a multiple of stages=2, as 2 is",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=1f2b"],
+            "no pipeline schedule '1f2b'; did you mean '1f1b'?",
         ),
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
         (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),

@@ -13,7 +13,7 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model import DecoderConfig
-from mesh_lm.step import value_and_grad
+from mesh_lm.pipeline.engine import value_and_grad
 from sharding_rules import ShardingRuleError, preset
 
 COMPILE_BUDGET = 60

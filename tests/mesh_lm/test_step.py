@@ -117,6 +117,6 @@ def test_the_state_lives_where_the_rules_say() -> None:
     blueprint = Blueprint.of(GPT, shard_on("zero1+fsdp", data=4, fsdp=2))
     state = abstract_state(blueprint, AdamW(OptimizerConfig(), 1))
     name = "blocks.mlp.up.weight"
-    assert state["params"][name].sharding.spec == jax.P(None, "fsdp", None)
-    assert state["mu"][name].sharding.spec == state["nu"][name].sharding.spec == jax.P(None, ("fsdp", "data"), None)
+    assert state["params"][name].sharding.spec == jax.P("pipeline", "fsdp", None)
+    assert state["mu"][name].sharding.spec == state["nu"][name].sharding.spec == jax.P("pipeline", ("fsdp", "data"), None)
     assert state["mu"][name].sharding.shard_shape(state["mu"][name].shape) == (2, 32 // 8, 128)

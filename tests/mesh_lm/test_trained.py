@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fixtures import make_checkpoint as fixture
 
-from mesh_lm.config import ConfigError, DataConfig, TrainConfig, as_dict
+from mesh_lm.config import ConfigError, DataConfig, PipelineConfig, TrainConfig, as_dict
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.trained import Trained, config_from, keep_tokenizer, weights
@@ -70,6 +70,20 @@ def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
     assert Trained.load(run).config.mesh == MeshConfig(data=8)
     with pytest.raises(ConfigError, match="mesh has 3 devices"):
         Trained.load(run, mesh=MeshConfig(tensor=3))
+
+
+def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
+    path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
+    saved = json.loads(path.read_text())
+    saved["config"]["mesh"] |= {"pipeline": 2, "data": 2, "tensor": 2}
+    saved["config"]["rules"] = preset("megatron").as_dict()
+    saved["config"]["pipeline"] = {"schedule": "1f1b", "layers": [1, 1]}
+    path.write_text(json.dumps(saved))
+    trained = Trained.load(run)
+    assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
+    assert trained.config.rules == trained.blueprint.shard.rules and trained.config.rules.params["embed"] == "fsdp"
+    for name, leaf in trained.params.items():
+        np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
 
 
 def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:

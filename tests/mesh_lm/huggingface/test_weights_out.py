@@ -12,7 +12,7 @@ from support import shard_on
 
 from mesh_lm import huggingface
 from mesh_lm.blueprint import Blueprint
-from mesh_lm.config import ConfigError
+from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.huggingface import files, weights_out
 from mesh_lm.model import DecoderConfig
@@ -46,6 +46,19 @@ def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
     assert huggingface.config_of(tmp_path / "out").n_params() == found.blueprint.config.n_params()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
+    """Layers are written and read in model order, each device reading its part."""
+    config = dataclasses.replace(golden("gpt2").blueprint.config, n_layers=3)
+    blueprint = Blueprint.of(config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2)))
+    params = jax.jit(blueprint.init, out_shardings=blueprint.canonical_shardings("params"))(jax.random.key(0))
+    huggingface.save(tmp_path / "out", blueprint, params, dtype="float32")
+    found = huggingface.load(tmp_path / "out", blueprint)
+    assert {name: x.sharding for name, x in found.items()} == blueprint.canonical_shardings("params")
+    row = np.arange(blueprint.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # what pads the vocabulary is 0
+    for name, x in params.items():
+        np.testing.assert_array_equal(found[name], np.where(row, x, 0) if name == "embedding" else x)
 
 
 def test_bfloat16_in_one_file(tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def test_flags_are_added_to_those_that_are_there(driver: Path) -> None:
     assert set_flags("auto", environment, driver) == "", "once is enough"
 
 
+def test_a_mesh_with_stages_sends_beside_their_work(driver: Path) -> None:
+    sends = "--xla_gpu_experimental_parallel_collective_overlap_limit=8"
+    environment: dict[str, str] = {}
+    assert set_flags("auto", environment, driver, pipeline=True).endswith(f": {OVERLAP} {sends}")
+    assert environment == {"XLA_FLAGS": f"{OVERLAP} {sends}"}
+    assert sends not in set_flags("overlap", {}, driver, pipeline=True), "a set that was asked for stays as it is"
+
+
 def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
     environment = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}
     assert set_flags("overlap", environment, driver) == ""

@@ -24,7 +24,8 @@ from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.optimizer import AdamW
-from mesh_lm.step import batch_sharding, init_state
+from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.step import init_state
 from sharding_rules import Shard, make_mesh
 
 

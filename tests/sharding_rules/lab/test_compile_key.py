@@ -12,6 +12,7 @@ import train
 from mesh_lm.config import ConfigError
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab import hlo
+from sharding_rules.lab.report import Slot
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
 
@@ -31,9 +32,9 @@ def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, seco
 def test_a_kept_report_is_of_this_program(monkeypatch) -> None:
     assert key() == key()
     others = {key(scope="attention"), key(leaf="down"), key(kind_of=lambda name: "moments"), key(options={"a": 1})}
-    others |= {key(scope="norm", second="mlp")}
+    others |= {key(scope="norm", second="mlp"), key(slots=(Slot("forward_slot", ("10",)),))}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_reduce_combine_threshold_bytes=0")
-    assert len({key(), *others}) == 6
+    assert len({key(), *others}) == 7
 
 
 def test_whoever_asks_gets_the_kept_report() -> None:

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from sharding_rules.lab.flags import FLAG_SETS, VETTED, options, written, xla_flags
+from sharding_rules.lab.flags import FLAG_SETS, VETTED, auto, options, written, xla_flags
 from sharding_rules.lab.report import LabError
 
 COMPILE_BUDGET = 2
@@ -22,6 +22,7 @@ def test_a_gpu_gets_the_set_of_its_generation() -> None:
     assert VETTED.keys() == {"ampere", "hopper", "blackwell"} and set(VETTED.values()) <= FLAG_SETS.keys()
     assert xla_flags("auto", (9, 0)) == "--xla_gpu_enable_latency_hiding_scheduler=true"
     assert xla_flags("auto", (7, 0)) == xla_flags("default", (9, 0)) == "", "nothing is vetted for a V100"
+    assert [auto(gpu, pipeline=True) for gpu in ((9, 0), (8, 0), (7, 0))] == ["pipeline", "pipeline", "default"]
 
 
 def test_flags_are_written_as_xla_reads_them() -> None:

@@ -17,6 +17,7 @@ from mesh_lm.config import OptimizerConfig
 from mesh_lm.model import DecoderConfig, decoder
 from mesh_lm.model.layers import Attention, Linear, Weights
 from mesh_lm.optimizer import AdamW
+from mesh_lm.pipeline import engine
 from sharding_rules import Rules, Shard, ShardingRuleError, preset
 from sharding_rules.lab import compile_report, h100
 from sharding_rules.lab.lint import Finding, lint
@@ -35,7 +36,7 @@ def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: Decod
     """What lint says of a whole training step."""
     mesh = h100(**MESH) if mesh is None else mesh
     blueprint, optimizer = Blueprint.of(config, Shard(rules, mesh)), AdamW(OptimizerConfig(), 10)
-    spec = step.batch_sharding(blueprint).spec
+    spec = engine.batch_sharding(blueprint).spec
     dtypes = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32, "sample_ids": jnp.uint32}
     whole = (MICROBATCHES, ROWS, config.seq_len)
     batch = {
@@ -144,7 +145,7 @@ def test_replicated_embedding(reports: str) -> None:
 
 
 def test_reduction_in_each_microbatch(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "MANUAL", step.MANUAL - {"data"})
+    monkeypatch.setattr(engine, "MANUAL", engine.MANUAL - {"data"})
     found = errors(findings(reports, RULES))
     assert found.keys() == {"microbatch-reduction"}
     assert all("summed over data in each of 4 microbatches" in one.text for one in found["microbatch-reduction"])

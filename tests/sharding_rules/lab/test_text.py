@@ -50,6 +50,12 @@ def test_one_screen_says_it_all() -> None:
     assert "compiled in 14.7 s" in text and "jax 0.10.2" in text
 
 
+def test_stages_that_differ_are_told_of() -> None:
+    uneven, even = (shown(lab_report.report(stage_flops=(300 * 10**12, n * 10**12)), facts=[("bubble", "10.9 %")]) for n in (370, 300))
+    assert "335.0 TFLOP in all, the mean of stages with 300.0 TFLOP to 370.0 TFLOP" in " ".join(uneven.split())
+    assert "stages" not in even and "bubble 10.9 %" in even
+
+
 def test_colours_change_no_letter() -> None:
     coloured = shown(lab_report.report(), colours=True)
     assert "\x1b[" in coloured

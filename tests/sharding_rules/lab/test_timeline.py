@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
 from sharding_rules.lab.places import Places
-from sharding_rules.lab.report import Collective, Timeline, Where
+from sharding_rules.lab.report import Collective, Slot, Timeline, Where
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, replay
 
@@ -32,14 +32,14 @@ def kernel(name: str, us: float, operand: str = "p") -> str:
     return f'%{name} = bf16[1048576]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, backend_config={{"reification_cost":[{estimate}]}}'
 
 
-def replayed(*entry: str, **computations: tuple[str, ...]) -> Timeline:
+def replayed(*entry: str, slots: tuple[Slot, ...] = (), **computations: tuple[str, ...]) -> Timeline:
     blocks = {"f": ("%q = bf16[1048576]{0} parameter(0)", "ROOT %n = bf16[1048576]{0} negate(%q)"), **computations}
     text = "HloModule test, is_scheduled=true\n\n"
     for name, lines in (*blocks.items(), ("main", ("%p = bf16[1048576]{0} parameter(0)", *entry))):
         head = "ENTRY " * (name == "main")
         body = "".join(f"  {line}\n" for line in lines)
         text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
-    module = hlo.parse(text)
+    module = hlo.parse(text, slots)
     places = Places(module)
     return replay(module, places, collectives(module, places, Mesh(np.array(jax.devices()), ("tensor",))), H100)
 
@@ -98,6 +98,38 @@ def test_of_a_conditional_the_dearest_branch_runs() -> None:
     dear = ("%p = bf16[1048576]{0} parameter(0)", kernel("l", 50))
     found = replayed("%c = bf16[1048576]{0} conditional(%p, %p), branch_computations={%cheap, %dear}", cheap=cheap, dear=dear)
     assert found.step == pytest.approx(50)
+
+
+def conditional(name: str, scope: str, branch: str) -> str:
+    branches = f"branch_computations={{%idle, %{branch}}}"
+    return f'%{name} = bf16[1048576]{{0}} conditional(%p, %p, %p), {branches}, metadata={{op_name="while/body/{scope}/cond"}}'
+
+
+def test_every_trip_lasts_as_long_as_on_its_slowest_stage() -> None:
+    """Two stages, three microbatches. Embedding and loss are on different stages, so that no trip has both."""
+    p = "%p = bf16[1048576]{0} parameter(0)"
+    first, last = (f"{slot}_slot/cond/branch_1_fun/{scope}" for slot, scope in (("forward", "embed"), ("backward", "loss")))
+    found = replayed(
+        loop("v", "tick", 5), kernel("last", 7),
+        slots=(
+            Slot("forward_slot", ("11100", "01110")), Slot("embed", ("11100", "00000")),
+            Slot("backward_slot", ("00111", "01110")), Slot("loss", ("00000", "01110")),
+        ),
+        idle=(p,), table=(p, kernel("e", 2)), forward=(p, kernel("f", 10), conditional("c", first, "table")), head=(p, kernel("h", 5)),
+        backward=(p, kernel("b", 20), conditional("d", last, "head")),
+        tick=(p, kernel("o", 1.6), conditional("x", "forward_slot", "forward"), conditional("y", "backward_slot", "backward")),
+    )  # fmt: skip
+    assert found.step == pytest.approx(5 * 1.6 + 12 + 35 + 35 + 35 + 20 + 7)
+    spans = {span.name: span for span in found.spans}
+    assert {name: span.loops for name, span in spans.items()} == {"o": (5,), "f": (4,), "b": (4,), "h": (3,), "last": ()}
+    assert spans["last"].start == pytest.approx(1.6 + 35)
+
+
+def test_sends_between_stages_do_not_wait_for_other_collectives() -> None:
+    x = "bf16[1048576]{0}"
+    send = f"%send = ({x}, {x}) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}"
+    found = replayed(START, send, kernel("k", 5000), DONE, f"%sent = {x} collective-permute-done(%send)")
+    assert [span.start for span in found.spans] == [0, 0, 0] and found.exposed == 0
 
 
 @pytest.mark.parametrize(("estimate", "expected"), [(13_701, 268.4354e9 / (MATMUL * 989.4e6)), (300, 300)])

@@ -1,0 +1,210 @@
+"""One task of multi_gpu.py, in a process of its own: python benchmarks/multi_gpu_worker.py TASK '{"key": value, ...}'; as gpu_worker.py.
+
+A variant is a strategy: what names it, and under "changes" what it changes in the config (see strategies.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_worker import Run, emit, probe, reported, serve, timed
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from record import Row
+
+from mesh_lm.launch import gpu
+from mesh_lm.pipeline.engine import value_and_grad
+from sharding_rules.lab.targets import TARGETS
+
+TOLERANCE = 1e-5
+"""The project's (CONTRIBUTING.md), on a GPU too: with matmuls in full fp32, a mesh changes nothing but the order of sums."""
+BF16_TOLERANCE = 1e-2
+"""Of each loss of the first 20 steps, relative. bf16 has 8 bits: partial sums that are rounded before they are added differ by 0.4 %."""
+
+Variant = dict[str, Any]
+Outcome = dict[str, np.ndarray]
+"""Initial parameters, sums and gradients, as "params.name", "sums.name" and "grads.name"."""
+
+
+def strategy(directory: str, changes: dict[str, dict], variant: Variant) -> Run:
+    """A run with a variant's changes on top of the others."""
+    merged = both(changes, variant)
+    return Run(directory, merged, variant["rules"], devices=math.prod(merged["mesh"].values()))
+
+
+def both(changes: dict[str, dict], variant: Variant) -> dict[str, dict]:
+    more = variant["changes"]
+    return {section: changes.get(section, {}) | more.get(section, {}) for section in {**changes, **more}}
+
+
+def named(variant: Variant) -> Row:
+    """A variant without what only the worker reads."""
+    return {key: value for key, value in variant.items() if not isinstance(value, dict | list)}
+
+
+# Numerics.
+
+
+def reference(directory: str, changes: dict[str, dict], variants: list[Variant], path: str) -> None:
+    """Writes what the one variant gives, in fp32, for `equality` to compare with."""
+    (variant,) = variants
+    with jax.default_matmul_precision("highest"):
+        found: dict[str, Any] = {**outcome(strategy(directory, changes, variant))}
+    np.savez(path, **found)
+    emit(**named(variant))
+
+
+def equality(directory: str, changes: dict[str, dict], variants: list[Variant], path: str) -> None:
+    """Initial bits, sums and every gradient in fp32, against the reference's."""
+    wanted = dict(np.load(path))
+    for variant in variants:
+        with reported(**named(variant)), jax.default_matmul_precision("highest"):
+            emit(**named(variant), **compared(outcome(strategy(directory, changes, variant)), wanted))
+
+
+def outcome(run: Run) -> Outcome:
+    """Of one global batch, whose sequences have from few labels to all, so that a mean of means is not the mean."""
+    blueprint, train, params = run.blueprint, run.config.train, run.state()["params"]
+    rows = run.sequences.rows(np.arange(train.global_batch))
+    kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
+    batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
+    sums, grads = jax.jit(value_and_grad(blueprint))(params, batch, jax.random.key(run.config.seed))
+    ordered = {kind: blueprint.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
+    found = {**ordered, "sums": sums}
+    return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
+
+
+def compared(found: Outcome, wanted: Outcome) -> Row:
+    """Relative differences; with an "error" where a bit of the initial weights, or more than TOLERANCE of the rest, differs."""
+    assert found.keys() == wanted.keys(), f"leaves {sorted(found.keys() ^ wanted.keys())} are in one only"
+    initial = [name for name in found if name.startswith("params.")]
+    bits = [name.removeprefix("params.") for name in initial if found[name].tobytes() != wanted[name].tobytes()]
+    grads = {name: w for name, w in wanted.items() if name.startswith("grads.")}
+    top = max(np.abs(w).max() for w in grads.values())
+    far = {name: float(np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top)) for name, w in grads.items()}
+    far |= {name: float(abs(found[name] - w) / (abs(w) or 1)) for name, w in wanted.items() if name.startswith("sums.")}
+    worst = {kind: max((name for name in far if name.startswith(kind)), key=lambda name: _size(far[name])) for kind in ("sums.", "grads.")}
+    wrong = [f"{name} is {far[name]:.1e} from the reference's" for name in worst.values() if not far[name] <= TOLERANCE]
+    wrong += [f"initial bits of {', '.join(bits[:2])} differ"] if bits else []
+    row = {"leaves": len(grads), "init_differ": len(bits), "sums_rel": far[worst["sums."]], "grads_rel": far[worst["grads."]]}
+    return {**row, "worst": worst["grads."].removeprefix("grads."), **({"error": "; ".join(wrong)} if wrong else {})}
+
+
+def _size(x: float) -> float:
+    return math.inf if math.isnan(x) else x
+
+
+def training(directory: str, changes: dict[str, dict], variants: list[Variant], steps: int, wanted: list[float]) -> None:
+    """The losses of the first steps, against those wanted; empty: nothing to compare with."""
+    for variant in variants:
+        with reported(**named(variant)):
+            run = strategy(directory, changes, variant)
+            found = [metrics["loss"] for metrics in run.steps(run.state(), steps)[1]]
+            off = max((abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=bool(wanted))), default=0.0, key=_size)
+            wrong = [] if off <= BF16_TOLERANCE else [f"a loss is {off:.1e} from the reference's"]
+            wrong += [] if found[-1] < found[0] else ["the loss does not fall"]
+            row = {"loss_rel": off, "loss_first": found[0], "loss_last": found[-1], "losses": found}
+            emit(**named(variant), **row, **({"error": "; ".join(wrong)} if wrong else {}))
+
+
+# Speed.
+
+
+def speed(directory: str, changes: dict[str, dict], variants: list[Variant], steps: int) -> None:
+    """Time and memory of the train step: one variant, because the high water is the process's."""
+    (variant,) = variants
+    with reported(**named(variant)):
+        emit(**named(variant), **timed(strategy(directory, changes, variant), steps))
+
+
+# Bandwidth.
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of n devices along the axis "group", and how NCCL's tests count it (nccl-tests, doc/PERFORMANCE.md)."""
+
+    run: Callable[[jax.Array, int], jax.Array]
+    local: Callable[[int, int], int]
+    """(bytes, n) -> bytes that a device brings. The bytes are the larger of what it brings and what it gets."""
+    factor: Callable[[int], float]
+    """n -> bus bandwidth over bytes / time: what a link must carry, whatever the algorithm."""
+    in_place: bool = False
+    """Its result takes the place of its operand: to keep that would copy it."""
+
+
+COLLECTIVES = {
+    "all-reduce": Collective(lambda x, n: lax.psum(x, "group"), lambda size, n: size, lambda n: 2 * (n - 1) / n, in_place=True),
+    "all-gather": Collective(lambda x, n: lax.all_gather(x, "group", tiled=True), lambda size, n: size // n, lambda n: (n - 1) / n),
+    "reduce-scatter": Collective(lambda x, n: lax.psum_scatter(x, "group", tiled=True), lambda size, n: size, lambda n: (n - 1) / n),
+    "all-to-all": Collective(
+        lambda x, n: lax.all_to_all(x.reshape(n, -1), "group", 0, 0).reshape(-1), lambda size, n: size, lambda n: (n - 1) / n
+    ),
+    "ppermute": Collective(
+        lambda x, n: lax.ppermute(x, "group", [(i, (i + 1) % n) for i in range(n)]), lambda size, n: size, lambda n: 1.0
+    ),
+}
+
+
+def bandwidth(variants: list[Variant], most: int) -> None:
+    """One collective at one size. devices: rows of the devices (by number) of a group; all groups work at once. most: repeats."""
+    for variant in variants:
+        with reported(**named(variant)):
+            emit(**named(variant), **_bandwidth(variant, most))
+
+
+def _bandwidth(variant: Variant, most: int) -> Row:
+    collective, size = COLLECTIVES[variant["collective"]], variant["bytes"]
+    groups = np.array([[jax.devices()[i] for i in row] for row in variant["devices"]])
+    n, mesh = groups.shape[1], Mesh(groups, ("groups", "group"))
+    repeats = max(5, min(most, (4 << 30) // size))
+    f = repeated(collective, n, repeats, mesh)
+    spec = PartitionSpec(("groups", "group"))
+    x = jax.device_put(np.zeros(groups.size * (collective.local(size, n) // 4), np.float32), jax.NamedSharding(mesh, spec))
+    times = []
+    for i in range(4):
+        before = time.perf_counter()
+        x = jax.block_until_ready(f(x))
+        if i:
+            times.append((time.perf_counter() - before) / repeats)
+    seconds = statistics.median(times)
+    bus, nominal = size / seconds * collective.factor(n), nvlink(jax.devices()[0].device_kind)
+    row = {"microseconds": 1e6 * seconds, "gb_per_s": size / seconds / 1e9, "bus_gb_per_s": bus / 1e9}
+    return {**row, "nominal_gb_per_s": nominal and nominal / 1e9, "of_nominal": nominal and bus / nominal}
+
+
+def repeated(collective: Collective, n: int, repeats: int, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """The collective, so often, one after the other in one program: launches from Python would take longer than a small one."""
+
+    def again(_: int, x: jax.Array) -> jax.Array:
+        y = collective.run(x, n)
+        if collective.in_place:
+            return y  # zeros stay zeros
+        y, x = lax.optimization_barrier((y, x))  # all of y is made, and the next one needs a number of it
+        return x.at[0].set(y[-1])
+
+    spec = PartitionSpec(("groups", "group"))
+    whole = jax.shard_map(lambda x: lax.fori_loop(0, repeats, again, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(whole, donate_argnums=0)
+
+
+def nvlink(device_kind: str) -> float | None:
+    """Nominal bytes/s of one GPU in one direction; None where unknown. Cards on PCIe have no NVLink between them all."""
+    kind = device_kind.lower()
+    return next((target.nvlink for target in TARGETS.values() if target.name in kind and "pcie" not in kind), None)
+
+
+if __name__ == "__main__":
+    staged = any(variant.get("pipeline") for variant in json.loads(sys.argv[2]).get("variants", []))
+    print(gpu.set_flags("auto", pipeline=staged), flush=True)  # as train.py does, before JAX looks for devices
+    gpu.set_memory()
+    serve({f.__name__: f for f in (probe, reference, equality, training, speed, bandwidth)})

@@ -1,0 +1,129 @@
+"""What multi_gpu.py runs, as data: every preset and product on every mesh of a number of devices, and the schedules of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+COUNTS = (2, 4, 8)
+"""Devices that the models here can be cut over."""
+
+RULES: tuple[tuple[str, str, str], ...] = (
+    ("ddp", "data", ""),
+    ("zero1", "data", ""),
+    ("zero2", "data", ""),
+    ("fsdp", "fsdp", ""),
+    ("hsdp", "data fsdp", ""),
+    ("megatron", "tensor", "data"),
+    ("megatron_sp", "tensor", "data"),
+    ("zero1+fsdp", "data fsdp", ""),
+    ("zero1+megatron", "data tensor", ""),
+    ("zero1+megatron_sp", "data tensor", ""),
+    ("zero2+megatron", "data tensor", ""),
+    ("zero2+megatron_sp", "data tensor", ""),
+    ("fsdp+megatron", "fsdp tensor", ""),
+    ("fsdp+megatron_sp", "fsdp tensor", ""),
+    ("hsdp+megatron", "data fsdp tensor", ""),
+    ("hsdp+megatron_sp", "data fsdp tensor", ""),
+    ("zero1+fsdp+megatron_sp", "data fsdp tensor", ""),
+)
+"""Rules, the axes that must be cut for them to be what they are called, and an axis that may be."""
+
+PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
+    ("ddp", 2, {"data": -1}, {}),
+    ("ddp", 2, {"data": -1}, {"chunks": 2}),
+    ("ddp", 2, {"data": -1}, {"schedule": "gpipe"}),
+    ("ddp", 2, {"data": -1}, {"balance": "flops"}),
+    ("ddp", 2, {"data": -1}, {"stash": "residuals"}),
+    ("ddp", 2, {"data": -1}, {"idle": "mask"}),
+    ("ddp", 4, {"data": -1}, {}),
+    ("ddp", 4, {"data": -1}, {"chunks": 2}),
+    ("ddp", 8, {"data": -1}, {}),
+    ("zero1", 2, {"data": -1}, {"chunks": 2}),
+    ("fsdp", 2, {"fsdp": -1}, {}),
+    ("hsdp", 2, {"data": 2, "fsdp": -1}, {"chunks": 2}),
+    ("megatron", 2, {"tensor": -1}, {"chunks": 2}),
+    ("megatron_sp", 2, {"tensor": -1}, {}),
+    ("megatron_sp", 4, {"tensor": -1}, {"schedule": "gpipe"}),
+    ("zero1+megatron_sp", 2, {"data": 2, "tensor": -1}, {"chunks": 2}),
+    ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
+)
+"""Rules, stages, the mesh within a stage (-1: what is left), and what PipelineConfig is told."""
+
+MAIN = {"ddp", "zero1", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
+MAIN_PIPELINES = (("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}))
+"""What is timed, each on the first mesh that fits."""
+QUICK = {"ddp", "hsdp+megatron_sp"}
+"""Of those, what a quick version runs beside the pipelines that are not as they come."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One way to train on all devices."""
+
+    rules: str
+    mesh: dict[str, int]
+    """Axes larger than 1."""
+    pipeline: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of PipelineConfig."""
+    main: bool = False
+    """Timed."""
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.get("pipeline", 1)
+
+    @property
+    def quick(self) -> bool:
+        return self.main and (bool(self.pipeline) if self.stages > 1 else self.rules in QUICK)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Its name, in the columns of every table."""
+        fields = [f"{name}={value}" for name, value in self.pipeline.items() if name != "schedule"]
+        return {
+            "rules": self.rules,
+            "mesh": " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "1 device",
+            "pipeline": " ".join([self.pipeline.get("schedule", "1f1b"), *fields]) if self.stages > 1 else "",
+        }
+
+    def variant(self, microbatches: int, **more: Any) -> dict[str, Any]:
+        """What a task of multi_gpu_worker.py is told of it."""
+        changes = {"mesh": {"data": 1, **self.mesh}, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
+        return {**self.columns, **more, "changes": changes}
+
+
+ONE = Strategy("ddp", {})
+"""The reference: one device."""
+
+
+def strategies(n: int) -> list[Strategy]:
+    """All that fit n devices; the names in their columns are all different."""
+    plain = [Strategy(rules, mesh) for rules, own, free in RULES for mesh in _meshes(n, own, free)]
+    staged = [Strategy(rules, mesh, fields) for rules, P, others, fields in PIPELINES if (mesh := _filled(n, P, others))]
+    first: dict[str, Strategy] = {}
+    for s in plain + staged:
+        if s.rules in MAIN if s.stages == 1 else (s.rules, s.pipeline) in MAIN_PIPELINES:
+            first.setdefault(f"{s.rules} {s.columns['pipeline']}", s)
+    return [dataclasses.replace(s, main=s in first.values()) for s in plain + staged]
+
+
+def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
+    """Every way to divide n devices, with more than one along each axis of `own`; the largest first axis first."""
+    axes = [*free.split(), *own.split()]
+    for sizes in itertools.product([d for d in range(n, 0, -1) if n % d == 0], repeat=len(axes)):
+        mesh = dict(zip(axes, sizes, strict=True))
+        if math.prod(sizes) == n and all(mesh[axis] > 1 for axis in own.split()):
+            yield {axis: size for axis, size in mesh.items() if size > 1}
+
+
+def _filled(n: int, stages: int, others: dict[str, int]) -> dict[str, int] | None:
+    """None where it does not fit, or would be what its rules are called in name only. Plain replicas of one pipeline may be one."""
+    fixed = stages * math.prod(size for size in others.values() if size > 0)
+    left = n // fixed
+    if n % fixed or (left == 1 and others != {"data": -1}):
+        return None
+    return {"pipeline": stages} | {axis: size if size > 0 else left for axis, size in others.items() if size > 0 or left > 1}

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a schedule is a table, and one engine runs every table."""

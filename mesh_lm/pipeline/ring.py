@@ -1,0 +1,135 @@
+"""The tick of a pipeline: a forward slot, a backward slot, and two hops around the ring of stages.
+
+Every stage runs this same program; which microbatch and which chunk of its layers a slot works on, if any, is read from its column of the
+schedule's table. A hop is sent beside a slot that does not need it: gradients travel during the forward slot, activations during the
+backward slot.
+
+What waits (inputs, gradients) lies in stashes of as many slots as the table says, and one more, into which goes what nobody needs.
+Stashes and sums of gradients are read before a conditional and written after it: XLA copies whole what a conditional passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh_lm.blueprint import Params
+from mesh_lm.model import Sums
+from mesh_lm.pipeline.part import Gradients, Part, Work
+from mesh_lm.pipeline.table import Table
+
+Columns = Mapping[str, Any]
+"""One stage's columns of a table, int32 [T] each; in a tick its row, int32 scalars."""
+
+
+class Carry(NamedTuple):
+    """From tick to tick. y and dx are what the last slots made: a stage without work sends them again, and nobody keeps them."""
+
+    inputs: jax.Array
+    upstream: jax.Array
+    residuals: Any
+    y: jax.Array
+    dx: jax.Array
+    grads: Params
+    sums: Sums
+
+
+def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]:
+    """Sums over this device's share of the batch, and its share of the gradients: of its own layers, and of all other parameters."""
+    x = part.zero_input
+    left = jax.eval_shape(lambda: part.forward(Work(jnp.int32(0), jnp.int32(0)), x)[1])
+    zeros = {name: jnp.zeros(w.shape, w.dtype) for name, w in {**part.layers, **part.shared}.items()}
+    start = Carry(
+        _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,
+        part.blueprint.constrain(zeros, "params"), part.zero_sums,
+    )  # fmt: skip
+    end = lax.scan(lambda carry, row: (_tick(part, table, carry, row), None), start, dict(columns))[0]
+    return end.sums, end.grads
+
+
+def sums(part: Part, table: Table, columns: Columns) -> Sums:
+    """Sums over this device's share of the batch, by a table of forward slots alone."""
+
+    def tick(carry: tuple[jax.Array, jax.Array, Sums], row: Columns) -> tuple[Any, None]:
+        inputs, y, total = carry
+        work, stashed = _work(row, "forward"), _read(inputs, row["forward_input"])
+        with jax.named_scope("forward_slot"):
+            y, more = _slot(part, work, lambda: part.evaluate(work, part.input(work, stashed)), lambda: (y, part.zero_sums))
+        return (_write(inputs, _hop(table, y, 1), row["receive_input"]), y, jax.tree.map(jnp.add, total, more)), None
+
+    x = part.zero_input
+    return lax.scan(tick, (_stash(table.n_inputs, x), x, part.zero_sums), dict(columns))[0][-1]
+
+
+def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
+    forward, backward = _work(row, "forward"), _work(row, "backward")
+    x_forward, x_backward = _read(carry.inputs, row["forward_input"]), _read(carry.inputs, row["backward_input"])
+
+    arrived = _hop(table, carry.dx, -1)
+    with jax.named_scope("forward_slot"):
+        idle = carry.y, _read(carry.residuals, jnp.int32(-1))
+        y, left = _slot(part, forward, lambda: part.forward(forward, part.input(forward, x_forward)), lambda: idle)
+    residuals = _write(carry.residuals, left, row["forward_residual"])
+
+    onward = _hop(table, y, 1)
+    upstream = _write(carry.upstream, arrived, row["receive_grad"])
+    dy, left = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
+    with jax.named_scope("backward_slot"):
+        made: Gradients = _slot(
+            part, backward, lambda: part.backward(backward, part.input(backward, x_backward), left, dy), lambda: part.nothing(carry.dx)
+        )
+    with jax.named_scope("accumulate"):
+        grads = _accumulated(part, carry.grads, made, backward)
+    inputs = _write(carry.inputs, onward, row["receive_input"])
+    return Carry(inputs, upstream, residuals, y, made.x, grads, jax.tree.map(jnp.add, carry.sums, made.sums))
+
+
+def _accumulated(part: Part, total: Params, made: Gradients, work: Work) -> Params:
+    width = part.blueprint.stages.width
+    first = jnp.maximum(work.chunk, 0) * width
+
+    def rows(held: jax.Array, more: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(held, lax.dynamic_slice_in_dim(held, first, width) + more, first, 0)
+
+    total = total | {name: rows(total[name], g) for name, g in made.layers.items()}
+    for ends in (made.loss, made.embed):
+        total = total | {name: total[name] + g for name, g in ends.items()}
+    return part.blueprint.constrain(total, "params")
+
+
+def _slot(part: Part, work: Work, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+    """What `run` makes where this stage has work, else `idle`."""
+    working = work.microbatch >= 0
+    if part.permutes or part.blueprint.pipeline.idle == "mask":
+        return jax.tree.map(lambda made, kept: jnp.where(working, made, kept), run(), idle())
+    return lax.cond(working, run, idle)
+
+
+def _work(row: Columns, slot: str) -> Work:
+    return Work(row[f"{slot}_microbatch"], row[f"{slot}_chunk"])
+
+
+def _hop(table: Table, x: jax.Array, step: int) -> jax.Array:
+    """To the stage `step` on in the ring; what that one sends, from the other side."""
+    return lax.ppermute(x, "pipeline", [(stage, (stage + step) % table.stages) for stage in range(table.stages)])
+
+
+def _stash(slots: int, like: Any) -> Any:
+    """Room for `slots` of them, and for one that nobody reads."""
+    return jax.tree.map(lambda x: jnp.zeros((slots + 1, *x.shape), x.dtype), like)
+
+
+def _read(stash: Any, slot: jax.Array) -> Any:
+    """stash[slot]; -1, for nothing, is its last."""
+    return jax.tree.map(lambda held: lax.dynamic_index_in_dim(held, slot, keepdims=False), stash)
+
+
+def _write(stash: Any, value: Any, slot: jax.Array) -> Any:
+    def one(held: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0)
+
+    return jax.tree.map(one, stash, value)

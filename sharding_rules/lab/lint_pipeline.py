@@ -1,0 +1,68 @@
+"""What is wrong with a pipelined program: stages take different branches, and all of them wait for the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sharding_rules.lab.report import SCALAR, Copy, Where
+from sharding_rules.lab.subject import Finding, Subject
+from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.timeline import MEMORY
+
+_DEAR = 0.01
+"""Of the predicted step: copies that take less are not worth a finding."""
+
+
+def stage_branches(subject: Subject) -> Iterator[Finding]:
+    """Collectives in a branch that need devices which may not take it: they wait for ever."""
+    for one in subject.report.collectives if subject.staged else ():
+        if not one.conditional:
+            continue
+        what = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in a branch"
+        fix = "run both branches and select the result (pipeline.idle='mask'), or move it out of the conditional"
+        if one.kind == "collective-permute":
+            text = f"{what}: all devices meet for it, and not all of them come"
+            yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
+        elif "pipeline" in one.axes:
+            text = f"{what}: its groups span stages, which do not all take it"
+            yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
+
+
+def exposed_hops(subject: Subject) -> Iterator[Finding]:
+    """Sends from stage to stage with no compute between their start and their done: every tick waits for them."""
+    for one in subject.report.collectives:
+        if one.kind != "collective-permute" or "pipeline" not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
+            continue
+        if not one.flops_hidden_behind:
+            text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind nothing"
+            fix = "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline)"
+            yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
+
+
+def copies(subject: Subject) -> Iterator[Finding]:
+    """Arrays that the loop over ticks carries and XLA copies whole in it, as those that are changed in a conditional."""
+    report = subject.report
+    if report.timeline is None or report.target not in TARGETS:
+        return
+    hops = {shape for one in report.select("collective-permute", "pipeline") for shape in one.shapes}
+    found: dict[str, list[Copy]] = {}
+    for one in report.copies:
+        if one.shape not in hops:  # one microbatch between two stages
+            found.setdefault(one.shape, []).append(one)
+    for shape, each in found.items():
+        moved = sum(2 * one.bytes * one.times for one in each)
+        if 1e6 * moved / (MEMORY * TARGETS[report.target].hbm_bandwidth) >= _DEAR * report.timeline.step:
+            text = f"{shape}, which the loop over ticks carries, is copied whole {sum(one.times for one in each)} times in a step"
+            fix = "read slots of it before the conditional and write them after it; add gradients up outside of it"
+            yield Finding("whole-copy", moved, max(each, key=lambda one: one.times).where, text, fix, "notice")
+
+
+def useless_slots(subject: Subject) -> Iterator[Finding]:
+    """A slot that does not count what it should."""
+    for line in subject.report.warnings:
+        if line.startswith("slot "):
+            fix = "scope: that of jax.named_scope around the conditional; stages: a letter for each trip of the loop"
+            yield Finding("slot", 0, Where(), line, fix, "notice")
+
+
+CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (stage_branches, exposed_hops, copies, useless_slots)

@@ -1,0 +1,56 @@
+"""docs/pipeline.md: what it shows of schedules is what the command and the files say."""
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mesh_lm.cli import command
+from mesh_lm.errors import ConfigError
+from mesh_lm.pipeline.__main__ import Arguments, main
+from mesh_lm.pipeline.custom import load
+from mesh_lm.pipeline.schedules import NAMES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+COMMANDS = re.findall(r"^python -m mesh_lm\.pipeline (.*)$", PAGE, re.MULTILINE)
+
+
+def shown(words: str) -> str:
+    console = Console(file=(screen := io.StringIO()), width=120, color_system=None)
+    main(shlex.split(words), console)
+    return "\n".join(line.rstrip() for line in screen.getvalue().splitlines())
+
+
+def block(start: str) -> str:
+    """The text block that starts with these words, without its last newline."""
+    (found,) = re.findall(rf"^```text\n({re.escape(start)}.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def test_the_screen() -> None:
+    facts, table = block("bubble ").split("\n\n")
+    screen = shown(COMMANDS[0])
+    assert facts in screen
+    assert table in screen
+
+
+def test_commands_and_names() -> None:
+    read = [command(Arguments, shlex.split(words), "") for words in COMMANDS]
+    assert [each.stages for each in read] == [8, 4, 8, 4, 0]
+    assert {name for name in NAMES if f"| `{name}` |" in PAGE} == set(NAMES)
+
+
+def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown("--stages=2 --microbatches=3 --csv=mine.csv")
+    text = Path("mine.csv").read_text()
+    assert text == block("# 1f1b") + "\n"
+    for old, new in (("1F0;1B0", "1F0"), ("1F1;1B1", "1F1;1B0"), ("1F2;1B2,", "1F2;1B1,1B2")):
+        text = text.replace(old, new)
+    Path("mine.csv").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load("mine.csv")
+    assert f"error: {error.value}" == block("error: mine.csv:2")

@@ -1,0 +1,151 @@
+"""A checkpoint knows no pipeline: what one division into stages wrote, every other reads, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import GPT, host_batch, on_devices, shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.checkpoint import Checkpoints, Saved, find
+from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.optimizer import AdamW
+from mesh_lm.pipeline import relayout
+from mesh_lm.step import State, Step, abstract_state, fresh_state, init_state, train_step
+from mesh_lm.trained import weights
+
+COMPILE_BUDGET = 130
+
+MODEL = dataclasses.replace(GPT, n_layers=8, biases=False, norm="rmsnorm")
+OPTIMIZER = AdamW(OptimizerConfig(warmup_steps=0), 10)
+MICROBATCHES, STEPS = 4, 2
+Runs = dict[str, tuple[Path, dict[str, np.ndarray], list[float]]]
+
+PLACES: dict[str, tuple[str, dict[str, int], PipelineConfig]] = {
+    "interleaved": ("fsdp", {"pipeline": 4, "fsdp": 2}, PipelineConfig(chunks=2)),
+    "uneven": ("megatron+zero1", {"pipeline": 2, "data": 2, "tensor": 2}, PipelineConfig(layers=(3, 5))),
+    "one stage": ("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig()),
+}
+
+
+@functools.cache
+def blueprint_at(place: str) -> Blueprint:
+    rules, mesh, pipeline = PLACES[place]
+    return Blueprint.of(MODEL, shard_on(rules, **mesh), pipeline)
+
+
+def config_at(output: Path, place: str) -> TrainConfig:
+    return TrainConfig(model=MODEL, output=str(output), rules=blueprint_at(place).shard.rules, pipeline=PLACES[place][2])
+
+
+def in_model_order(state: State, blueprint: Blueprint) -> dict[str, np.ndarray]:
+    """Every leaf on the host, without the code that is tested; what pads the rows is 0."""
+    stages, out = blueprint.stages, {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        x, name = np.array(leaf), path[-1].key
+        if name in blueprint.stacked:
+            assert not x[stages.layer_of_row() < 0].any()
+            x = x[stages.row_of_layer()]
+        out[jax.tree_util.keystr(path)] = x
+    return out
+
+
+@functools.cache
+def step_at(place: str) -> Step:
+    return train_step(blueprint_at(place), OPTIMIZER, seed=0)
+
+
+def trained(state: State, place: str, first: int, steps: int) -> tuple[State, list[float]]:
+    losses = []
+    for n in range(first, first + steps):
+        state, metrics = step_at(place)(state, on_devices(host_batch(MICROBATCHES, seed=n), blueprint_at(place)))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By place: the output of a run with a checkpoint after one step, the state there, and the losses of the steps after it."""
+    found = {}
+    for place in ("interleaved", "uneven"):
+        blueprint, output = blueprint_at(place), tmp_path_factory.mktemp(place)
+        state, _ = trained(init_state(blueprint, OPTIMIZER, seed=0), place, 0, 1)
+        before = in_model_order(state, blueprint)
+        with Checkpoints(config_at(output, place)) as checkpoints:
+            state = checkpoints.save(1, state, {"position": 16}, blueprint)
+            after = in_model_order(state, blueprint)
+            # The write goes on while steps reuse the memory.
+            state, losses = trained(state, place, 1, STEPS)
+        assert before.keys() == after.keys() and all(before[name].tobytes() == after[name].tobytes() for name in before)
+        found[place] = (output, before, losses)
+    return found
+
+
+def saved_in(output: Path) -> Saved:
+    saved = find(output)
+    assert saved is not None
+    return saved
+
+
+@pytest.mark.parametrize("to", PLACES)
+@pytest.mark.parametrize("place", ["interleaved", "uneven"])
+def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
+    output, wanted, losses = runs[place]
+    blueprint = blueprint_at(to)
+    state = saved_in(output).resumed(blueprint, OPTIMIZER)
+    described = abstract_state(blueprint, OPTIMIZER)
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
+        assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+    found = in_model_order(state, blueprint)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()] == []
+    assert np.any(found["['mu']['blocks.mlp.up.weight']"]) and int(found["['step']"]) == 1
+    assert trained(state, to, 1, STEPS)[1] == pytest.approx(losses, abs=1e-6)
+
+
+def test_the_disk_holds_the_model(runs: Runs) -> None:
+    """Its shapes, not those of stages with padding; another division of the same model is not another model."""
+    saved, blueprint = saved_in(runs["uneven"][0]), blueprint_at("one stage")
+    assert saved.metadata["parameters"] == {name: [*x.shape, str(x.dtype)] for name, x in blueprint.shapes.items()}
+    assert blueprint_at("uneven").in_memory["blocks.mlp.up.weight"].shape[0] == 10
+    assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs["uneven"][0], "one stage")))
+
+
+@pytest.mark.parametrize("to", ["interleaved", "uneven"])
+def test_a_run_begins_from_the_weights_of_another(runs: Runs, to: str) -> None:
+    output, wanted, _ = runs["interleaved"]
+    blueprint = blueprint_at(to)
+    state = fresh_state(blueprint, OPTIMIZER, weights(output, blueprint)())
+    found = in_model_order({"params": state["params"]}, blueprint)
+    assert [name for name in found if found[name].tobytes() != wanted[name].tobytes()] == []
+    assert not any(x.any() for x in in_model_order({"mu": state["mu"]}, blueprint).values())
+
+
+def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = blueprint_at("interleaved")
+    state = saved_in(runs["interleaved"][0]).resumed(blueprint, OPTIMIZER)
+
+    def live() -> int:
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before, held, replaced = live(), [], relayout._replaced
+
+    def watched(leaf: jax.Array, program: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        def measured(leaf: jax.Array) -> jax.Array:
+            moved = program(leaf)
+            held.append(live())
+            return moved
+
+        return replaced(leaf, measured)
+
+    monkeypatch.setattr(relayout, "_replaced", watched)
+    for part in ("params", "mu", "nu"):
+        state[part] = blueprint.in_model_order(state[part], "params")
+    assert len(held) == 3 * len(blueprint.stacked)
+    assert max(held) == before + max(x.nbytes for name, x in state["params"].items() if name in blueprint.stacked)

@@ -1,0 +1,92 @@
+"""The engine as XLA compiles it for 16 H100s that are not here: memory by schedule, what is in the loop over ticks, what travels."""
+
+import functools
+import math
+
+import pytest
+
+from mesh_lm.config import DataConfig, LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.model import DecoderConfig
+from mesh_lm.plan.program import Program
+from sharding_rules import MeshConfig, preset
+from sharding_rules.lab import Report, lint
+from sharding_rules.lab.flags import options
+from sharding_rules.lab.report import Collective
+
+COMPILE_BUDGET = 9
+pytestmark = pytest.mark.deviceless
+
+STAGES, DATA = 4, 2
+MODEL = DecoderConfig(
+    n_layers=8, d_model=512, n_heads=4, seq_len=768, vocab_size=3072, positions="rotary", attention="xla", loss_chunk=768
+)
+INPUT = MODEL.seq_len // 2 * MODEL.d_model * 2
+"""Bytes of one stage input on one device: a sequence cut over tensor, bf16."""
+FEW, MANY = 16, 64
+
+
+@functools.cache
+def compiled(reports: str, schedule: str, chunks: int, microbatches: int, rules: str = "zero1+megatron_sp", fsdp: int = 1) -> Program:
+    config = TrainConfig(
+        model=MODEL,
+        output="runs/pipeline",
+        mesh=MeshConfig(pipeline=STAGES, data=DATA // fsdp, fsdp=fsdp, tensor=2),
+        rules=preset(rules),
+        train=TrainLoop(global_batch=microbatches * DATA, microbatches=microbatches, steps=200),
+        pipeline=PipelineConfig(schedule, chunks),
+        data=DataConfig(tokenizer_vocab=2048),
+        launch=LaunchConfig(compile_cache=reports),
+    )
+    return Program.of(config, "h100", STAGES * DATA * 2)
+
+
+def report_of(reports: str, *args, **kwargs) -> Report:
+    return compiled(reports, *args, **kwargs).compile(options("pipeline"))
+
+
+def travels(report: Report, kind: str, axis: str) -> list[Collective]:
+    return [one for one in report.collectives if one.kind == kind and axis in one.axes and one.payload > 1024]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_memory_of_1f1b_does_not_grow_with_microbatches(reports: str, chunks: int) -> None:
+    few, many = (report_of(reports, "1f1b", chunks, M).memory.temporaries for M in (FEW, MANY))
+    assert many == pytest.approx(few, rel=0.01)
+
+
+def test_gpipe_keeps_one_input_of_each_microbatch(reports: str) -> None:
+    few, many = (report_of(reports, "gpipe", 1, M).memory.temporaries for M in (FEW, MANY))
+    assert many - few == pytest.approx((MANY - FEW) * INPUT, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "rules", "fsdp"), [(1, "zero1+megatron_sp", 1), (2, "zero1+megatron_sp", 1), (1, "fsdp+megatron_sp", 2)]
+)
+def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int) -> None:
+    report = report_of(reports, "1f1b", chunks, FEW, rules, fsdp)
+    ticks = FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
+    hops = travels(report, "collective-permute", "pipeline")
+    assert [hop.loops for hop in hops] == [hops[0].loops] * 2 and abs(hops[0].times - ticks) <= 1
+    assert all(hop.payload == INPUT and hop.axes == ("pipeline",) and not hop.conditional for hop in hops)
+    assert all(hop.asynchronous and hop.flops_hidden_behind > 0 for hop in hops), "a hop that spans no compute"
+    whole = [one for one in report.copies if one.bytes > INPUT and one.times >= hops[0].times]
+    assert not whole, f"stash or gradients are copied in each tick: {whole}"
+    for one in report.collectives:
+        if one.conditional:
+            assert "pipeline" not in one.axes and "data" not in one.axes, f"{one.kind} over {one.axes} in a branch"
+            assert one.kind != "collective-permute"
+    program = compiled(reports, "1f1b", chunks, FEW, rules, fsdp)
+    assert not [finding for finding in lint(report, preset(rules), program.blueprint.axes) if finding.severity == "error"]
+
+
+def test_the_data_reduction_happens_once(reports: str) -> None:
+    report = report_of(reports, "1f1b", 2, FEW)
+    reduced = [one for one in report.collectives if one.kind in ("all-reduce", "reduce-scatter") and "data" in one.axes]
+    assert reduced and all(one.times == 1 for one in reduced)
+    program = compiled(reports, "1f1b", 2, FEW)
+    each = {
+        name: math.prod(s.shape) * 4 / (2 if any(a in ("heads", "mlp", "vocab") for a in program.blueprint.axes[name]) else 1)
+        for name, s in program.blueprint.shapes.items()
+    }
+    wanted = sum(size / STAGES if name in program.blueprint.stacked else size for name, size in each.items())
+    assert sum(one.payload for one in reduced if one.payload > 1024) == pytest.approx(wanted, rel=0.01)

@@ -1,0 +1,88 @@
+"""A model for what the decoder does not do yet: sequences cut over a mesh axis, an auxiliary loss, layers that permute.
+
+Not attention: each token takes part of its sequence's mean (an all-gather) or of the token before it (a collective-permute).
+Sizes: L layers, B batch, S sequence, D embed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from support import SEQ, VOCAB
+
+from mesh_lm.config import ModelConfig
+from mesh_lm.model import Batch, Sums
+from mesh_lm.model.dropout import Dropout
+from mesh_lm.pipeline.stages import Costs, Stack
+from sharding_rules import Shard, preset
+
+AXIS = "sequence"
+SEQUENCE = preset("ddp").replace("sequence", activations={"seq": AXIS, "seq_resid": AXIS})
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyConfig(ModelConfig):
+    vocab_size: int = VOCAB
+    seq_len: int = SEQ
+    n_layers: int = 8
+    d_model: int = 16
+    permutes: bool = False
+    """Whether a layer sends to its neighbour along the sequence."""
+
+    def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        return Toy(self, shard, rngs)
+
+    def stack(self) -> Stack:
+        return Stack(self.n_layers, costs=Costs(embed=0.0, layer=2.0, head=1.0))
+
+
+class Toy(nnx.Module):
+    def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
+        self.config, self.shard = config, shard
+        L, D, V = config.n_layers, config.d_model, config.vocab_size
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (V, D)), out_sharding=("vocab", "embed"))
+        self.weights = nnx.Param(0.3 * jax.random.normal(rngs.params(), (L, D, D)), out_sharding=("layers", "embed", "mlp"))
+
+    def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
+        x, extra = self.stage(self.embed(batch, dropout), batch, dropout)
+        sums = self.loss(x, batch, dropout)
+        return {**extra, **sums, "objective": sums["objective"] + extra["objective"]}
+
+    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        return jnp.einsum("bsv,vd->bsd", jax.nn.one_hot(batch["tokens"], self.config.vocab_size), self.table[...])
+
+    def stage(
+        self, x: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0, count: jax.Array | None = None
+    ) -> tuple[jax.Array, Sums]:
+        def layer(carry: tuple[jax.Array, jax.Array], scanned: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], None]:
+            (x, balance), (w, place) = carry, scanned
+
+            def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+                y = jnp.tanh((x + self.mixed(x)) @ w)
+                return x + y, (batch["weights"] * jnp.square(y).mean(-1)).sum()
+
+            y, more = run(x) if count is None else lax.cond(place < count, run, lambda x: (x, jnp.float32(0)), x)
+            return (y, balance + more), None
+
+        weights = self.weights[...]
+        (x, balance), _ = lax.scan(layer, (x, jnp.float32(0)), (weights, jnp.arange(len(weights))))
+        return x, {"objective": 0.1 * balance, "balance": balance}
+
+    def mixed(self, x: jax.Array) -> jax.Array:
+        parts = lax.axis_size(AXIS) if AXIS in jax.sharding.get_abstract_mesh().manual_axes else 1
+        if self.config.permutes:
+            last = x[:, -1:]
+            before = lax.ppermute(last, AXIS, [(i, i + 1) for i in range(parts - 1)]) if parts > 1 else jnp.zeros_like(last)
+            return jnp.concatenate([before, x[:, :-1]], axis=1)
+        whole = lax.all_gather(x, AXIS, axis=1, tiled=True) if parts > 1 else x
+        return whole.mean(1, keepdims=True)
+
+    def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
+        logits = jnp.einsum("bsd,vd->bsv", x, self.table[...])
+        hit = (jax.nn.one_hot(batch["labels"], self.config.vocab_size) * jax.nn.log_softmax(logits)).sum(-1)
+        loss = -(batch["weights"] * hit).sum()
+        return {"objective": loss, "loss": loss, "weight": batch["weights"].sum()}
