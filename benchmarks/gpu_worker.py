@@ -210,7 +210,7 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
     size = run.config.train.global_batch
     with Checkpoints(run.config) as checkpoints:
         saved = checkpoints.newest()
-        state = saved.state(abstract_state(run.blueprint, run.optimizer)) if saved else run.state()
+        state = saved.resumed(run.blueprint, run.optimizer) if saved else run.state()
         first, position = (saved.step, saved.data["position"]) if saved else (0, 0)
         for n in range(first + 1, steps + 1):
             state, _ = run.step(state, run.batch(position))

@@ -20,9 +20,9 @@ MEMORY = {
     "logits": "#b9504a", "other": "#9aa3ab",
 }  # fmt: skip
 """Class -> colour, as on the page of --plan; `other` here also has batch and fragmentation."""
-NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "tensor": "#d3d9d8"}
-"""NVLink pale. fsdp+tensor, which is small, is drawn with fsdp."""
-MERGED = {"batch": "other", "fragmentation": "other", "fsdp+tensor": "fsdp"}
+NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "pipeline": "#c98a3c", "tensor": "#d3d9d8"}
+"""NVLink pale. fsdp+tensor, which is small, is drawn with fsdp, and what stages and replicas sum together with data."""
+MERGED = {"batch": "other", "fragmentation": "other", "fsdp+tensor": "fsdp", "pipeline+data": "data"}
 FAMILIES = {"gpt": "GPT", "llama3": "Llama 3", "megatron": "Megatron-LM's nine"}
 GAP, BAR = 1.15, 0.6
 

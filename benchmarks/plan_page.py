@@ -9,20 +9,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
-CONFIGS, DEVICES, DEPTH = "Configs", "Devices", "Depth"
+CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
     CONFIGS: "Each config at its published number of H100s.",
-    DEVICES: "gpt_175b with the same work per device; at 8, FSDP over one device: it does not fit, and need not.",
-    DEPTH: "gpt_175b on 1,024 H100s with fewer layers.",
+    FSDP: "The configs with stages by FSDP instead, on as many H100s: no stages, few microbatches, and remat=full as they had it.",
+    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, and ZeRO cuts nothing.",
+    DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
 """Table -> what its rows are."""
-AXES = ("data", "fsdp", "fsdp+tensor", "tensor")
+AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
 
 _PAGE = """\
 # Every config, as XLA compiles it
 
-What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for: Megatron-LM's table of nine
-(their pipeline stages are FSDP here), Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is compiled for GPUs that are not there, as
+What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for: Megatron-LM's table of nine,
+with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is compiled for GPUs that are not there, as
 `--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU, and not here.
 
 One command compiles them all and writes this page: `python benchmarks/plan_table.py`. Made on {date} with jax {jax}, from
@@ -30,21 +31,37 @@ One command compiles them all and writes this page: `python benchmarks/plan_tabl
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
+With stages, *other* is mostly what they keep of microbatches until their backward passes.
+
 ## The runs
 
 {runs}
 
+Stages run interleaved 1F1B with so many chunks of layers on each; *residuals*: a stage keeps of a microbatch what `remat` keeps, and runs
+no forward pass twice for the pipeline's sake. The bubble is what a stage waits, over what it works. `megatron_70b`, `_119b` and `_314b`
+have their stages, but not their distributed optimizer: 48 replicas divide no dimension of theirs that ZeRO could cut, so two replicas share
+the weights instead (FSDP inside a stage), which each microbatch gathers.
+
 ## What a step needs of each GPU
 
 Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). GiB that a GPU sends in a
-step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` are groups over both), and all of it over the least that the strategy must send
-([closed forms](closed_forms.md)). FLOPs of the program's matmuls over the model's own: `remat=full` runs each layer's forward again but for
-its last matmul, and XLA's attention, with which these were compiled, computes the masked half too. The step is the lab's estimate: for
-comparing configs, not a promise.
+step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over both), and all of it over the least that
+the strategy must send ([closed forms](closed_forms.md)); of stages, each collective on the one that runs it most. FLOPs of the program's
+matmuls over the model's own: `remat=full` runs each layer's forward again but for its last matmul, and XLA's attention, with which these
+were compiled, computes the masked half too. The step is the lab's estimate: for comparing configs, not a promise. Stages were compiled with
+XLA's flags for them (`pipeline`), the rest as XLA comes.
 
 {needs}
 
 {verdict}
+
+## Stages or FSDP
+
+{fsdp_note}
+
+{fsdp}
+
+{fsdp_said}
 
 ## What it costs to know
 
@@ -88,6 +105,7 @@ def page(data: dict[str, Any], source: str) -> str:
     return _PAGE.format(
         source=source, date=data["date"], jax=data["versions"]["jax"], cores=data["machine"]["cores"], cpu=data["machine"]["cpu"],
         usable=configs[0]["usable_gib"], runs=_runs(configs), needs=_needs(configs), verdict=_verdict(configs), costs=_costs(configs),
+        fsdp_note=NOTES[FSDP], fsdp=_fsdp(configs, rows[FSDP]), fsdp_said=_fsdp_said(configs, rows[FSDP]),
         quickest=_quickest(configs), devices_note=NOTES[DEVICES], devices=_devices(rows[DEVICES]),
         devices_said=_devices_said(rows[DEVICES]), depth_note=NOTES[DEPTH], depth=_depth(rows[DEPTH]),
         depth_said=_depth_said(rows[DEPTH]),
@@ -114,10 +132,11 @@ def _gib(n: float | None) -> str:
 
 
 def _runs(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["config", ">parameters", ">GPUs", "mesh", "rules", ">batch", ">tokens", ">microbatches", "remat"]
+    head = ["config", ">parameters", ">GPUs", "mesh", "rules", ">batch", ">tokens", ">microbatches", "remat", ">chunks", "stash", ">bubble"]
     return table(head, ([
         f"`{r['name']}`", billions(r["parameters"]), f"{r['devices']:,}", r["mesh"], r["rules"], f"{r['global_batch']:,}",
         f"{r['seq_len']:,}", str(r["microbatches"]), r["remat"],
+        *([str(r["chunks"]), r["stash"], f"{100 * r['bubble']:.1f} %"] if "bubble" in r else [""] * 3),
     ] for r in rows))  # fmt: skip
 
 
@@ -138,6 +157,31 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
     least = f"More than 1.05 of the least, by design: {', '.join(over)}." if over else "None sends more than 1.05 of the least."
     return f"{fit} Each sends what its closed form says, within 1 %. {least}"
+
+
+def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
+    """A row for each config with stages: FSDP -> stages."""
+    head = ["config", "by FSDP", "with stages", ">peak, GiB", ">sent, GiB", ">FLOPs x the model's", ">step, s"]
+    return table(head, ([
+        f"`{r['name']}`", other["mesh"], r["mesh"],
+        *(f"{say(other[key])} -> {say(r[key])}" for key, say in (
+            ("peak_gib", _gib), ("sent_gib", _gib), ("flops_over_model", "{:.2f}".format), ("step_s", seconds)
+        )),
+    ] for r, other in _pairs(rows, without)))  # fmt: skip
+
+
+def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
+    pairs = _pairs(rows, without)
+    faster, slower = (
+        ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
+        for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
+    )
+    return f"A step is predicted to be faster with stages for {faster or 'none'},\nand not for {slower or 'none'}."
+
+
+def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    others = {r["name"].removesuffix(" by FSDP"): r for r in without}
+    return [(r, others[r["name"]]) for r in rows if r["name"] in others]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> str:

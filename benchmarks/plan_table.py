@@ -20,7 +20,8 @@ from typing import Any
 
 import plan_chart
 import plan_page
-from record import ROOT, Record, Row, options
+from record import ROOT, Record, Row
+from record import options as arguments
 
 TARGET = "h100"
 QUIET = 2.5
@@ -38,11 +39,13 @@ class Subject:
     layers: int = 0
     sequences: int = 0
     """Of one batch shard in a step, so that the program of a device stays the same whatever their number; 0: the config's batch."""
+    microbatches: int = 0
 
     @property
     def name(self) -> str:
         return {
             plan_page.CONFIGS: self.config,
+            plan_page.FSDP: f"{self.config} by FSDP",
             plan_page.DEVICES: f"{self.config}, {self.devices:,} devices",
             plan_page.DEPTH: f"{self.config}, {self.layers} layers",
         }[self.table]
@@ -54,18 +57,26 @@ PUBLISHED = {
     "megatron_314b": 3072, "megatron_462b": 6144,
 }  # fmt: skip
 """Devices: those of Megatron-LM's and of Llama 3's tables; one node for what trains on one. gpt_tiny is for CPUs."""
+BY_FSDP = {
+    "gpt_175b": (8, 16, 2), "megatron_70b": (24, 4, 1), "megatron_119b": (24, 8, 1), "megatron_177b": (24, 12, 1),
+    "megatron_314b": (24, 16, 1), "megatron_462b": (24, 32, 1),
+}  # fmt: skip
+"""Those with stages, without them: data, fsdp, microbatches."""
 SUBJECTS = [
     *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),
-    Subject(plan_page.DEVICES, "gpt_175b", 8, {"fsdp": 1}, sequences=12),
-    *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=12) for n in (128, 1024, 6144)),
-    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (2, 8, 96)),
+    *(
+        Subject(plan_page.FSDP, name, PUBLISHED[name], {"pipeline": 1, "data": data, "fsdp": fsdp}, microbatches=microbatches)
+        for name, (data, fsdp, microbatches) in BY_FSDP.items()
+    ),
+    *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=96) for n in (64, 128, 1024, 6144)),
+    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (48, 72, 96)),
 ]
-TIMES = {plan_page.CONFIGS: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
+TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
 """How often a row of each table is compiled at most, if the machine is never quiet; the fastest counts."""
 
 
 def main() -> None:
-    parser = options(__doc__ or "")
+    parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between")
     parser.add_argument("--again", action="store_true", help="compile also what today's results have")
     parser.add_argument("--page", action="store_true", help="only write the page and the chart anew, from the newest results")
@@ -89,7 +100,8 @@ def collect(args: Any) -> None:
     done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
     asked = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
-        asked = [s for s in asked if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 2) and not s.sequences]
+        asked = [s for s in asked if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
+        asked = [s for s in asked if s.table != plan_page.FSDP]
     if args.again:
         done = {name: row for name, row in done.items() if name not in {s.name for s in asked}}
     for time_ in range(max(TIMES.values())):
@@ -139,6 +151,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     import jax  # here, as all that follows: the process that starts the others stays small
 
     from mesh_lm.plan.program import compilable, compile_config
+    from sharding_rules.lab.flags import options
 
     marks: dict[str, float] = {}
 
@@ -149,7 +162,8 @@ def measured(subject: Subject, quick: bool) -> Row:
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = compilable(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
-    report = compile_config(config, TARGET, subject.devices)
+    flags = options("pipeline") if config.mesh.pipeline > 1 else None  # those that a run with stages has
+    report = compile_config(config, TARGET, subject.devices, flags)
     end, used = time.monotonic(), sum(os.times()[:4]) - used
     row: Row = {"name": subject.name, **about(config, subject.devices)}
     row |= {
@@ -164,13 +178,18 @@ def prepared(subject: Subject, quick: bool) -> Any:
     """The config of a row; nothing is kept on disk."""
     from mesh_lm.check import check
     from mesh_lm.cli import load
+    from mesh_lm.config import PipelineConfig
+    from sharding_rules import preset
 
     config = load(f"configs/{subject.config}.py")
-    model = dataclasses.replace(config.model, **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 4} if quick else {}))
+    if subject.table == plan_page.FSDP:
+        model = dataclasses.replace(config.model, remat="full")
+        config = dataclasses.replace(config, model=model, rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig())
+    model = dataclasses.replace(config.model, **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 48} if quick else {}))
     if subject.layers:
         model = dataclasses.replace(model, n_layers=subject.layers)
     mesh = dataclasses.replace(config.mesh, **subject.mesh).resolve(subject.devices)
-    loop = config.train
+    loop = dataclasses.replace(config.train, microbatches=subject.microbatches or config.train.microbatches)
     if subject.sequences:
         loop = dataclasses.replace(loop, global_batch=subject.sequences * mesh.data * mesh.fsdp)
     launch = dataclasses.replace(config.launch, compile_cache="")
@@ -179,11 +198,25 @@ def prepared(subject: Subject, quick: bool) -> Any:
 
 def about(config: Any, devices: int) -> Row:
     model, loop = config.model, config.train
-    return {
+    row: Row = {
         "devices": devices, "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
         "rules": config.rules.name, "parameters": model.n_params(), "layers": model.n_layers, "seq_len": model.seq_len,
         "global_batch": loop.global_batch, "microbatches": loop.microbatches, "remat": model.remat, "attention": model.attention,
     }  # fmt: skip
+    return row | staged(config)
+
+
+def staged(config: Any) -> Row:
+    """How the pipeline is cut, and the part of a stage's time that it waits for others over what it works; nothing without one."""
+    from mesh_lm.pipeline import custom
+    from mesh_lm.pipeline.cost import Durations, timeline
+
+    stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
+    if stages == 1:
+        return {}
+    schedule = custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
+    bubble = timeline(schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again).bubble
+    return {"stages": stages, "chunks": pipeline.chunks, "stash": pipeline.stash, "bubble": bubble}
 
 
 def outcome(config: Any, report: Any) -> Row:

@@ -19,7 +19,7 @@ from record import ROOT, Record, Row, options
 
 from mesh_lm import cli
 from mesh_lm.plan.program import compile_config
-from sharding_rules import MeshConfig
+from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.flags import FLAG_SETS, written
 from sharding_rules.lab.report import Report
 
@@ -76,10 +76,11 @@ def compiled(target: str, quick: bool) -> Report:
     """One sequence per device in a microbatch; XLA's own attention, which needs no cuDNN."""
     config = cli.load("configs/gpt_175b.py")
     small = {"d_model": 1024, "n_heads": 8, "seq_len": 256} if quick else {}
-    model = dataclasses.replace(config.model, n_layers=4, attention="xla", **small)
+    model = dataclasses.replace(config.model, n_layers=4, attention="xla", remat="full", **small)
     train = dataclasses.replace(config.train, global_batch=16, microbatches=2)
     launch = dataclasses.replace(config.launch, compile_cache="")
-    config = dataclasses.replace(config, model=model, train=train, launch=launch, mesh=MeshConfig(data=2, fsdp=4, tensor=8))
+    mesh, rules = MeshConfig(data=2, fsdp=4, tensor=8), preset("hsdp+megatron_sp")
+    config = dataclasses.replace(config, model=model, train=train, launch=launch, mesh=mesh, rules=rules)
     return compile_config(config, target, 64)
 
 

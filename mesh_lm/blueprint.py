@@ -132,8 +132,9 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Stage
         raise ConfigError(
             f"mesh.pipeline={stages}: {type(config).__name__} cannot be cut into stages (its stack() is None); set mesh.pipeline=1"
         )
+    costs = stack.run(stages * pipeline.chunks, pipeline.stash == "input")
     return divide(
-        stack.n_layers, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance, period=stack.period, costs=stack.costs
+        stack.n_layers, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance, period=stack.period, costs=costs
     )
 
 

@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator
 
 from mesh_lm.blueprint import divided
-from mesh_lm.config import ConfigError, PipelineConfig, TrainConfig
+from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
-from mesh_lm.pipeline import custom
-from mesh_lm.pipeline.engine import MANUAL
+from mesh_lm.pipeline.engine import MANUAL, training_schedule
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of
 
 
@@ -38,7 +37,7 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0,
         "optimizer.eps": 0, "optimizer.weight_decay": 0,
         "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
-        "launch.cpu_devices": 0,
+        "launch.cpu_devices": 0, "pipeline.chunks": 1,
     }  # fmt: skip
     for field, least in at_least.items():
         section, name = field.split(".")
@@ -129,20 +128,18 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 def _pipeline(config: TrainConfig) -> Iterator[str]:
     stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
-    if stages == 1:
-        if pipeline != PipelineConfig():
-            changed = [f.name for f in dataclasses.fields(pipeline) if getattr(pipeline, f.name) != f.default]
-            yield f"pipeline.{changed[0]} is set, but mesh.pipeline=1 is no pipeline; set mesh.pipeline, or leave it as it is"
+    if stages == 1 or config.model.problems() or pipeline.chunks < 1 or config.train.microbatches < 1:
         return
+    if pipeline.stash == "residuals" and getattr(config.model, "remat", "") == "offload":
+        yield "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; set one of them to another"
     for kind in ("params", "gradients", "optimizer"):
         if axes_of(rules.column(kind).get("layers")) != ("pipeline",):
             yield f"mesh.pipeline={stages}, but rules.{kind}['layers']={rules.column(kind).get('layers')!r}; set it to 'pipeline'"
-    try:
-        divided(config.model, pipeline, stages)
-        if config.train.microbatches > 0 and pipeline.chunks > 0:
-            custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
-    except ConfigError as error:
-        yield str(error)
+    for fits in (lambda: divided(config.model, pipeline, stages), lambda: training_schedule(pipeline, stages, config.train.microbatches)):
+        try:
+            fits()
+        except ConfigError as error:
+            yield str(error)
 
 
 def _divisors(n: int) -> list[int]:

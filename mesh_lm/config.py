@@ -83,7 +83,7 @@ class PipelineConfig:
     stash: Literal["input", "residuals"] = "input"
     """What a stage keeps of a microbatch until its backward: its input, and it computes the forward again, or what its layers keep."""
     idle: Literal["skip", "mask"] = "skip"
-    """A stage without work in a slot: skip, or compute and discard, which a model with collective-permutes inside its stages needs."""
+    """A stage without work in a slot: skip, or compute and discard, as is done anyway where layers permute arrays among devices."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,7 +172,10 @@ class Decoder(nnx.Module):
 
             if count is None:
                 return run(*carry), None
-            return lax.cond(place < count, run, lambda x, cache: (self.shard(x, "batch", "seq_resid", "embed"), cache), *carry), None
+            return lax.cond(place < count, lambda x, cache: pinned(*run(x, cache)), pinned, *carry), None
+
+        def pinned(x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:  # branches must agree on it
+            return self.shard(x, "batch", "seq_resid", "embed"), cache
 
         return lax.scan(period, (x_BSD, cache), (periods, jnp.arange(0, n, len(windows))))[0]
 

@@ -21,11 +21,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.pipeline import custom, ring
 from mesh_lm.pipeline.part import Part
 from mesh_lm.pipeline.ring import Columns
+from mesh_lm.pipeline.schedules import Schedule
 from mesh_lm.pipeline.table import Table, table
 from sharding_rules import axes_of
 
@@ -77,19 +79,30 @@ def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
     return lambda params, batch: run(params, batch, jax.random.key(0))
 
 
-def training_table(blueprint: Blueprint, microbatches: int) -> Table:
-    """The schedule of a step. Raises ConfigError where there is none with so many microbatches."""
-    return _table(blueprint.pipeline.schedule, blueprint.stages.stages, microbatches, blueprint.stages.chunks, blueprint.pipeline.stash)
-
-
-def evaluation_table(blueprint: Blueprint, microbatches: int) -> Table:
-    """The schedule of an evaluation: forward passes alone."""
-    return _table("forward", blueprint.stages.stages, microbatches, blueprint.stages.chunks, "input")
+@functools.cache
+def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
+    """The schedule of a step. Raises ConfigError where there is none with so many microbatches, or it is not one of F and B."""
+    schedule = custom.find(pipeline.schedule, stages, microbatches, pipeline.chunks)
+    if schedule.kinds != "FB":
+        fix = "weight gradients apart (W) are for study" if "W" in schedule.kinds else "gradients come from the B's"
+        raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; take 1f1b")
+    return schedule
 
 
 @functools.cache
-def _table(schedule: str, stages: int, microbatches: int, chunks: int, stash: str) -> Table:
-    return table(custom.find(schedule, stages, microbatches, chunks), drop_last_forward=stash == "input")
+def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
+    schedule = training_schedule(pipeline, stages, microbatches)
+    return table(schedule, pipeline.stash == "input"), table(custom.find("forward", stages, microbatches, pipeline.chunks))
+
+
+def training_table(blueprint: Blueprint, microbatches: int) -> Table:
+    """As the engine reads the schedule of a step. Raises as `training_schedule`."""
+    return _tables(blueprint.pipeline, blueprint.stages.stages, microbatches)[0]
+
+
+def evaluation_table(blueprint: Blueprint, microbatches: int) -> Table:
+    """The same of an evaluation: forward passes alone."""
+    return _tables(blueprint.pipeline, blueprint.stages.stages, microbatches)[1]
 
 
 def _summed(f: Callable[[Batch], Any], batch: Batch) -> Any:

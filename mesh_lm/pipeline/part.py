@@ -62,12 +62,13 @@ class Part:
         some = Work(jnp.int32(0), jnp.int32(0))
         like = jax.eval_shape(lambda: self._embed(self.shared, some))
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        stage, (_, more) = jax.make_jaxpr(lambda x: self._run(self._chunk(some), x, some), return_shape=True)(self.zero_input)
+        layers, (_, more) = jax.make_jaxpr(lambda x: self._run(self._chunk(some), x, some), return_shape=True)(self.zero_input)
         loss, sums = jax.make_jaxpr(lambda shared: self._loss(shared, self.zero_input, some), return_shape=True)(self.shared)
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**more, **sums}}
         self.of_loss = _used(loss.jaxpr, self.shared)
-        self.of_embed = _used(jax.make_jaxpr(lambda shared: self._embed(shared, some))(self.shared).jaxpr, self.shared)
-        self.permutes = _permutes(stage.jaxpr, type(blueprint.config).__name__)
+        embed = jax.make_jaxpr(lambda shared: self._embed(shared, some))(self.shared)
+        self.of_embed = _used(embed.jaxpr, self.shared)
+        self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(blueprint.config).__name__)
 
     # Forward.
 
@@ -201,15 +202,18 @@ def _used(jaxpr: Any, params: Params) -> Params:
     return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=True) if id(taken) in used}
 
 
-def _permutes(jaxpr: Any, model: str) -> bool:
-    """Whether a stage sends arrays to neighbours. Raises ConfigError where it does so in a branch.
+def _permutes(stage: Any, ends: Sequence[Any], model: str) -> bool:
+    """Whether a stage sends arrays to neighbours. Raises ConfigError where it does so in a branch, as embedding and loss are.
 
     For a collective-permute XLA:CPU waits for every device, also for those of stages that are idle or have fewer layers.
     """
-    always, in_branches = _primitives(jaxpr)
+    always, in_branches = _primitives(stage)
     if "ppermute" in in_branches:
-        fix = "for which stages that do not take the branch would be waited for ever; give all stages as many layers"
-        raise ConfigError(f"{model} permutes arrays inside a conditional, {fix}")
+        fix = "stages that do not take the branch would be waited for, for ever; give all stages as many layers"
+        raise ConfigError(f"{model} permutes arrays inside a conditional: {fix}")
+    if any("ppermute" in set.union(*_primitives(end)) for end in ends):
+        fix = "only the first stage embeds and only the last computes the loss, and all would be waited for; gather instead"
+        raise ConfigError(f"{model} permutes arrays in its embed or loss: {fix}")
     return "ppermute" in always
 
 

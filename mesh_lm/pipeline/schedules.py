@@ -157,7 +157,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, pack
     if chunks > 1 and not named.chunked:
         able = ", ".join(other for other, known in NAMES.items() if known.chunked)
         raise ConfigError(f"pipeline schedule {name}: chunks={chunks}, but it has one chunk a stage; with more: {able}")
-    if chunks > 1 and microbatches % stages:
+    if chunks > 1 and microbatches % stages and named.backward:
         near = " or ".join(str(m) for m in (microbatches // stages * stages, -(-microbatches // stages) * stages) if m)
         fits = f"a multiple of stages={stages}, as {near} is"
         raise ConfigError(f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be {fits}")

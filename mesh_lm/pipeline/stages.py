@@ -34,6 +34,18 @@ class Stack:
     """Layers of one window pattern: a virtual stage has whole ones."""
     costs: Costs = Costs()
 
+    def run(self, virtual: int, repeats: bool) -> Costs:
+        """What so many virtual stages compute, not only what the model needs.
+
+        repeats: a backward slot repeats the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no forward slot of
+        its own, and its head is free up to that.
+        """
+        if not repeats:
+            return self.costs
+        again = self.costs.layer / 3
+        head = max(0.0, self.costs.head - self.n_layers / virtual * again)
+        return Costs(self.costs.embed, self.costs.layer + again, head)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stages:

@@ -105,7 +105,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
         report = program.compile(options(flags))
         findings = lint(report, config.rules, program.blueprint.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *stages.facts(program.config, program.blueprint))
+        facts = (*_facts(config, report), *stages.facts(program.config, program.blueprint, report))
         if plan.max_microbatch:
             facts += largest(config, n_devices, compiled, say=say)
     except LabError as error:

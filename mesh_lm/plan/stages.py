@@ -8,9 +8,9 @@ import numpy as np
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import TrainConfig
-from mesh_lm.pipeline import custom
 from mesh_lm.pipeline.cost import Durations, in_flight, timeline
-from mesh_lm.pipeline.engine import training_table
+from mesh_lm.pipeline.engine import training_schedule, training_table
+from sharding_rules.lab import Report
 from sharding_rules.lab.report import Slot
 
 
@@ -27,34 +27,43 @@ def slots(blueprint: Blueprint, microbatches: int) -> tuple[Slot, ...]:
         "backward_slot/embed": (stage == 0) & (backward == 0),
         "backward_slot/loss": (stage == table.stages - 1) & (backward == table.chunks - 1),
     }
-    return tuple(Slot.of(scope, runs) for scope, runs in active.items())
+    # Masked slots run in every tick.
+    skipped = {scope: runs for scope, runs in active.items() if "/" in scope or blueprint.pipeline.idle == "skip"}
+    return tuple(Slot.of(scope, runs) for scope, runs in skipped.items())
 
 
-def facts(config: TrainConfig, blueprint: Blueprint) -> tuple[tuple[str, str], ...]:
-    """Lines for the report: the schedule's bubble and what is in flight, the FLOPs of each stage, the bytes of padding."""
+def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tuple[str, str], ...]:
+    """Lines for the report: the schedule's bubble and what is in flight, FLOPs by stage, the bytes of padding and of FSDP's gathers."""
     pipeline, stages, stack = config.pipeline, blueprint.stages, config.model.stack()
     if stages.stages == 1 or stack is None:
         return ()
-    microbatches = config.train.microbatches
-    schedule = custom.find(pipeline.schedule, stages.stages, microbatches, stages.chunks)
+    schedule = training_schedule(pipeline, stages.stages, config.train.microbatches)
     again = pipeline.stash == "input"
-    durations = Durations(forward=1.0, backward=2.0 + again)
-    bubble = timeline(schedule, durations, drop_last_forward=again).bubble
-    flops = stages.flops(stack.costs)
-    what = f"{pipeline.schedule}, {stages.stages} stages" + (f" x {stages.chunks} chunks" if stages.chunks > 1 else "")
+    # In units of a stage's forward pass. The head is by its share of the model's FLOPs, which are those of forward and backward.
+    head = stack.costs.head / stack.costs.layer * stages.stages / stages.n_layers
+    durations = Durations(forward=1.0, backward=2.0 + again + (getattr(config.model, "remat", "") == "full"), head=head)
+    made = timeline(schedule, durations, drop_last_forward=again)
+    idle = 1 - sum(made.busy) / (made.span * stages.stages)
+    what = f"{pipeline.schedule}, {stages.stages} stages" + f" x {stages.chunks} chunks" * (stages.chunks > 1)
+    flops = np.array(report.stage_flops, np.float64)
     lines = [
-        ("pipeline", f"{what}, {microbatches} microbatches: bubble {bubble:.1%}; in flight at most {max(in_flight(schedule))} a stage"),
-        ("stages", f"the busiest does {flops.max() / flops.mean():.3f} x the mean of the model's FLOPs ({_counts(blueprint)} layers)"),
+        ("pipeline", f"{what}, {config.train.microbatches} microbatches: bubble {made.bubble:.1%}, stages idle {idle:.1%} of the time"),
+        ("in flight", f"at most {max(in_flight(schedule))} passes on a stage, by the schedule"),
+        ("by stage", f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_numbers(stages.count().sum(1), 'd')} layers"),
     ]
     if stages.rows != stages.n_layers:
         each = sum(math.prod(s.shape[1:]) * s.dtype.itemsize for n, s in blueprint.shapes.items() if n in blueprint.stacked)
         wasted = stages.wasted_bytes(each) / 2**30
-        lines.append(
-            ("padding", f"{stages.rows - stages.n_layers} of {stages.rows} rows of the stacked weights: {wasted:.2f} GiB over all stages")
-        )
+        lines.append(("padding", f"{stages.rows - stages.n_layers} of {stages.rows} rows of the stacked weights: {wasted:.2f} GiB in all"))
+    if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
+        fix = "zero1 or zero2 instead would cut the moments and send none of it"
+        lines.append(("FSDP in stages", f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent a step; {fix}"))
     return tuple(lines)
 
 
-def _counts(blueprint: Blueprint) -> str:
-    each = blueprint.stages.count().sum(1)
-    return str(each[0]) if (each == each[0]).all() else ", ".join(map(str, each))
+def _numbers(values: np.ndarray, form: str) -> str:
+    """All of a few, one of equals, else the ends."""
+    said = [format(value, form) for value in values]
+    if len(set(said)) == 1:
+        return said[0]
+    return ", ".join(said) if len(said) <= 8 else f"{format(values.min(), form)} to {format(values.max(), form)}"

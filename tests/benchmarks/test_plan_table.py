@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.deviceless]
 def test_rows_and_resuming(tmp_path: Path) -> None:
     tables = run("plan_table", tmp_path)
     rows = [row for rows in tables.values() for row in rows]
-    assert [row["name"] for row in rows] == ["gpt_175b", "gpt_175b, 2 layers"]
+    assert [row["name"] for row in rows] == ["gpt_175b", "gpt_175b, 48 layers"]
     for row in rows:
         assert row["fits"] and row["sent_over_least"] >= 1 and row["text_bytes"] > 1e5 and 0.1 < row["rss_gib"] < 2
         assert row["total_s"] == pytest.approx(row["lower_s"] + row["compile_s"] + row["read_s"])

@@ -1,11 +1,11 @@
-"""The published table as configs: parameters, devices, batch and tensor parallelism of each row."""
+"""The published table as configs: parameters, devices, batch, tensor and pipeline parallelism of each row."""
 
 import math
 
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import Blueprint, divided
 from mesh_lm.check import check
 from mesh_lm.cli import load
 from mesh_lm.model import DecoderConfig
@@ -47,8 +47,10 @@ def test_megatron(name: str) -> None:
     model, mesh = config.model, config.mesh
     assert isinstance(model, DecoderConfig)
     assert (model.n_heads, model.d_model, model.n_layers, model.seq_len, model.vocab_size) == (heads, h, layers, 4096, 131_072)
-    assert (mesh.tensor, mesh.data * mesh.fsdp, math.prod(mesh.sizes().values())) == (tensor, 48 * pipeline, devices)
+    assert (mesh.tensor, mesh.pipeline, mesh.data * mesh.fsdp) == (tensor, pipeline, 48) and math.prod(mesh.sizes().values()) == devices
     assert config.train.global_batch == batch
+    chunk = layers // (pipeline * config.pipeline.chunks)
+    assert divided(model, config.pipeline, pipeline).counts == (chunk,) * (layers // chunk)
 
     # Narayanan et al. (arXiv 2104.04473), equation 2: 12 l h^2 (1 + 13 / 12h + (V + s) / 12 l h), the last norm that it leaves out, and an
     # untied head: with a tied one no name of the nine would be right.
@@ -56,6 +58,12 @@ def test_megatron(name: str) -> None:
     exact = 12 * layers * h**2 + 13 * layers * h + (V + s) * h + 2 * h + V * h
     assert counted(model) == model.n_params() == exact
     assert published(exact, name) or (name, round(exact / 1e9, 3)) == ("1.7", 1.754)  # the table's name is 0.05 B short
+
+
+def test_gpt_175b_is_cut_as_published() -> None:
+    """Korthikanti et al., arXiv 2205.05198: tensor 8, pipeline 8, 3 chunks on each stage."""
+    config = check(load("configs/gpt_175b.py"), 1024)
+    assert (config.mesh.tensor, config.mesh.pipeline, config.pipeline.chunks) == (8, 8, 3)
 
 
 @pytest.mark.parametrize("name", LLAMA)

@@ -4,17 +4,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh_lm.check import check
 from mesh_lm.cli import load
-from mesh_lm.model import DecoderConfig
-from tests.sharding_rules.closed_forms import AG, AR, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, total
+from tests.sharding_rules.closed_forms import AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
 
 PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text()
-SHORT = {AG: "AG", RS: "RS", AR: "AR"}
+SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP"}
 AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
+STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:])
 REMATS = ("none", "save_names", "full")
 PRESETS = (
     "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp",
@@ -35,9 +36,15 @@ def gpt(remat: str = "full") -> Decoder:
 
 
 def terms(preset: str, remat: str = "full") -> list[Term]:
-    """Of an untied GPT, on a mesh that uses every axis that the preset cuts."""
+    """Of an untied GPT with two rows, on a mesh that uses every axis that the preset cuts."""
     axes = [axis for axis in ("data", "fsdp", "tensor") if _cuts(preset, axis)]
-    return expected(gpt(remat), dataclasses.replace(Strategy(preset), **dict.fromkeys(axes, 4)), 1, 4)
+    return expected(gpt(remat), dataclasses.replace(Strategy(preset), **dict.fromkeys(axes, 4)), 2, 4)
+
+
+def staged(preset: str, remat: str = "full", **how: Any) -> list[Term]:
+    """The same on 2 stages besides."""
+    axes = [axis for axis in ("data", "fsdp", "tensor") if _cuts(preset, axis)]
+    return expected(gpt(remat), dataclasses.replace(Strategy(preset), **dict.fromkeys(axes, 4), pipeline=2, **how), 2, 4)
 
 
 def _cuts(preset: str, axis: str) -> bool:
@@ -81,14 +88,27 @@ def layer_table() -> str:
     return table(["preset", "remat", "`data`, a step", "`fsdp`", "`fsdp` x `tensor`", "`tensor`"], rows)
 
 
+def stage_table() -> str:
+    """What a layer of a microbatch sends on a stage that keeps inputs, and on one that keeps residuals."""
+    rows = []
+    for preset, remat in itertools.product(("megatron", "megatron_sp", "hsdp"), REMATS):
+        cells = [
+            run_counts(t for t in staged(preset, remat, stash=stash) if t.part == "layer" and t.size in "XW" and t.kind != CP)
+            for stash in ("input", "residuals")
+        ]
+        rows.append([f"`{preset}`", remat, *cells])
+    return table(["preset", "remat", "stash=input", "stash=residuals"], rows)
+
+
 def term_table(preset: str, axis: str) -> str:
     """Each collective along an axis, with its reason."""
-    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "step": "1"}
+    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "tick": "ticks", "step": "1"}
     rows = []
-    for t in terms(preset):
+    for t in staged(preset) if axis == "pipeline" else terms(preset):
         if axis in t.axes:
             runs = f"{t.count} {times[t.per]}" if t.count > 1 else times[t.per]
-            least = "" if t.needed == 1 else f"; least: {t.needed:.3g} of it ({t.excess})"
+            share = "M V / ticks" if t.part == "hop" else "about half" if "pipeline" in t.axes else f"{t.needed:.3g}"
+            least = "" if t.needed == 1 else f"; least: {share} of it ({t.excess})"
             rows.append([t.part, f"{SHORT[t.kind]} {t.dtype}", " x ".join(t.axes), t.size, runs, t.why + least])
     return table(["part", "kind", "over", "payload", "runs", "why"], rows)
 
@@ -98,27 +118,32 @@ def config_table() -> str:
     rows = []
     for name, devices in CONFIGS.items():
         config = check(load(f"configs/{name}.py"), devices)
-        mesh, rules = config.mesh, config.rules
-        by = "layers" if rules.column("optimizer").get("layers") else "embed"
-        strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
-        M = config.train.microbatches
-        assert isinstance(config.model, DecoderConfig)
-        found = expected(Decoder.of(config.model), strategy, config.train.global_batch // (M * mesh.data * mesh.fsdp), M)
+        found, mesh = expected_of(config), config.mesh
         sent = {axes: f"{bytes / 2**30:.3f}" for axes, bytes in by_axes(found).items()}
         ratio = f"{total(found) / total(found, field='least_wire_bytes'):.3f}"
-        where = f"{mesh}, M={M}, {config.model.remat}"
-        rows.append([f"`{name}`", str(devices), where, *(sent.get(axes, "") for axes in AXES), f"{total(found) / 2**30:.2f}", ratio])
-    return table(["config", "devices", "mesh", "data", "fsdp", "fsdp x tensor", "tensor", "all", "all / least"], rows)
+        chunks = f"V={config.pipeline.chunks}, {config.pipeline.stash}, " if mesh.pipeline > 1 else ""
+        where = f"{mesh}, M={config.train.microbatches}, {chunks}{getattr(config.model, 'remat', '')}"
+        rows.append([f"`{name}`", str(devices), where, *(sent.get(axes, "") for axes in STAGED_AXES), f"{total(found) / 2**30:.2f}", ratio])
+    return table(["config", "devices", "mesh", *(" x ".join(axes) for axes in STAGED_AXES), "all", "all / least"], rows)
 
 
-@pytest.mark.parametrize("render", [symbol_table, layer_table, config_table])
+@pytest.mark.parametrize("render", [symbol_table, layer_table, stage_table, config_table])
 def test_tables_are_the_forms(render) -> None:
     assert render() in PAGE, f"docs/closed_forms.md must have this table:\n{render()}"
 
 
 @pytest.mark.parametrize(
     ("preset", "axis"),
-    [("hsdp", "fsdp"), ("megatron_sp", "tensor"), ("megatron", "tensor"), ("ddp", "data"), ("zero1", "data"), ("zero2", "data")],
+    [
+        ("hsdp", "fsdp"),
+        ("megatron_sp", "tensor"),
+        ("megatron", "tensor"),
+        ("ddp", "data"),
+        ("zero1", "data"),
+        ("zero2", "data"),
+        ("ddp", "pipeline"),
+        ("zero2+megatron_sp", "pipeline"),
+    ],
 )
 def test_each_collective_is_on_the_page(preset: str, axis: str) -> None:
     assert term_table(preset, axis) in PAGE, f"docs/closed_forms.md must have this table:\n{term_table(preset, axis)}"

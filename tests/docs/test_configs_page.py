@@ -46,6 +46,8 @@ def test_a_row_is_its_config(name: str) -> None:
     loop = config.train
     assert (row["global_batch"], row["microbatches"], row["rules"]) == (loop.global_batch, loop.microbatches, config.rules.name), again
     assert row["remat"] == config.model.remat and row["layers"] == config.model.n_layers, again
+    staged = (config.mesh.pipeline, config.pipeline.chunks, config.pipeline.stash) if config.mesh.pipeline > 1 else (None,) * 3
+    assert (row.get("stages"), row.get("chunks"), row.get("stash")) == staged, again
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -72,5 +74,15 @@ def test_the_program_does_not_grow() -> None:
     sizes = [row["text_bytes"] for row in DATA["tables"][plan_page.DEPTH]["rows"]]
     assert len(sizes) == 3 and max(sizes) <= 1.02 * min(sizes)
     few, *_, many = DATA["tables"][plan_page.DEVICES]["rows"]
-    assert (few["devices"], many["devices"]) == (8, 6144) and many["cpu_s"] <= 1.5 * few["cpu_s"]
+    assert (few["devices"], many["devices"]) == (64, 6144) and many["cpu_s"] <= 1.5 * few["cpu_s"]
     assert all(row["rss_gib"] * 2**30 <= 2e9 for table in DATA["tables"].values() for row in table["rows"])
+
+
+def test_every_config_with_stages_is_compared_to_fsdp() -> None:
+    """The same model on as many GPUs with as large a batch."""
+    staged = {name: row for name, row in ROWS.items() if "stages" in row}
+    without = {row["name"].removesuffix(" by FSDP"): row for row in DATA["tables"][plan_page.FSDP]["rows"]}
+    assert staged.keys() == without.keys() and len(staged) == 6
+    for name, row in without.items():
+        assert all(row[key] == staged[name][key] for key in ("parameters", "devices", "global_batch", "layers"))
+        assert "pipeline" not in row["mesh"] and row["fits"]

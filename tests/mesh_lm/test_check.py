@@ -62,7 +62,20 @@ def test_all_problems_at_once() -> None:
             ["mesh.data=4", "mesh.sequence=2"],
             "mesh.sequence=2: no model of this version is cut along sequence; set mesh.sequence=1",
         ),
-        (["pipeline.chunks=2"], "pipeline.chunks is set, but mesh.pipeline=1 is no pipeline; set mesh.pipeline, or leave it as it is"),
+        (["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=0"], "pipeline.chunks=0 must be at least 1"),
+        (["mesh.data=4", "mesh.pipeline=2", "model.n_layers=0"], "model.n_layers=0 must be at least 1"),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=forward"],
+            "pipeline.schedule=forward has F, and the engine runs F and B: gradients come from the B's; take 1f1b",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=zb_h1"],
+            "pipeline.schedule=zb_h1 has FBW, and the engine runs F and B: weight gradients apart (W) are for study; take 1f1b",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.stash=residuals", "model.remat=offload"],
+            "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; set one of them to another",
+        ),
         (
             ["mesh.data=1", "mesh.pipeline=8"],
             "model.n_layers=4 is too few for the 8 virtual stages of mesh.pipeline=8 x pipeline.chunks=1: each needs at least 1; "

@@ -72,7 +72,8 @@ def spawn(arguments: list[str], program: tuple[str, ...] = (str(ROOT / "train.py
 
 
 def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    shrink = {"mesh__fsdp": 2, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2, "train__sample_tokens": 8}
+    shrink = {"mesh__pipeline": 2, "pipeline__chunks": 1, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2}
+    shrink |= {"train__sample_tokens": 8}
     changes = {"train__steps": 12, "optimizer__learning_rate": 3e-3, "profile__start_step": 5, "profile__steps": 2}
     assert train.main(arguments(tmp_path, "gpt_175b", **shrink, **changes)) == 0
     found = losses(tmp_path)
@@ -82,7 +83,7 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").exists()
     out = capsys.readouterr().out
-    assert "rules hsdp+megatron_sp" in out and "data=2 x fsdp=2 x tensor=2" in out and "gzip -9" in out
+    assert "rules zero2+megatron_sp" in out and "pipeline=2 x data=2 x tensor=2" in out and "gzip -9" in out
 
 
 KILLED = """

@@ -5,12 +5,13 @@ The forms were written before any program was measured, and `lab/test_collective
 `mesh_lm/loss.py` and `StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
 docs/closed_forms.md is made from here.
 
-Sizes: D data, F fsdp, T tensor (devices along the mesh axes); L layers, M microbatches, b sequences of a microbatch on one batch shard,
-s sequence, h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its result, of a reduce-scatter its
-operand, of an all-reduce the array. Wire, for a ring of n: (n-1)/n of the payload, twice that for an all-reduce.
+Sizes: D data, F fsdp, T tensor, P pipeline (devices along the mesh axes); L layers (of one stage), M microbatches, b sequences of a
+microbatch on one batch shard, s sequence, h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its
+result, of a reduce-scatter its operand, of an all-reduce or a permute the array. Wire, for a ring of n: (n-1)/n of the payload, twice that
+for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage that runs it most.
 
 Not here, because below 1 KiB or absent from the presets: scalars (loss sums, label weight, gradient norm), attention sinks and q/k norms,
-documents kept separate (positions are then looked up), pipeline, expert and sequence axes.
+documents kept separate (positions are then looked up), stages of unequal layers, expert and sequence axes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
+AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 BYTES = {"bf16": 2, "f32": 4}
 PARTS = {"ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"}
-Per = Literal["layer", "microbatch", "chunk", "step"]
+Per = Literal["layer", "microbatch", "chunk", "tick", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Strategy:
     tensor: int = 1
     zero_by: Literal["embed", "layers"] = "embed"
     """The logical axis whose moments (and gradients) ZeRO cuts over data."""
+    pipeline: int = 1
+    virtual: int = 1
+    """Virtual stages on each stage, by 1F1B (interleaved, where more than 1)."""
+    stash: Literal["input", "residuals"] = "input"
+    """What a stage keeps of a microbatch: its input, from which its backward slot runs the layers again, or what the layers keep."""
 
     def __post_init__(self) -> None:
         if unknown := self.parts - PARTS:
@@ -109,6 +115,15 @@ class Strategy:
         return "megatron_sp" in self.parts
 
     @property
+    def again(self) -> bool:
+        """Whether a backward slot runs the forward pass again."""
+        return self.pipeline > 1 and self.stash == "input"
+
+    def ticks(self, microbatches: int) -> int:
+        """Of 1F1B in packed ticks: the microbatches of each chunk, the way there and back, and a round of the ring for each chunk more."""
+        return microbatches * self.virtual + 2 * (self.pipeline - 1) + (self.virtual - 1) * self.pipeline
+
+    @property
     def zero(self) -> int:
         """What is cut over data: 1 the moments, 2 the gradients too."""
         return 2 if "zero2" in self.parts else 1 if "zero1" in self.parts else 0
@@ -119,7 +134,7 @@ class Term:
     """One collective of the step, with the times it runs."""
 
     part: str
-    """layer, embedding, positions, norm, head, loss, gradients or weights."""
+    """layer, embedding, positions, norm, head, loss, hop, gradients or weights."""
     kind: str
     axes: tuple[str, ...]
     ways: int
@@ -146,7 +161,7 @@ class Term:
 
     @property
     def wire_bytes(self) -> float:
-        return self.payload_bytes * (2 if self.kind == AR else 1) * (self.ways - 1) / self.ways
+        return self.payload_bytes if self.kind == CP else self.payload_bytes * (2 if self.kind == AR else 1) * (self.ways - 1) / self.ways
 
     @property
     def least_wire_bytes(self) -> float:
@@ -163,19 +178,27 @@ SYMBOLS = {
     "v": ("4 x cut vectors of a layer / T", "f32", "biases of q, k, v and up: 28 h / T for GPT"),
     "n": ("4 h, 8 h with a bias", "f32", "the last norm"),
     "c": ("4 x tokens of a loss chunk", "f32", "one number per token"),
-    "G": ("4 x parameters of one device", "f32", "gradients as the weights are stored"),
-    "Z": ("4 x those that ZeRO cuts over data", "f32", "matrices and tables: what has a dimension embed"),
+    "H": ("2 b s h; / T where the sequence is cut", "bf16", "what a stage hands to its neighbour: X, or this device's part of it"),
+    "G": ("4 x parameters of one device", "f32", "gradients as the weights are stored; with stages, of its layers"),
+    "Z": ("4 x those that ZeRO cuts over data", "f32", "matrices and tables: what has a dimension embed; with stages, of its layers"),
+    "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
+    "Y": ("4 x those of S that ZeRO cuts over data", "f32", "with stages: tables and positions"),
 }
 """Symbol -> (bytes, dtype, what it is)."""
 
 
 def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: int) -> list[Term]:
     """The collectives of one step, without groups of one device. sequences: b, of one microbatch on one batch shard."""
-    size = _sizes(model, strategy, sequences)
+    size, P = _sizes(model, strategy, sequences), strategy.pipeline
+    if model.layers % (P * strategy.virtual):
+        raise ValueError(f"no closed form for {model.layers} layers on {P} x {strategy.virtual} virtual stages: they differ")
     chunks = -(-sequences * model.seq // model.loss_chunk)
-    runs = {"layer": model.layers * microbatches, "microbatch": microbatches, "chunk": chunks * microbatches, "step": 1}
+    runs = {
+        "layer": model.layers // P * microbatches, "microbatch": microbatches, "chunk": chunks * microbatches,
+        "tick": strategy.ticks(microbatches), "step": 1,
+    }  # fmt: skip
     terms = []
-    for part, kind, axes, dtype, symbol, count, per, why, *rest in _terms(model, strategy):
+    for part, kind, axes, dtype, symbol, count, per, why, *rest in _terms(model, strategy, sequences, microbatches):
         axes = tuple(a for a in axes if getattr(strategy, a) > 1)
         if axes and count:
             ways = math.prod(getattr(strategy, a) for a in axes)
@@ -185,9 +208,13 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
 
 def expected_of(config: Any) -> list[Term]:
     """The same of a `mesh_lm.config.TrainConfig`, whose mesh has no axis of -1. Raises ValueError for rules that have no form."""
-    mesh, rules, loop = config.mesh, config.rules, config.train
-    by = "layers" if rules.column("optimizer").get("layers") else "embed"
-    strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
+    mesh, rules, loop, pipeline = config.mesh, config.rules, config.train, config.pipeline
+    if mesh.pipeline > 1 and (pipeline.schedule != "1f1b" or pipeline.layers or pipeline.balance != "equal"):
+        raise ValueError(f"no closed form for pipeline schedule {pipeline.schedule} with layers {pipeline.layers or pipeline.balance}")
+    by = "layers" if rules.column("optimizer").get("layers") == "data" else "embed"
+    strategy = Strategy(
+        rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by, mesh.pipeline, pipeline.chunks, pipeline.stash
+    )
     return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
 
 
@@ -206,15 +233,18 @@ def by_axes(terms: Iterable[Term], field: str = "wire_bytes") -> dict[tuple[str,
 
 def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     """Symbol -> bytes."""
-    L, h, T, F = model.layers, model.d_model, strategy.tensor, strategy.fsdp
+    L, h, T, F = model.layers // strategy.pipeline, model.d_model, strategy.tensor, strategy.fsdp
     tables = (1 if model.tied else 2) * model.vocab * h / (T * F) + model.learned_positions * model.seq * h / F
-    embed = L * model.matrices / (T * F) + tables
+    layers = L * model.matrices / (T * F)
     last = model.norm_vectors * h
     vectors = L * (model.whole_vectors + model.cut_vectors / T)
-    cut, whole = (embed, vectors + last) if strategy.zero_by == "embed" else (embed - tables + vectors, tables + last)
+    cut, whole = (layers, vectors) if strategy.zero_by == "embed" else (layers + vectors, 0)
+    if not (staged := strategy.pipeline > 1):
+        cut, whole = (cut + tables, whole + last) if strategy.zero_by == "embed" else (cut, whole + tables + last)
     E, P = 2.0 * model.vocab * h / T, 2.0 * model.seq * h * model.learned_positions / (T if strategy.sp else 1)
+    X = 2.0 * b * model.seq * h
     return {
-        "X": 2.0 * b * model.seq * h,
+        "X": X,
         "W": 2.0 * model.matrices / T,
         "E": E,
         "2E": 2 * E,
@@ -225,42 +255,54 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "v": 4.0 * model.cut_vectors / T,
         "n": 4.0 * last,
         "c": 4.0 * min(model.loss_chunk, b * model.seq),
+        "H": X / (T if strategy.sp else 1),
         "G": 4 * (cut + whole),
         "Z": 4 * cut,
         "G-Z": 4 * whole,
+        "S": 4 * staged * (tables + last),
+        "Y": 4 * staged * tables,
+        "S-Y": 4 * staged * last,
     }
 
 
-def _terms(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int) -> Iterator[tuple]:
     """(part, kind, axes, dtype, size, count, per, why[, needed, excess]) on any mesh."""
     if strategy.is_tensor:
-        yield from _tensor(model, strategy)
+        yield from _tensor(model, strategy, sequences)
     yield from _fsdp(model, strategy)
+    if strategy.pipeline > 1:
+        yield from _pipeline(strategy, microbatches)
     yield from _once_a_step(strategy)
 
 
-def _tensor(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tuple]:
     again = {"none": (0, 0), "save_names": (2, 0), "full": (2, 1)}[model.remat]
-    t = ("tensor",)
+    t, twice, slot = ("tensor",), strategy.again, "backward slot: the forward pass again, from the stage's input"
     if strategy.sp:
         yield "layer", AG, t, "bf16", "X", 2, "layer", "forward: the sequence is whole in attention and in the MLP"
         yield "layer", RS, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor, into a cut sequence"
+        yield "layer", AG, t, "bf16", "X", 2 * twice, "layer", slot
+        yield "layer", RS, t, "bf16", "X", 2 * twice, "layer", slot
         yield "layer", AG, t, "bf16", "X", again[0], "layer", "recompute: inputs of qkv and up, which their weight gradients need whole"
         why = "recompute: out, for the residual between the halves; down's result nobody needs"
         yield "layer", RS, t, "bf16", "X", again[1], "layer", why
         yield "layer", AG, t, "bf16", "X", 2, "layer", "backward: dy of out and of down, once for both of their gradients"
         yield "layer", RS, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
         yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a cut sequence"
+        yield "embedding", RS, t, "bf16", "X", int(twice), "microbatch", slot
         yield "embedding", AG, t, "bf16", "X", 1, "microbatch", "backward: dx whole, for the rows that a device holds"
         yield "head", AG, t, "bf16", "X", 1, "microbatch", "whole sequences meet this device's rows of the head"
         yield "head", RS, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary; formed in the forward"
-        why = "backward: each device has its part of the sequence, and the table is stored whole over tensor"
-        yield "positions", AG, t, "f32", "p", 1, "microbatch", why
+        if sequences > 1 or strategy.fsdp > 1:  # else it is the dx that the embedding has gathered
+            why = "backward: each device has its part of the sequence, and the table is stored whole over tensor"
+            yield "positions", AG, t, "f32", "p", 1, "microbatch", why
     else:
         yield "layer", AR, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor"
+        yield "layer", AR, t, "bf16", "X", 2 * twice, "layer", slot
         yield "layer", AR, t, "bf16", "X", again[1], "layer", "recompute: out, for the residual between the halves"
         yield "layer", AR, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
         yield "embedding", AR, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed"
+        yield "embedding", AR, t, "bf16", "X", int(twice), "microbatch", slot
         yield "head", AR, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary"
     yield "loss", AR, t, "f32", "c", 3, "chunk", "of each token: the greatest logit, the sum of exponentials, the label's logit"
 
@@ -268,22 +310,48 @@ def _tensor(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
 def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     """What a microbatch gathers and reduces where fsdp cuts weights; and vectors, which are whole but see a part of the batch."""
     f, by_batch = ("fsdp",), ("fsdp", "tensor") if strategy.sp else ("fsdp",)
+    staged, twice, slot = strategy.pipeline > 1, int(strategy.again), "backward slot: again, for the forward pass from the stage's input"
     yield "layer", AG, f, "bf16", "W", 1, "layer", "forward: the layer's matrices, cast first"
+    yield "layer", AG, f, "bf16", "W", twice, "layer", slot
     yield "layer", AG, f, "bf16", "W", 1, "layer", "backward: again, also with remat=none; kept, every device would hold the model"
     yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
     yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
     yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor cuts, which see whole sequences"
-    yield "norm", AR, by_batch, "f32", "n", 1, "step", "backward: the last norm, summed after the last microbatch"
+    if staged:
+        yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm, in the last stage's branch"
+    else:
+        yield "norm", AR, by_batch, "f32", "n", 1, "step", "backward: the last norm, summed after the last microbatch"
     yield "embedding", AG, f, "bf16", "E", 1, "microbatch", "the table, for the lookup"
+    yield "embedding", AG, f, "bf16", "E", twice, "microbatch", slot
     fp32 = "rows are summed in fp32, because a common token's row has many addends; bf16 would be half"
     yield "embedding", RS, f, "f32", "2E", 1, "microbatch", "backward: its gradient", 0.5, fp32
-    if not model.tied:  # else it is the table that the lookup has gathered
+    tied = model.tied and not staged  # else no device has both the first stage and the last
+    if not tied:  # else it is the table that the lookup has gathered
         yield "head", AG, f, "bf16", "E", 1, "microbatch", "the head, before the chunks"
-    shared = (0.0, "tied, but reduced once as a table and once as a head") if model.tied else (0.5, fp32)
+    shared = (0.0, "tied, but reduced once as a table and once as a head") if tied else (0.5, fp32)
     yield "head", RS, f, "f32", "2E", 1, "microbatch", "its gradient, after the last chunk", *shared
     yield "positions", AG, f, "bf16", "P", 1, "microbatch", "this device's part of the sequence"
+    yield "positions", AG, f, "bf16", "P", twice, "microbatch", slot
     yield "positions", RS, f, "f32", "2P", 1, "microbatch", "backward: summed over the batch", 0.5, "summed in fp32; bf16 would be half"
+
+
+def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
+    """Hops around the ring of stages; and what every stage has of the model, which is summed over stages and replicas at once."""
+    P, D, work = strategy.pipeline, strategy.data, microbatches * strategy.virtual
+    busy = (work if P > 2 else work - microbatches / 2) / strategy.ticks(microbatches)
+    idle = "the program sends in every tick, also while the pipeline fills and drains"
+    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "forward: a stage's output, to the next one", busy, idle
+    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "backward: the gradient of a stage's input, to the one before", busy, idle
+    both, why = ("pipeline", "data"), "gradients of what every stage has, summed once after the last microbatch"
+    if strategy.zero and strategy.zero_by == "embed":
+        one_by_one = ((D - 1) / D + 2 * (P - 1) / (P * D)) / (2 * (P * D - 1) / (P * D))
+        excess = "reduce-scattered over data first, a D-th would be left to sum over stages"
+        yield "gradients", AR, both, "f32", "Y", 1, "step", f"{why}: tables and positions", one_by_one, excess
+        yield "gradients", AR, both, "f32", "S-Y", 1, "step", f"{why}: the last norm"
+        yield "weights", AG, ("data",), "f32", "Y", 1, "step", "new tables and positions, on every stage"
+    else:
+        yield "gradients", AR, both, "f32", "S", 1, "step", why
 
 
 def _once_a_step(strategy: Strategy) -> Iterator[tuple]:

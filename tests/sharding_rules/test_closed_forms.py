@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tests.sharding_rules.closed_forms import AG, AR, RS, Decoder, Strategy, Term, by_axes, expected, total
+from mesh_lm.pipeline.schedules import schedule
+from mesh_lm.pipeline.table import table
+from tests.sharding_rules.closed_forms import AG, AR, CP, RS, Decoder, Strategy, Term, by_axes, expected, total
 
 GPT = Decoder(
     layers=96, d_model=12288, d_ff=4 * 12288, heads=96, kv_heads=96, head_dim=128, vocab=51200, seq=2048, learned_positions=True,
@@ -176,3 +178,41 @@ def test_an_axis_that_nothing_is_cut_over_is_refused(preset: str, axis: str) -> 
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(ValueError, match="no closed form for preset zero9"):
         Strategy("hsdp+zero9")
+
+
+@given(some.integers(2, 6), some.integers(1, 5), some.integers(1, 4), some.booleans())
+def test_ticks_are_those_of_the_schedule(stages: int, chunks: int, rounds: int, drop_last_forward: bool) -> None:
+    microbatches = rounds * stages if chunks > 1 else rounds
+    made = table(schedule("1f1b", stages, microbatches, chunks), drop_last_forward)
+    strategy = Strategy("ddp", pipeline=stages, virtual=chunks)
+    assert strategy.ticks(microbatches) == made.ticks
+    busy = (made.columns["backward_microbatch"] >= 0).sum(0)
+    assert set(busy) == {microbatches * chunks}, "of the ticks, those in which what a stage sends back is of use"
+
+
+def test_a_stage_sends_its_own_layers_only() -> None:
+    """By hand: a hop is the residual stream in bf16, both ways in each tick; data sums a P-th of the layers, all stages sum the tables."""
+    P, V, D = 8, 3, 16
+    terms = expected(model("save_names"), Strategy("ddp", data=D, pipeline=P, virtual=V, stash="residuals"), 1, 48)
+    sent = by_axes(terms)
+    assert sent["pipeline",] == 2 * (48 * V + 2 * (P - 1) + (V - 1) * P) * X
+    tables, last = 51200 * 12288 + 2048 * 12288, 2 * 12288
+    layers = 12 * (12 * 12288**2 + 13 * 12288)
+    assert sent["data",] == pytest.approx(2 * (D - 1) / D * 4 * layers)
+    assert sent["pipeline", "data"] == pytest.approx(2 * (P * D - 1) / (P * D) * 4 * (tables + last))
+    hops = [t for t in terms if t.kind == CP]
+    assert sum(t.least_wire_bytes for t in hops) == pytest.approx(2 * 48 * V * X)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_stash_of_inputs_runs_the_forward_pass_twice(remat: str) -> None:
+    one = Strategy("megatron_sp", tensor=8, pipeline=8)
+    again, kept = (
+        runs(expected(model(remat), dataclasses.replace(one, stash=stash), 1, 16), "tensor", "X") for stash in ("input", "residuals")
+    )
+    assert again - kept == {AG: 2 * 12 * 16, RS: 2 * 12 * 16 + 16}, "of 12 layers; and of the embedding"
+
+
+def test_stages_of_unequal_layers_have_no_form() -> None:
+    with pytest.raises(ValueError, match="no closed form for 96 layers on 5 x 2 virtual stages"):
+        expected(GPT, Strategy("ddp", pipeline=5, virtual=2), 1, 10)

@@ -7,6 +7,7 @@ import pytest
 
 from mesh_lm.config import DataConfig, LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
+from mesh_lm.pipeline.engine import training_table
 from mesh_lm.plan.program import Program
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab import Report, lint
@@ -17,9 +18,7 @@ COMPILE_BUDGET = 9
 pytestmark = pytest.mark.deviceless
 
 STAGES, DATA = 4, 2
-MODEL = DecoderConfig(
-    n_layers=8, d_model=512, n_heads=4, seq_len=768, vocab_size=3072, positions="rotary", attention="xla", loss_chunk=768
-)
+MODEL = DecoderConfig(n_layers=8, d_model=512, n_heads=4, seq_len=768, vocab_size=3072, positions="rotary", attention="xla", loss_chunk=768)
 INPUT = MODEL.seq_len // 2 * MODEL.d_model * 2
 """Bytes of one stage input on one device: a sequence cut over tensor, bf16."""
 FEW, MANY = 16, 64
@@ -64,18 +63,19 @@ def test_gpipe_keeps_one_input_of_each_microbatch(reports: str) -> None:
 )
 def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int) -> None:
     report = report_of(reports, "1f1b", chunks, FEW, rules, fsdp)
-    ticks = FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
+    program = compiled(reports, "1f1b", chunks, FEW, rules, fsdp)
+    ticks = training_table(program.blueprint, FEW).ticks
+    assert ticks <= FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
     hops = travels(report, "collective-permute", "pipeline")
-    assert [hop.loops for hop in hops] == [hops[0].loops] * 2 and abs(hops[0].times - ticks) <= 1
+    assert [hop.loops for hop in hops] == [(ticks,)] * 2
     assert all(hop.payload == INPUT and hop.axes == ("pipeline",) and not hop.conditional for hop in hops)
     assert all(hop.asynchronous and hop.flops_hidden_behind > 0 for hop in hops), "a hop that spans no compute"
     whole = [one for one in report.copies if one.bytes > INPUT and one.times >= hops[0].times]
     assert not whole, f"stash or gradients are copied in each tick: {whole}"
-    for one in report.collectives:
-        if one.conditional:
-            assert "pipeline" not in one.axes and "data" not in one.axes, f"{one.kind} over {one.axes} in a branch"
-            assert one.kind != "collective-permute"
-    program = compiled(reports, "1f1b", chunks, FEW, rules, fsdp)
+    in_branches = [one for one in report.collectives if one.conditional]
+    assert len(in_branches) > 8
+    for one in in_branches:
+        assert not {"pipeline", "data"} & {*one.axes} and one.kind != "collective-permute", f"{one.kind} over {one.axes} in a branch"
     assert not [finding for finding in lint(report, preset(rules), program.blueprint.axes) if finding.severity == "error"]
 
 

@@ -103,12 +103,15 @@ def test_equals_one_device(schedule: str, P: int, V: int, M: int, axes: str, mod
 
 
 def test_unequal_stages_equal_one_device() -> None:
-    """Window patterns of two layers, most of them where there is no head."""
+    """Window patterns of two layers, and separate documents."""
     model = dataclasses.replace(MODELS["untied"], n_layers=10, window=(4, 0), remat="save_names")
-    pipeline = PipelineConfig(chunks=2, balance="flops")
-    blueprint = Blueprint.of(model, shard_on("megatron", pipeline=2, tensor=2), pipeline)
-    assert blueprint.stages.counts == (2, 2, 4, 2)
-    assert_equal(model, "megatron", {"pipeline": 2, "tensor": 2}, 4, pipeline)
+    pipeline = PipelineConfig(chunks=2, layers=(2, 4, 2, 2))
+    assert_equal(model, "megatron", {"pipeline": 2, "tensor": 2}, 4, pipeline, separate=True)
+
+
+def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
+    """FSDP cuts what goes from layer to layer, padding or not; masks of dropout go by the layer's number in the model."""
+    assert_equal(MODELS["tied"], "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, PipelineConfig(layers=(5, 3)))
 
 
 def test_stages_that_permute_do_so_in_every_tick() -> None:
@@ -146,11 +149,13 @@ def test_a_schedule_of_ones_own(tmp_path) -> None:
     assert mine == gpipe != other
 
 
-def assert_equal(model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, pipeline: PipelineConfig) -> None:
+def assert_equal(
+    model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, pipeline: PipelineConfig, separate: bool = False
+) -> None:
     if mesh["pipeline"] == 1:
         pipeline = PipelineConfig()
-    params, sums, grads = gradients(model, shard_on(rules, **mesh), microbatches, pipeline=pipeline)
-    wanted_params, wanted_sums, wanted_grads = reference(model)
+    params, sums, grads = gradients(model, shard_on(rules, **mesh), microbatches, separate, pipeline)
+    wanted_params, wanted_sums, wanted_grads = reference(model, separate)
     for name, value in wanted_params.items():
         np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
     assert sums["weight"] == wanted_sums["weight"]

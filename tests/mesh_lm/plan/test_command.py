@@ -39,7 +39,7 @@ def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
         (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
         (["--plan=report.pdf"], "--plan=report.pdf: expected a file that ends in .html or .json, or nothing for the screen"),
         (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
-        (["--plan", "--flags=fast"], "--flags=fast: expected one of default"),
+        (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
         (["--plan", "--devices=many"], "--devices=many: expected int"),
     ],
 )
@@ -50,7 +50,7 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
 
 
 def test_a_config_that_cannot_run_is_refused_before_anything_is_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"mesh has 128 x \? devices .* but 100 are visible"):
+    with pytest.raises(ConfigError, match=r"mesh has 64 x \? devices .* but 100 are visible"):
         train.main(["--config=configs/gpt_175b.py", "--plan", "--devices=100"])
 
 

@@ -14,8 +14,8 @@ COMPILE_BUDGET = 20
 
 SMALL = {
     "model.n_layers": 2, "model.d_model": 512, "model.n_heads": 8, "model.vocab_size": 4096, "model.seq_len": 1024,
-    "model.vocab_multiple": 128, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.global_batch": 16,
-    "train.microbatches": 2, "data.tokenizer_vocab": 4096,
+    "model.vocab_multiple": 128, "mesh.pipeline": 1, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
+    "rules": "hsdp+megatron_sp", "train.global_batch": 16, "train.microbatches": 2, "data.tokenizer_vocab": 4096, "model.remat": "full",
 }  # fmt: skip
 
 

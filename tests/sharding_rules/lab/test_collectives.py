@@ -19,14 +19,15 @@ import pytest
 
 from mesh_lm.check import check
 from mesh_lm.cli import load
-from mesh_lm.config import TrainConfig, TrainLoop
+from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from mesh_lm.plan.program import compile_config
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import explain, ledger_text
+from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Report
-from tests.sharding_rules.closed_forms import Decoder, Strategy, Term, by_axes, expected, total
+from tests.sharding_rules.closed_forms import Term, by_axes, expected_of, total
 
 COMPILE_BUDGET = 40
 pytestmark = pytest.mark.deviceless
@@ -39,10 +40,7 @@ LLAMA = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step to compile. rows: sequences of one microbatch on one batch shard.
-
-    With one row and no fsdp, the gradient of learned positions is what the embedding's backward gathers anyway, and XLA does it once.
-    """
+    """A step to compile. rows: sequences of one microbatch on one batch shard."""
 
     preset: str
     remat: str
@@ -50,9 +48,11 @@ class Program:
     mesh: dict[str, int]
     microbatches: int
     rows: int = 1
+    pipeline: PipelineConfig = PipelineConfig()
 
     def __str__(self) -> str:
-        return f"{self.preset}-{self.remat}-{self.model}"
+        staged = f"-{self.mesh['pipeline']}x{self.pipeline.chunks}-{self.pipeline.stash}" if "pipeline" in self.mesh else ""
+        return f"{self.preset}-{self.remat}-{self.model}{staged}"
 
     @property
     def config(self) -> TrainConfig:
@@ -60,8 +60,9 @@ class Program:
         batch = self.rows * self.microbatches * self.mesh.get("data", 1) * self.mesh.get("fsdp", 1)
         loop = TrainLoop(global_batch=batch, microbatches=self.microbatches)
         return TrainConfig(
-            model=model, mesh=MeshConfig(**{"data": 1, **self.mesh}), rules=preset(self.preset), train=loop, output=str(self)
-        )
+            model=model, mesh=MeshConfig(**{"data": 1, **self.mesh}), rules=preset(self.preset), train=loop, output=str(self),
+            pipeline=self.pipeline,
+        )  # fmt: skip
 
 
 FAST = [
@@ -69,6 +70,16 @@ FAST = [
     Program("zero1+megatron_sp", "save_names", "llama", {"data": 4, "tensor": 4}, 1, rows=2),
     Program("hsdp+megatron", "none", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
     Program("hsdp+megatron_sp", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
+]
+INPUT = {n: PipelineConfig(chunks=n) for n in (1, 2)}
+RESIDUALS = {n: PipelineConfig(chunks=n, stash="residuals") for n in (1, 2)}
+STAGED = [
+    Program("zero2+megatron_sp", "save_names", "gpt", {"pipeline": 2, "data": 4, "tensor": 4}, 4, pipeline=RESIDUALS[2]),
+    Program("zero1+megatron_sp", "none", "gpt", {"pipeline": 4, "data": 2, "tensor": 4}, 6, pipeline=INPUT[1]),
+    Program("ddp", "full", "llama", {"pipeline": 2, "data": 8}, 4, pipeline=INPUT[2]),
+    Program("megatron", "full", "gpt", {"pipeline": 2, "data": 2, "tensor": 4}, 4, pipeline=RESIDUALS[1]),
+    Program("hsdp+megatron_sp", "save_names", "llama", {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4}, 4, pipeline=RESIDUALS[1]),
+    Program("hsdp+megatron", "none", "gpt", {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4}, 4, rows=2, pipeline=INPUT[1]),
 ]
 GOLDENS = [
     *FAST,
@@ -100,6 +111,7 @@ PROGRAMS = [
     Program("hsdp+megatron_sp", "none", "gpt", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
     Program("hsdp+megatron_sp", "save_names", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 1),
     Program("zero1+hsdp+megatron_sp", "full", "llama", {"data": 4, "fsdp": 2, "tensor": 4}, 2),
+    *STAGED,
 ]
 
 
@@ -108,17 +120,10 @@ def slow_but(fast: list[Program], programs: list[Program]) -> list[Any]:
 
 
 def compiled(config: TrainConfig, reports: str, devices: int = 0) -> Report:
-    """For so many H100s, or as many as the config's mesh has."""
+    """For so many H100s, or as many as the config's mesh has; with stages, under the flags that a run with stages has."""
     kept = dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent))
-    return compile_config(dataclasses.replace(config, launch=kept), "h100", devices or math.prod(config.mesh.sizes().values()))
-
-
-def form(config: TrainConfig) -> list[Term]:
-    """What its step must send. The mesh has no axis of -1."""
-    mesh, rules, loop = config.mesh, config.rules, config.train
-    by = "layers" if rules.column("optimizer").get("layers") else "embed"
-    strategy = Strategy(rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by)
-    return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
+    flags = options("pipeline") if config.mesh.pipeline > 1 else None
+    return compile_config(dataclasses.replace(config, launch=kept), "h100", devices or math.prod(config.mesh.sizes().values()), flags)
 
 
 def assert_sends(report: Report, terms: list[Term]) -> None:
@@ -131,6 +136,8 @@ def assert_sends(report: Report, terms: list[Term]) -> None:
             assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
 
 
+NOTICES = {"exposed-reduction", "exposed-hop", "whole-copy"}
+"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; the rest is of stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""
 
@@ -145,9 +152,9 @@ def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
     return +found
 
 
-@pytest.mark.parametrize("program", slow_but(FAST, PROGRAMS))
+@pytest.mark.parametrize("program", slow_but([*FAST, STAGED[0]], PROGRAMS))
 def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
-    report, terms = compiled(program.config, reports), form(program.config)
+    report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
     assert_sends(report, terms)
     wanted: Counter[tuple[str, str]] = Counter()
@@ -155,8 +162,7 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
         wanted[t.kind, PARTS.get(t.part, "")] += t.times * (t.size == "X")
     assert residuals(report, terms) == +wanted, ledger_text(report)
     assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
-    # Data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind: a notice, no error.
-    assert {one.check for one in lint(report, program.config.rules)} <= {"exposed-reduction"}
+    assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
 
 
 @pytest.mark.parametrize("program", slow_but(FAST, GOLDENS))
@@ -183,12 +189,36 @@ def golden(name: str) -> Path:
     return Path(__file__).parent / "golden" / f"jax-{jax.__version__}" / f"{name}.txt"
 
 
+def without_stages() -> TrainConfig:
+    """GPT-3 on 1,024 H100s by FSDP."""
+    config = load("configs/gpt_175b.py")
+    return dataclasses.replace(
+        config, mesh=MeshConfig(data=8, fsdp=16, tensor=8), rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig(),
+        train=dataclasses.replace(config.train, microbatches=2), model=dataclasses.replace(config.model, remat="full"),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "devices"), [("megatron_177b", 6, 2304), ("megatron_462b", 16, 6144), ("gpt_175b", 8, 1024)])
+def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int) -> None:
+    """Compiles with tensor 8 and its published stages, fits, and sends over pipeline what the form says, as over all other axes."""
+    config = check(load(f"configs/{name}.py"), devices)
+    assert (config.mesh.pipeline, config.mesh.tensor) == (stages, 8)
+    report, terms = compiled(config, reports), expected_of(config)
+    assert report.n_devices == devices and report.fits and not report.warnings
+    assert_sends(report, terms)
+    assert report.wire_bytes(["pipeline"]) == pytest.approx(by_axes(terms)["pipeline",], rel=0.01)
+    assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
+    findings = lint(report, config.rules)
+    assert {one.severity for one in findings} <= {"notice"} and {one.check for one in findings} <= NOTICES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", ["hsdp+megatron_sp", "hsdp+megatron", "zero1+hsdp+megatron_sp", "zero2+hsdp+megatron_sp"])
 def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
     """Least: with every table and sum in bf16, a tied table reduced once, and gradients of zero1 reduce-scattered."""
-    config = dataclasses.replace(check(load("configs/gpt_175b.py"), 1024), rules=preset(rules))
-    report, terms = compiled(config, reports), form(config)
+    config = dataclasses.replace(without_stages(), rules=preset(rules))
+    report, terms = compiled(config, reports), expected_of(config)
     assert not report.warnings
     assert_sends(report, terms)
     assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
@@ -197,7 +227,7 @@ def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
 @pytest.mark.slow
 def test_the_program_does_not_grow(reports: str) -> None:
     """Neither with layers nor with devices: its size is that of one block, and a collective is one line for any group."""
-    config = load("configs/gpt_175b.py")
+    config = without_stages()
     size, text = {}, {}
     for layers in (2, 8, 96):
         model = dataclasses.replace(config.model, n_layers=layers)
