@@ -71,9 +71,11 @@ def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
 
     arrived = _hop(table, carry.dx, -1)
     with jax.named_scope("forward_slot"):
-        idle = carry.y, _read(carry.residuals, jnp.int32(-1))
-        y, left = _slot(part, forward, lambda: part.forward(forward, part.input(forward, x_forward)), lambda: idle)
-    residuals = _write(carry.residuals, left, row["forward_residual"])
+        y, left = _slot(
+            part, forward, lambda: part.forward(forward, part.input(forward, x_forward)), lambda: (carry.y, _blank(carry.residuals))
+        )
+    # The last virtual stage reads what was just written. Without the barrier XLA reads from before the write, and copies the stash for it.
+    residuals = lax.optimization_barrier(_write(carry.residuals, left, row["forward_residual"]))
 
     onward = _hop(table, y, 1)
     upstream = _write(carry.upstream, arrived, row["receive_grad"])
@@ -121,6 +123,11 @@ def _hop(table: Table, x: jax.Array, step: int) -> jax.Array:
 def _stash(slots: int, like: Any) -> Any:
     """Room for `slots` of them, and for one that nobody reads."""
     return jax.tree.map(lambda x: jnp.zeros((slots + 1, *x.shape), x.dtype), like)
+
+
+def _blank(stash: Any) -> Any:
+    """Zeros like what is in it. Reading them from it would put all of it into the conditional."""
+    return jax.tree.map(lambda held: jnp.broadcast_to(lax.optimization_barrier(jnp.zeros((), held.dtype)), held.shape[1:]), stash)
 
 
 def _read(stash: Any, slot: jax.Array) -> Any:

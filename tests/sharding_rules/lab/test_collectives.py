@@ -209,6 +209,9 @@ def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int
     assert_sends(report, terms)
     assert report.wire_bytes(["pipeline"]) == pytest.approx(by_axes(terms)["pipeline",], rel=0.01)
     assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
+    hops = [one for one in report.select("collective-permute", "pipeline") if one.loops]
+    whole = [one for one in report.copies if one.times >= hops[0].times and one.bytes > hops[0].payload]
+    assert not whole, f"a stash or gradients are copied in each tick: {whole}"
     findings = lint(report, config.rules)
     assert {one.severity for one in findings} <= {"notice"} and {one.check for one in findings} <= NOTICES
 
