@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from mesh_lm.config import TrainLoop
+from mesh_lm.config import PipelineConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from mesh_lm.pipeline.engine import MANUAL
 from sharding_rules import AXES, PRESETS
@@ -28,8 +28,8 @@ def test_every_axis_preset_and_column_is_there() -> None:
 def test_fields_exist() -> None:
     """The first column's field names are those of the configs."""
     first = "\n".join(line.split("|")[1] for line in TABLE.splitlines() if line.startswith("|"))
-    fields = {field.name for config in (DecoderConfig, TrainLoop) for field in dataclasses.fields(config)}
-    named = {word.removeprefix("train.") for word in words(first)} - {*AXES, *PRESETS, "seq_resid"}
+    fields = {field.name for config in (DecoderConfig, TrainLoop, PipelineConfig) for field in dataclasses.fields(config)}
+    named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {*AXES, *PRESETS, "seq_resid"}
     assert named and named <= fields
 
 
