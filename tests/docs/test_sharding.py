@@ -105,7 +105,7 @@ def test_the_config_runs() -> None:
 ONE_BY_ONE = [pytest.param([row], marks=pytest.mark.slow, id=row) for row in EXPERIMENTS]
 
 
-@pytest.mark.parametrize("rows", [*ONE_BY_ONE, pytest.param(EXPERIMENTS, id="all rows at once")])
+@pytest.mark.parametrize("rows", [*ONE_BY_ONE, pytest.param(EXPERIMENTS, marks=pytest.mark.slow, id="all rows at once")])
 def test_rows_worth_a_try_change_no_number(rows: list[str]) -> None:
     assert len(EXPERIMENTS) == 5
     rules = preset("hsdp+megatron")

@@ -46,6 +46,7 @@ def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microba
     assert_same_gradients(grads, wanted_grads)
 
 
+@pytest.mark.slow  # pipeline/test_engine.py has some in stages
 def test_separate_documents_equal_one_device() -> None:
     _, sums, grads = gradients(GPT, shard_on("hsdp+megatron_sp", data=2, fsdp=2, tensor=2), 2, separate=True)
     _, wanted_sums, wanted_grads = reference(GPT, separate=True)

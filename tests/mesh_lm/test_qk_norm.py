@@ -14,6 +14,7 @@ COMPILE_BUDGET = 15
 CONFIG = dataclasses.replace(LLAMA, qk_norm=True, sinks=False, softcap=0.0, window=(), head_softcap=0.0, z_loss=0.0)
 
 
+@pytest.mark.slow
 def test_parallel_equals_one_device() -> None:
     shard = shard_on("hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     assert_same_gradients(gradients(CONFIG, shard)[2], reference(CONFIG)[2])
