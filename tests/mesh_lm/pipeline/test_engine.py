@@ -16,7 +16,7 @@ from mesh_lm.pipeline.custom import write_csv
 from mesh_lm.pipeline.schedules import schedule as named
 from sharding_rules import Rules
 
-COMPILE_BUDGET = 160
+COMPILE_BUDGET = 260
 
 _SMALL = {"n_layers": 8, "d_model": 16, "n_heads": 2}
 MODELS: dict[str, ModelConfig] = {
