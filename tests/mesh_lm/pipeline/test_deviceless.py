@@ -48,12 +48,14 @@ def travels(report: Report, kind: str, axis: str) -> list[Collective]:
     return [one for one in report.collectives if one.kind == kind and axis in one.axes and one.payload > 1024]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_memory_of_1f1b_does_not_grow_with_microbatches(reports: str, chunks: int) -> None:
     few, many = (report_of(reports, "1f1b", chunks, M).memory.temporaries for M in (FEW, MANY))
     assert many == pytest.approx(few, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gpipe_keeps_one_input_of_each_microbatch(reports: str) -> None:
     few, many = (report_of(reports, "gpipe", 1, M).memory.temporaries for M in (FEW, MANY))
     assert many - few == pytest.approx((MANY - FEW) * INPUT, rel=0.01)
