@@ -21,9 +21,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 nnx.use_eager_sharding(False)  # our rules place the arrays, not Flax's
 B, S, D, N, H, F, V = 16, 64, 64, 4, 16, 256, 256  # batch, sequence, embed, heads, head width, mlp, vocabulary of bytes
 
-# Rules: a table, logical axis -> mesh axes. Mesh: the devices, over the mesh axes that the rules name.
+# Rules: a table, logical axis -> mesh axes. Mesh: the devices, over the mesh axes that the rules name; this model has no pipeline stages.
 rules = preset(sys.argv[1] if len(sys.argv) > 1 else "fsdp+megatron")
-first, *others = sorted(rules.mesh_axes(), key=AXES.index)
+first, *others = sorted(rules.mesh_axes() - {"pipeline"}, key=AXES.index)
 mesh = MeshConfig(**{first: -1}, **dict.fromkeys(others, 2)).resolve(jax.device_count())
 shard = Shard(rules, make_mesh(mesh))
 
