@@ -151,6 +151,18 @@ class Part:
     """Its share of the time; what a part leaves over goes to those after it."""
 
 
+def probed(lab: Lab, rehearsal: str) -> Row | int:
+    """The device that JAX finds; or, having said why there is nothing to measure, the exit status. rehearsal: the option for a CPU."""
+    device = next(iter(lab.run("probe")), None)
+    if device is None:
+        print("JAX does not start here:", *lab.problems, sep="\n  ")
+        return 1
+    if device["platform"] != "gpu" and not lab.dry_run:
+        print(f"no GPU that JAX can use here (platform {device['platform']}): nothing measured; {rehearsal} rehearses on the CPU")
+        return 0
+    return device
+
+
 def measure(name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float) -> int:
     """Runs all parts, and writes the results, under this name, after each; the exit status is 1 where one had a problem."""
     driver, installed = nvidia_driver(), versions()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import TINY, Lab, Part, Table, measure
+from gpu_lab import TINY, Lab, Part, Table, measure, probed
 from record import Row, options
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -135,13 +135,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as directory:
         lab = Lab(Path(directory), arguments.dry_run)
         began = time.monotonic()
-        device = next(iter(lab.run("probe")), None)
-        if device is None:
-            print("JAX does not start here:", *lab.problems, sep="\n  ")
-            return 1
-        if device["platform"] != "gpu" and not lab.dry_run:
-            print(f"no GPU that JAX can use here (platform {device['platform']}): nothing measured; --dry-run rehearses on the CPU")
-            return 0
+        if isinstance(device := probed(lab, "--dry-run"), int):
+            return device
         if not lab.dry_run:
             lab.implementations = sorted(device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name))
         return measure(f"gpu_smoke{'-dry-run' * lab.dry_run}", PARTS, lab, device, arguments.output, began)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import TINY, Lab, Part, Table, measure
+from gpu_lab import TINY, Lab, Part, Table, measure, probed
 from record import Row, options
 from strategies import COUNTS, ONE, Strategy, strategies
 
@@ -197,13 +197,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as directory:
         began = time.monotonic()
         lab = Lab(Path(directory), arguments.cpu, "multi_gpu_worker.py", arguments.devices or max(COUNTS))
-        device = next(iter(lab.run("probe")), None)
-        if device is None:
-            print("JAX does not start here:", *lab.problems, sep="\n  ")
-            return 1
-        if device["platform"] != "gpu" and not arguments.cpu:
-            print(f"no GPU that JAX can use here (platform {device['platform']}): nothing measured; --cpu --quick rehearses on the CPU")
-            return 0
+        if isinstance(device := probed(lab, "--cpu --quick"), int):
+            return device
         lab.devices = arguments.devices or max((n for n in COUNTS if n <= device["devices"]), default=0)
         if not 0 < lab.devices <= device["devices"]:
             print(f"{device['devices']} GPU here: nothing measured; {arguments.devices or min(COUNTS)} are needed")

@@ -38,6 +38,7 @@ class Gradients(NamedTuple):
     embed: Params
     """Of what the embedding uses, zero but on the first. Apart from `loss`: XLA would copy what passes through a second conditional."""
     x: jax.Array
+    """Of what went into the chunk, [B, S, D]."""
 
 
 class Part:
@@ -60,25 +61,24 @@ class Part:
         self.layers = {name: x for name, x in params.items() if name in blueprint.stacked}
         self.shared = {name: x for name, x in params.items() if name not in blueprint.stacked}
         some = Work(jnp.int32(0), jnp.int32(0))
-        like = jax.eval_shape(lambda: self._embed(self.shared, some))
+        embed, like = jax.make_jaxpr(lambda shared: self._embed(shared, some), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
         layers, (_, more) = jax.make_jaxpr(lambda x: self._run(self._chunk(some), x, some), return_shape=True)(self.zero_input)
         loss, sums = jax.make_jaxpr(lambda shared: self._loss(shared, self.zero_input, some), return_shape=True)(self.shared)
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**more, **sums}}
         self.of_loss = _used(loss.jaxpr, self.shared)
-        embed = jax.make_jaxpr(lambda shared: self._embed(shared, some))(self.shared)
         self.of_embed = _used(embed.jaxpr, self.shared)
         self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(blueprint.config).__name__)
 
     # Forward.
 
     def input(self, work: Work, stashed: jax.Array) -> jax.Array:
-        """What goes into the chunk: the embedding's output, or what came from the stage before."""
+        """What goes into the chunk, [B, S, D]: the embedding's output, or what came from the stage before."""
         with jax.named_scope("embed"):
             return lax.cond(self._first(work), lambda: self._pin(self._embed(self.shared, work)), lambda: self._pin(stashed))
 
     def forward(self, work: Work, x: jax.Array) -> tuple[jax.Array, Any]:
-        """The chunk's output, and what its backward will be given: nothing, or the output and all residuals that depend on x."""
+        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output and all residuals that depend on x."""
         if self.blueprint.pipeline.stash == "input":
             return self._pin(self._run(self._chunk(work), x, work)[0]), ()
         out, pull = self._vjp(work, x)
@@ -86,7 +86,7 @@ class Part:
         return self._pin(out[0]), (out, kept)
 
     def evaluate(self, work: Work, x: jax.Array) -> tuple[jax.Array, Sums]:
-        """The chunk's output, and its sums."""
+        """The chunk's output [B, S, D], and its sums."""
         y, more = self._run(self._chunk(work), x, work)
         with jax.named_scope("loss"):
             sums = lax.cond(self._last(work), lambda: self._full(self._loss(self.shared, y, work)), lambda: self.zero_sums)
@@ -95,7 +95,7 @@ class Part:
     # Backward.
 
     def backward(self, work: Work, x: jax.Array, left: Any, dy: jax.Array) -> Gradients:
-        """x: as in the forward pass. left: what that left. dy: of the output; not looked at where the loss is here."""
+        """x: as in the forward pass, [B, S, D]. left: what that left. dy: of the output, like x; not looked at where the loss is here."""
         (y, more), pull = self._recalled(work, x, left)
         with jax.named_scope("loss"):
             sums, d_loss, dy = lax.cond(

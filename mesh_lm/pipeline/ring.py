@@ -27,7 +27,11 @@ Columns = Mapping[str, Any]
 
 
 class Carry(NamedTuple):
-    """From tick to tick. y and dx are what the last slots made: a stage without work sends them again, and nobody keeps them."""
+    """From tick to tick.
+
+    inputs and upstream (gradients of outputs): [slots + 1, B, S, D]; residuals: a tree of [slots + 1, ...]. y and dx, [B, S, D], are what
+    the last slots made: a stage without work sends them again, and nobody keeps them. grads: this stage's, as it has its parameters.
+    """
 
     inputs: jax.Array
     upstream: jax.Array

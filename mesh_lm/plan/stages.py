@@ -56,7 +56,7 @@ def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tu
         wasted = stages.wasted_bytes(each) / 2**30
         lines.append(("padding", f"{stages.rows - stages.n_layers} of {stages.rows} rows of the stacked weights: {wasted:.2f} GiB in all"))
     if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
-        fix = "zero1 or zero2 instead would cut the moments and send none of it"
+        fix = "zero1 or zero2 would send none of it, where the replicas divide a dimension"
         lines.append(("FSDP in stages", f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent a step; {fix}"))
     return tuple(lines)
 

@@ -49,7 +49,8 @@ FLAG_SETS: dict[str, FlagSet] = {
             "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
             "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
                 8,
-                "Both sends of a tick go beside a slot. With 1, XLA's own, neither does; nor with 4 where stages gather and scatter.",
+                "Both sends of a tick go beside a slot, where stages stash inputs. With 1, XLA's own, neither does; nor with 4 where "
+                "they gather and scatter. Where they stash residuals, as gpt_175b's do, neither does whatever the limit.",
             ),
         },
     ),
