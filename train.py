@@ -12,13 +12,17 @@ from itertools import takewhile
 
 import jax
 
-from mesh_lm import cli, launch
+from mesh_lm import cli, elastic, launch
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.evaluate import mean_loss, sample
+from mesh_lm.health.phases import Phases
+from mesh_lm.health.replicas import require_equal
+from mesh_lm.health.sick import Sick
+from mesh_lm.health.watchdog import Watchdog
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding, evaluate
@@ -34,8 +38,9 @@ def main(argv: list[str]) -> int:
     config = cli.parse(argv)
     if planned:
         return plan.show(planned, config)
-    launch.start(config)
-    config = check(config, jax.device_count())
+    phases = Phases()
+    launch.start(config, phases=phases)
+    config = check(elastic.fit(config), jax.device_count())
 
     # 2. Mesh and rules, bound into the one object through which the model speaks of sharding.
     shard = Shard(config.rules, make_mesh(config.mesh))
@@ -43,50 +48,67 @@ def main(argv: list[str]) -> int:
     # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
     blueprint = Blueprint.of(config.model, shard, config.pipeline)
     optimizer = AdamW(config.optimizer, config.train.steps)
-    step = train_step(blueprint, optimizer, config.seed)
+    step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
     evaluation = jax.jit(evaluate(blueprint))
 
-    with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
-        saved = checkpoints.newest()
+    with Watchdog(config.health, phases, launch.prefix()), launch.StopOnSigterm() as stop, Checkpoints(config, phases) as checkpoints:
+        # 4. State: the newest checkpoint that is whole, restored onto whatever mesh this run has and verified; or none yet.
+        saved, restored = checkpoints.restore(blueprint, optimizer)
         read = weights(config.init_from, blueprint) if config.init_from and not saved else None
 
-        # 4. Data: text, tokens, sequences. The position in them is one number.
+        # 5. Data: text, tokens, sequences. The position in them is one number.
+        phases.at("data")
         with launch.together(), launch.first_before_others("data"):
             corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
             batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None)
             if read and (tokenizer := corpus.tokenizer()):
                 require_tokenizer(config.init_from, tokenizer)
         launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
-
-        # 5. State: restored onto whatever mesh this run has, begun from other weights, or initialised sharded in place.
-        if saved:
-            state = saved.resumed(blueprint, optimizer)
+        if restored is not None:
+            state = restored
         else:
             state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
-        first = saved.step if saved else 0
+        n = saved.step if saved else 0
         with launch.together():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
-            monitor = Monitor(config, blueprint, corpus, first)
+            monitor = Monitor(config, blueprint, corpus, phases, n)
+        sick = Sick(config.health, monitor.note)
 
         # 6. The loop.
         with monitor, closing(batches.train()) as training:
 
             def measure(n: int) -> None:
+                def go_on(batch: object) -> bool:
+                    phases.at("evaluate")
+                    return not stop.poll()
+
                 with monitor.paused():
-                    heldout = takewhile(lambda batch: not stop.poll(), batches.heldout())
+                    heldout = takewhile(go_on, batches.heldout())
                     loss = mean_loss(evaluation, state["params"], heldout)
                 if not stop.requested:
                     monitor.heldout(n, loss)
 
             if saved:
                 changes = [*saved.changed(config), *batches.changed]
-                monitor.note(f"resumed at step {first}" + "".join(f"\n  changed since: {change}" for change in changes))
-            for n, (position, batch) in zip(range(first + 1, config.train.steps + 1), training, strict=False):
+                monitor.note(f"resumed at step {n} ({saved.certificate})" + "".join(f"\n  changed since: {change}" for change in changes))
+            stepping = phases.steps(training)
+            while n < config.train.steps:
+                position, batch = next(stepping)
+                n += 1
                 state, metrics = step(state, batch)
-                monitor.step(n, metrics)
+                if began := sick.step(monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
+                    saved, state = checkpoints.go_back(began, state, blueprint, optimizer)
+                    n = saved.step
+                    monitor.go_back(n)
+                    continue
+                checkpoints.poll(n)
                 last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step
-                if last or stopping or checkpoints.due(n):
-                    state = checkpoints.save(n, state, batches.state(position), blueprint)
+                saving = last or stopping or (checkpoints.due(n) and not sick.row)  # what a row may go back to is not pushed out by it
+                if config.health.replicas and (saving or n % config.health.replicas == 0):
+                    phases.at("evaluate")
+                    require_equal(state)
+                if saving:
+                    state = checkpoints.save(n, state, batches.state(position), blueprint, last=last or stopping)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
@@ -94,6 +116,7 @@ def main(argv: list[str]) -> int:
                     measure(n)
 
             # 7. What it came to: the held-out loss, a plot and a text.
+            phases.at("evaluate")
             if not launch.from_first(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
             if stop.requested:

@@ -1,18 +1,23 @@
-"""Where gpu_smoke.py and multi_gpu.py run their parts: processes with a time limit, their rows, and what went wrong in them."""
+"""Where gpu_suite.py and multi_gpu.py run their parts: processes with a time limit, their rows, and what went wrong in them."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gpu_lock import VARIABLE
+from gpu_power import Power
 from record import ROOT, Record, Row, versions
 
 Table = tuple[str, list[Row], str]
@@ -20,6 +25,8 @@ Table = tuple[str, list[Row], str]
 
 TINY = {"vocab_size": 256, "seq_len": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "vocab_multiple": 16, "loss_chunk": 64}
 """The model of a dry run."""
+RESTART = 75
+"""Exit status of a worker that has told of a fault, and that a CUDA error made useless: a new process takes what is left."""
 FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 """XLA's flags of a dry run."""
 
@@ -32,37 +39,60 @@ class Lab:
         self.directory, self.dry_run, self.deadline = directory, dry_run, time.monotonic() + 90
         self.worker, self.devices = worker, devices
         self.problems: list[str] = []
+        self.left_out: list[str] = []
+        """What there was no time for, where that is no fault."""
         self.logs: dict[str, str] = {}
         self.modules: set[str] = set()
         self.implementations = ["xla", "auto"]
-        self.n = 0
+        self.device: Row = {}
+        self.output = directory
+        """Where the results go."""
+        self.found: dict[str, Any] = {}
+        """What a part leaves to those after it."""
+        self.power = Power()
+        self.environment: dict[str, str] = {}
+        """Added to that of every process."""
+        self.progress: Callable[[str, list[Row], str], None] = lambda *table: None
+        """Takes a table that is not complete yet, so that its rows outlive the machine."""
+        self.n = itertools.count(1)
+        self._telling = threading.Lock()
 
     def left(self) -> float:
         """Seconds until this part must end."""
         return self.deadline - time.monotonic()
 
-    def run(self, task: str, *, flags: str = "", platform: str = "", cache: str = "", **arguments: Any) -> list[Row]:
+    def run(self, task: str, *, flags: str = "", platform: str = "", **arguments: Any) -> list[Row]:
         """The rows of a task; those without result, a failed process and a time limit are noted as problems."""
         what = f"{task} {flags} {platform}".strip()
         if self.left() < 1:
             self.problems.append(f"{what}: not started, no time left")
             return []
-        process, out, err = self.start(task, flags=flags, platform=platform, cache=cache, **arguments)
+        process, out, err = self.start(task, flags=flags, platform=platform, **arguments)
         if problem := self._wait(process, out):
             self.note(f"{what}: {problem}", err)
         return self._noted(what, self.rows(out))
 
-    def each(self, task: str, variants: Sequence[Row], *, patience: float, **arguments: Any) -> list[Row]:
+    def each(
+        self, task: str, variants: Sequence[Row], *, patience: float, needed: bool = True,
+        tell: Callable[[list[Row]], None] = lambda rows: None, **arguments: Any,
+    ) -> list[Row]:  # fmt: skip
         """One row for each variant, in order, of a task that gives one row for each.
 
         A variant that ends the process, or gives nothing for `patience` seconds, has a row with an "error", and a new process takes those
-        after it. Lists and dicts of a variant are not in such a row.
+        after it. Lists and dicts of a variant are not in such a row. needed: variants that the time does not suffice for are a problem.
+        tell: called with the rows so far, whenever there are more.
         """
         rows: list[Row] = []
         while len(rows) < len(variants) and self.left() > 1:
+            done = list(rows)
             process, out, err = self.start(task, variants=variants[len(rows) :], **arguments)
-            problem = self._wait(process, out, patience)
-            rows += self._noted(task, self.rows(out))
+            problem = self._wait(process, out, patience, lambda out=out, done=done: tell(done + self.rows(out)))
+            rows += self._noted(task, new := self.rows(out))
+            tell(rows)
+            if process.returncode == RESTART and new and "error" in new[-1]:
+                continue
+            if self.left() < 0 and not needed:
+                break
             if len(rows) < len(variants):
                 row = {key: value for key, value in variants[len(rows)].items() if not isinstance(value, dict | list)}
                 self.note(f"{task} {' '.join(map(str, row.values()))}: {problem or 'no result'}", err)
@@ -70,16 +100,49 @@ class Lab:
             elif problem:
                 self.note(f"{task}: {problem}", err)
         if len(rows) < len(variants):
-            self.problems.append(f"{task}: no time left for {len(variants) - len(rows)} of {len(variants)} variants")
+            missing = f"{task}: no time left for {len(variants) - len(rows)} of {len(variants)} variants"
+            (self.problems if needed else self.left_out).append(missing)
         return rows
 
-    def _wait(self, process: subprocess.Popen[bytes], out: Path, patience: float = math.inf) -> str:
-        """Until the process ends, and what went wrong; empty: nothing. One that is late, or prints nothing for so long, is killed."""
+    def spread(
+        self, task: str, variants: Sequence[Row], *, lanes: int, title: str, note: str = "", before: Sequence[Row] = (), **how: Any
+    ) -> list[Row]:
+        """As `each`, in so many processes, which compile side by side and measure one at a time (gpu_lock).
+
+        They take variants in turn, so that the first ones are done first. title, note: the table that grows as rows come; before: rows
+        that it has already. Rows come in the order of the variants.
+        """
+        lanes = min(lanes, len(variants)) or 1
+        found: list[list[Row]] = [[] for _ in range(lanes)]
+
+        def so_far() -> list[Row]:
+            return [row for group in itertools.zip_longest(*found) for row in group if row is not None]
+
+        def lane(i: int) -> None:
+            def tell(rows: list[Row]) -> None:
+                with self._telling:
+                    found[i] = rows
+                    self.progress(title, [*before, *so_far()], note)
+
+            found[i] = self.each(task, list(variants[i::lanes]), tell=tell, **how)
+
+        with ThreadPoolExecutor(lanes) as pool:
+            list(pool.map(lane, range(lanes)))
+        return so_far()
+
+    def _wait(
+        self, process: subprocess.Popen[bytes], out: Path, patience: float = math.inf, more: Callable[[], None] = lambda: None
+    ) -> str:
+        """Until the process ends, and what went wrong; empty: nothing. One that is late, or prints nothing for so long, is killed.
+
+        more: called whenever it has printed something.
+        """
         size, since = 0, time.monotonic()
         try:
             while process.poll() is None:
                 if (now := out.stat().st_size) > size:
                     size, since = now, time.monotonic()
+                    more()
                 if self.left() < 0:
                     return "stopped at the time limit"
                 if time.monotonic() - since > patience:
@@ -107,15 +170,17 @@ class Lab:
         self.logs[f"{problem} ({len(self.logs) + 1})"] = log[-4000:]
 
     def start(
-        self, task: str, *, flags: str = "", platform: str = "", cache: str = "", **arguments: Any
+        self, task: str, *, flags: str = "", platform: str = "", cache: str = "", worker: str = "", hidden: bool = False, **arguments: Any
     ) -> tuple[subprocess.Popen[bytes], Path, Path]:
         """(process, its stdout, its stderr).
+
+        worker: another file of this directory; torch_peers.py is run by the Python that TORCH_PYTHON names, if any. hidden: sees no GPU.
 
         flags: added to XLA_FLAGS. platform: JAX_PLATFORMS. cache: name of a compilation cache for the processes that give the same one; the
         one named "tuned" also keeps which matmul algorithms were fastest; empty: none.
         """
-        self.n += 1
-        out, err = (self.directory / f"{self.n}-{task}.{kind}" for kind in ("out", "err"))
+        n, worker = next(self.n), worker or self.worker
+        out, err = (self.directory / f"{n}-{task}.{kind}" for kind in ("out", "err"))
         if self.dry_run:
             flags, platform, cache = f"{flags} {FAST_COMPILES} --xla_force_host_platform_device_count={self.devices}", "cpu", "dry-run"
         environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
@@ -126,7 +191,12 @@ class Lab:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / cache)
         if platform:
             environment["JAX_PLATFORMS"] = platform
-        command = [sys.executable, str(ROOT / "benchmarks" / self.worker), task, json.dumps(arguments)]
+        environment |= {VARIABLE: str(self.directory / "gpu"), **self.environment}
+        environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # where ptxas is, if no wheel has it
+        if hidden:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
+        command = [python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
@@ -163,28 +233,42 @@ def probed(lab: Lab, rehearsal: str) -> Row | int:
     return device
 
 
-def measure(name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float) -> int:
-    """Runs all parts, and writes the results, under this name, after each; the exit status is 1 where one had a problem."""
+def measure(
+    name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float, finish: Callable[[Record], None] | None = None
+) -> int:
+    """Runs all parts, and writes the results, under this name, after each; the exit status is 1 where one had a problem.
+
+    finish: called with all tables, before they are written for the last time.
+    """
     driver, installed = nvidia_driver(), versions()
     many = f"{lab.devices} x " if lab.devices > 1 else ""
     packages = " ".join(f"{package}{installed.get(package, '')}" for package in ("jax", "jaxlib", "flax"))
     kind = f"{many}{device['device_kind']} {packages} driver{driver}"
     record = Record(name, output, kind=kind, device=device, driver=driver)
     summary: list[Row] = []
-    lab.deadline = began
+
+    def progress(title: str, rows: list[Row], note: str) -> None:
+        record.table(title, rows, note, show=False)
+        record.write()
+
+    lab.deadline, lab.device, lab.output, lab.progress = began, device, output, progress
     for part in parts:
-        start, lab.problems = time.monotonic(), []
+        start, lab.problems, lab.left_out = time.monotonic(), [], []
         lab.deadline += part.seconds
         try:
             for table in part.run(lab):
                 record.table(*table)
+                record.write()
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
         seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
-        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, "problems": "; ".join(lab.problems)})
+        said = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
+        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **said})
         record.table("Parts", summary)
         record.write()
     record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
+    if finish:
+        finish(record)
     path = record.write()
     print(f"\nimported though a GPU machine may lack it: {', '.join(sorted(lab.modules)) or 'nothing'}")
     print(f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/")

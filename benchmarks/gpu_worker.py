@@ -1,4 +1,4 @@
-"""One task of the smoke suite, in a process of its own: python benchmarks/gpu_worker.py TASK '{"key": value, ...}' (see gpu_smoke.py).
+"""One task of the GPU suite about training, in a process of its own: python benchmarks/gpu_worker.py TASK '{"key": value, ...}'
 
 Every result is printed at once as a line "ROW {json}", so that a crash or a time limit loses only what was not measured yet. Needs jax,
 flax, optax, orbax-checkpoint and numpy; the text is made here.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
+import importlib
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from gpu_lock import compiling, measuring
 from record import Row
+from worker import emit, serve
 
 from configs import gpt2_124m
 from mesh_lm.blueprint import Blueprint
@@ -33,19 +32,15 @@ from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.report.flops import mfu
+from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.step import State, abstract_state, init_state, train_step
-from pallas_kernels import flash_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
+from pallas_kernels.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
 
-NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
-"""What a bare GPU machine may lack. (rich comes with flax.)"""
 EOD = 0
-
-
-def emit(**row: Any) -> None:
-    print("ROW", json.dumps(row), flush=True)
+MODELS = ("gpt2_124m", "gpt_1_3b", "llama3_8b")
+"""Configs whose train step the suite times."""
 
 
 @contextlib.contextmanager
@@ -57,15 +52,39 @@ def reported(**variant: Any) -> Iterator[None]:
         emit(**variant, error=f"{type(error).__name__}: {error}"[:600])
 
 
-# What is run: gpt2_124m with some fields changed, on the first device or devices.
+@contextlib.contextmanager
+def hopper(interpret: bool) -> Iterator[None]:
+    """Inside, and where asked to, a model's calls of our kernel are interpreted on the CPU, as if it were a Hopper GPU."""
+    if not interpret:
+        yield
+        return
+    from mesh_lm.model import layers
+
+    door = layers.flash_attention
+
+    def interpreted_door(*arrays: Any, **features: Any) -> Any:
+        there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
+        return door(*arrays, **{**features, **there})
+
+    layers.flash_attention = interpreted_door
+    try:
+        with interpreted():
+            yield
+    finally:
+        layers.flash_attention = door
+
+
+# What is run: a config with some fields changed, on the first device or devices.
 
 
 class Run:
     """A config, ready to step on the first devices."""
 
-    def __init__(self, directory: str, changes: dict[str, dict[str, Any]], rules: str = "ddp", devices: int = 1) -> None:
+    def __init__(
+        self, directory: str, changes: dict[str, dict[str, Any]], rules: str = "ddp", devices: int = 1, name: str = "gpt2_124m"
+    ) -> None:
         """Arguments as those of `configured`."""
-        config = configured(directory, changes, rules)
+        config = configured(directory, changes, rules, name)
         self.config: TrainConfig = check(config, n_devices=devices)
         shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
         self.blueprint = Blueprint.of(config.model, shard, config.pipeline)
@@ -96,9 +115,10 @@ class Run:
         return state, found
 
 
-def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str) -> TrainConfig:
-    """changes: section of the config -> field -> value."""
-    config = dataclasses.replace(gpt2_124m.get_config(), output=str(Path(directory) / "run"), rules=preset(rules))
+def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m") -> TrainConfig:
+    """name: of a file of configs/, without its mesh. changes: section of the config -> field -> value."""
+    config = importlib.import_module(f"configs.{name}").get_config()
+    config = dataclasses.replace(config, output=str(Path(directory) / "run"), rules=preset(rules), mesh=gpt2_124m.get_config().mesh)
     for section, fields in changes.items():
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
     vocab = min(config.data.tokenizer_vocab, config.model.vocab_size)
@@ -106,7 +126,13 @@ def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str) -
 
 
 def text(directory: Path, config: TrainConfig) -> Rows:
-    """Sequences of a text that can be learnt and is the same everywhere: nine tokens in ten follow from the one before, among 500."""
+    """Sequences of the text of `text_prefix`."""
+    documents = Documents(text_prefix(directory, config))
+    return Rows(Sequences(Text(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
+
+
+def text_prefix(directory: Path, config: TrainConfig) -> Path:
+    """A text that can be learnt and is the same everywhere: nine tokens in ten follow from the one before, among 500."""
     vocab, S = config.model.vocab_size, config.model.seq_len
     prefix, n_documents, length = directory / f"text-{vocab}-{S}", 64 if S < 256 else 256, max(1024, S)
     if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
@@ -119,7 +145,7 @@ def text(directory: Path, config: TrainConfig) -> Rows:
         tokens[:, -1] = EOD
         starts = random.integers(0, length // 2, n_documents)
         write_documents(prefix, (document[start:] for document, start in zip(tokens, starts, strict=True)), vocab=vocab)
-    return Rows(Sequences(Text(Documents(prefix)), S, eod=EOD, seed=config.seed), eod=EOD)
+    return prefix
 
 
 def digests(state: State) -> dict[str, str]:
@@ -141,34 +167,60 @@ def probe() -> None:
     )  # fmt: skip
 
 
-def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any]], steps: int) -> None:
-    """Time, memory and compilation of the train step. A variant is fields of the model, and microbatches."""
+def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
+    """What a twin in another framework must know of each config, with these fields of the model changed."""
+    for name, fields in models.items():
+        model: Any = dataclasses.replace(importlib.import_module(f"configs.{name}").get_config().model, **fields)
+        kept = ("seq_len", "n_layers", "d_model", "n_heads", "positions", "rope_theta", "norm", "activation", "biases", "tied", "norm_eps")
+        derived = {"vocab_size": model.padded_vocab, "n_kv_heads": model.kv_heads, "d_ff": model.d_mlp}
+        fields = {field: getattr(model, field) for field in kept} | derived
+        peak = peak_flops(device_kind)
+        emit(model=name, fields=fields, n_params=model.n_params(), flops_per_token=model.flops_per_token(), peak_flops=peak)
+
+
+def prefix(directory: str, changes: dict[str, dict[str, Any]]) -> None:
+    """Writes the text of `text` as a .bin and .idx for data.blend."""
+    path = text_prefix(Path(directory), configured(directory, changes, "ddp"))
+    emit(prefix=str(path))
+
+
+def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any]], steps: int, interpret: bool = False) -> None:
+    """Time, memory and compilation of the train step.
+
+    A variant is fields of the model; or of "config" (a name), "microbatches", "changes" (of that config, instead of those for all).
+    """
     for variant in variants:
-        with reported(**variant):
-            model = {name: value for name, value in variant.items() if name != "microbatches"}
+        shown = {name: value for name, value in variant.items() if name != "changes"}
+        with reported(**shown), hopper(interpret):
+            model = {name: value for name, value in shown.items() if name not in ("microbatches", "config")}
             train = {"microbatches": variant.get("microbatches", 1)}
-            run = Run(directory, {**changes, "model": changes["model"] | model, "train": changes["train"] | train})
-            emit(**variant, **timed(run, steps))
+            base = variant.get("changes", changes)
+            base = {**base, "model": base["model"] | model, "train": base["train"] | train}
+            emit(**shown, **timed(Run(directory, base, name=variant.get("config", "gpt2_124m")), steps))
 
 
 def timed(run: Run, steps: int) -> Row:
     """Time, memory and compilation of the run's train step; high water: of the process so far, on the fullest device."""
     size, warm_up = run.config.train.global_batch, 3
     batches = [run.batch(i * size) for i in range(4)]
-    began = time.perf_counter()
-    lowered = run.step.lower(abstract_state(run.blueprint, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
-    traced = time.perf_counter()
-    step = lowered.compile()
-    compiled = time.perf_counter()
-    memory = step.memory_analysis()
-    state, times, found = run.state(), [], []
-    jax.block_until_ready(state)
-    for i in range(warm_up + steps):
-        before = time.perf_counter()
-        state, metrics = step(state, batches[i % 4])
-        jax.block_until_ready((state, metrics))
-        times.append(time.perf_counter() - before)
-        found.append(float(metrics["loss"]))
+    with compiling():
+        began = time.perf_counter()
+        lowered = run.step.lower(abstract_state(run.blueprint, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
+        traced = time.perf_counter()
+        step = lowered.compile()
+        compiled = time.perf_counter()
+        state = jax.block_until_ready(run.state())
+    memory, times, found = step.memory_analysis(), [], []
+    with measuring():
+        for i in range(warm_up + steps):
+            if i == warm_up:
+                clock = time.time()
+            before = time.perf_counter()
+            state, metrics = step(state, batches[i % 4])
+            jax.block_until_ready((state, metrics))
+            times.append(time.perf_counter() - before)
+            found.append(float(metrics["loss"]))
+        during = {"began": clock, "ended": time.time()}
     seconds = statistics.median(times[warm_up:])
     rate, first, last = run.config.tokens_per_step / seconds, found[0], found[-1]
     mesh = run.blueprint.shard.mesh
@@ -179,7 +231,7 @@ def timed(run: Run, steps: int) -> Row:
         "mfu": mfu(rate, run.config.model.flops_per_token(), mesh.size, jax.devices()[0].device_kind),
         "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "peak_gib": memory.peak_memory_in_bytes / 2**30,
         "high_water_gib": peak / 2**30 or None,
-        "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last,
+        "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last, **during,
         **({} if last < first else {"error": f"the loss does not fall in {len(found)} steps"}),
     }  # fmt: skip
 
@@ -220,52 +272,5 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
         emit(resumed_at=first, digests=digests(state))
 
 
-def attention(shapes: list[list[int]], implementations: list[str], tokens: int, width: int, repeats: int) -> None:
-    """Causal attention alone, bf16 random data: `tokens` in all, `width` = heads x head dim. shapes: (sequence length, head dim)."""
-    for S, H in shapes:
-        B, N = max(1, tokens // S), max(1, width // H)
-        *qkv, dout = (jax.random.normal(key, (B, S, N, H), jnp.bfloat16) for key in jax.random.split(jax.random.key(S + H), 4))
-        flops, reference = 4 * B * N * S * S * H / 2, None
-        for name in implementations:
-            row = {"seq": S, "head_dim": H, "heads": N, "batch": B, "attention": name}
-            with reported(**row):
-                chosen: Any = None if name == "auto" else name
-                forward = jax.jit(lambda q, k, v, chosen=chosen: flash_attention(q, k, v, implementation=chosen))
-                both = jax.jit(partial(_out_and_grads, forward))
-                found = [np.asarray(x, np.float32) for x in both(*qkv, dout)]
-                reference = reference or found
-                errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, reference, strict=True)]
-                times = _per_call(partial(forward, *qkv), repeats), _per_call(partial(both, *qkv, dout), repeats)
-                rates = {"fwd_tflops": flops / times[0] / 1e12, "fwd_bwd_tflops": 3.5 * flops / times[1] / 1e12}
-                emit(**row, fwd_ms=1e3 * times[0], fwd_bwd_ms=1e3 * times[1], **rates, rel_difference=max(errors))
-
-
-def _out_and_grads(f: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
-    out, pull = jax.vjp(f, q, k, v)
-    return out, *pull(dout)
-
-
-def _per_call(f: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one call among `repeats` queued at once (so that the host's part is hidden); median of five such rows."""
-    jax.block_until_ready(f())
-    times = []
-    for _ in range(5):
-        before = time.perf_counter()
-        for _ in range(repeats):
-            out = f()
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - before) / repeats)
-    return statistics.median(times)
-
-
-TASKS = {f.__name__: f for f in (probe, speed, losses, rerun, train, attention)}
-
-
-def serve(tasks: dict[str, Callable[..., None]]) -> None:
-    """Does what the command line says."""
-    tasks[sys.argv[1]](**json.loads(sys.argv[2]))
-    print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules]), flush=True)
-
-
 if __name__ == "__main__":
-    serve(TASKS)
+    serve({f.__name__: f for f in (probe, shapes, prefix, speed, losses, rerun, train)})

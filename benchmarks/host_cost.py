@@ -25,6 +25,7 @@ from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
+from mesh_lm.health.phases import Phases
 from mesh_lm.monitor import Monitor
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding
@@ -59,7 +60,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
         training = batches.train()
         position, batch = next(training)
         step, state = no_op_step(config, blueprint, batch), {"step": jnp.int32(0)}
-        with contextlib.closing(training), Monitor(config, blueprint, corpus, 0) as monitor:
+        with contextlib.closing(training), Monitor(config, blueprint, corpus, Phases(), 0) as monitor:
             for n, mark in enumerate(marks, 1):
                 mark[0] = clock()
                 position, batch = next(training)
@@ -68,6 +69,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                 mark[2] = clock()
                 monitor.step(n, metrics)
                 mark[3] = clock()
+                checkpoints.poll(n)
                 if stop.poll() or checkpoints.due(n):
                     state = checkpoints.save(n, state, batches.state(position), blueprint)
                 mark[4] = clock()

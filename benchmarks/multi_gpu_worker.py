@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu_worker import Run, emit, probe, reported, serve, timed
+from gpu_worker import Run, probe, reported, timed
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from record import Row
+from worker import emit, serve
 
 from mesh_lm.launch import gpu
 from mesh_lm.pipeline.engine import value_and_grad

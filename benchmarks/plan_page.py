@@ -47,9 +47,10 @@ the weights instead (FSDP inside a stage), which each microbatch gathers.
 Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). GiB that a GPU sends in a
 step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over both), and all of it over the least that
 the strategy must send ([closed forms](closed_forms.md)); of stages, each collective on the one that runs it most. FLOPs of the program's
-matmuls over the model's own: `remat=full` runs each layer's forward again but for its last matmul, and XLA's attention, with which these
-were compiled, computes the masked half too. The step is the lab's estimate: for comparing configs, not a promise. Stages were compiled with
-XLA's flags for them (`pipeline`), the rest as XLA comes.
+matmuls over the model's own: `remat=full` runs each layer's forward again but for its last matmul, and the attention kernel's backward pass
+makes seven matmuls where the formula counts four. The step is the lab's estimate: for comparing configs, not a promise. It assumes that our
+attention kernel, which nobody has measured, reaches FlashAttention-3's published rates. Stages were compiled with XLA's flags for them
+(`pipeline`), the rest as XLA comes.
 
 {needs}
 
@@ -90,12 +91,17 @@ the whole process, Python and JAX included.
 
 
 def newest() -> Path:
-    """The latest results. Raises FileNotFoundError where there are none."""
-    dated = {path: re.search(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
-    found = sorted((match[1], path.stat().st_mtime, path) for path, match in dated.items() if match)
-    if not found:
+    """The results of the latest day. Raises FileNotFoundError where there are none, ValueError where that day has those of two machines."""
+    dated: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("plan_table_*.json")):
+        if match := re.match(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name):
+            dated.setdefault(match[1], []).append(path)
+    if not dated:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
-    return found[-1][2]
+    found = dated[max(dated)]
+    if len(found) > 1:  # a checkout keeps no times that could tell which is the newer
+        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
+    return found[0]
 
 
 def page(data: dict[str, Any], source: str) -> str:

@@ -86,16 +86,18 @@ class Record:
         )
         self.stem = f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
 
-    def table(self, title: str, rows: Sequence[Row], note: str = "") -> None:
-        """Adds or replaces a table and prints it."""
+    def table(self, title: str, rows: Sequence[Row], note: str = "", *, show: bool = True) -> None:
+        """Adds or replaces a table and, where asked to show it, prints it."""
         self.data["tables"][title] = {"note": note, "rows": list(rows)}
-        print(f"\n{markdown(title, rows, note)}", flush=True)
+        if show:
+            print(f"\n{markdown(title, rows, note)}", flush=True)
 
     def write(self) -> Path:
         """Writes <stem>.json and <stem>.md whole; returns the path of the first."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        head = {key: self.data[key] for key in self.data if key not in ("name", "tables")}
+        head = {key: self.data[key] for key in self.data if key not in ("name", "tables", "charts")}
         lines = [f"# {self.data['name']}", "", *(f"- {key}: {_plain(value)}" for key, value in head.items() if value)]
+        lines += [line for chart in self.data.get("charts", ()) for line in ("", f"![{chart}]({chart})")]
         lines += ["", *("\n" + markdown(title, table["rows"], table["note"]) for title, table in self.data["tables"].items())]
         for suffix, text in ((".json", json.dumps(self.data, indent=1)), (".md", "\n".join(lines) + "\n")):
             part = self.directory / f".{self.stem}{suffix}.part"

@@ -36,8 +36,12 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0,
         "optimizer.eps": 0, "optimizer.weight_decay": 0,
-        "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "profile.start_step": 0, "profile.steps": 0,
+        "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
+        "checkpoint.local_every": 0,
+        "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0, "pipeline.chunks": 1,
+        "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0, "health.skip_limit": 1, "health.rewinds": 0,
+        "health.replicas": 0,
     }  # fmt: skip
     for field, least in at_least.items():
         section, name = field.split(".")
@@ -50,9 +54,25 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         yield f"optimizer.learning_rate={config.optimizer.learning_rate} must be a number of at least 0"
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
+    if config.health.rewinds and config.checkpoint.keep < 2:
+        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest one may be of the steps to leave"
     yield from _data(config)
+    yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
+
+
+def _local(config: TrainConfig) -> Iterator[str]:
+    """The local tier of checkpoints."""
+    policy = config.checkpoint
+    if policy.local_every > 0 and not policy.local:
+        yield f"checkpoint.local_every={policy.local_every} has no place to save to; set checkpoint.local to a directory of each node's own"
+    if policy.local and policy.local_every == 0:
+        yield f"checkpoint.local={policy.local} is never saved to; set checkpoint.local_every to the steps between two saves"
+    if "://" in policy.local:
+        yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
+    if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
+        yield f"checkpoint.local_every={policy.local_every} has a save to the output at each of its steps; set it below {policy.every}"
 
 
 def _data(config: TrainConfig) -> Iterator[str]:

@@ -153,8 +153,34 @@ class CheckpointConfig:
     """Steps between saves; 0: only at the end and on SIGTERM."""
     keep: int = 2
     """Newest checkpoints kept."""
+    alarm: int = 3
+    """Failed saves in a row from which the log says ERROR; training goes on all the same."""
+    local: str = ""
+    """A directory on each node's own disk, or in its memory (/dev/shm), for saves between those to the output; empty: none."""
+    local_every: int = 0
+    """Steps between saves there; the newest two are kept, while a third is written."""
     resume: Literal["auto", "required", "never"] = "auto"
     """auto: continue from the newest checkpoint of the output directory, if any; required: no checkpoint is an error; never: one is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthConfig:
+    """What a run does about hangs, sick numbers and devices that compute wrongly (docs/operations.md)."""
+
+    stall: float = 60.0
+    """Seconds without progress after which a process gives up with status 75, or 10 median steps where those are longer; 0: never."""
+    patience: float = 1800.0
+    """The same while it prepares data, compiles, restores, saves or evaluates."""
+    heartbeat: float = 30.0
+    """Seconds of silence after which a process counts as dead to the others."""
+    outlier: float = 0.0
+    """Standard deviations above the recent mean at which a loss or a log gradient norm makes a step be skipped; 0: only if not finite."""
+    skip_limit: int = 10
+    """Steps skipped in a row that end the run, or make it go back."""
+    rewinds: int = 0
+    """Times that a run goes back, after `skip_limit`, to the checkpoint before them, and goes on with the batches behind them."""
+    replicas: int = 0
+    """Steps between comparisons of what should be the same bits on several devices, which precede each save as well; 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +211,8 @@ class LaunchConfig:
     """Seconds that processes wait for one another at the start."""
     xla_flags: str = "auto"
     """XLA's flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags; flags in XLA_FLAGS win."""
+    deterministic: bool = False
+    """On a GPU, only operations whose results are the same bits every time, and autotuning results kept with the run: slower."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +230,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
     profile: ProfileConfig = ProfileConfig()
     launch: LaunchConfig = LaunchConfig()
     init_from: str = ""

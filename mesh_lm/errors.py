@@ -1,5 +1,17 @@
 """Apart from the config, so that worker processes can raise it without importing JAX."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 8
+
 
 class ConfigError(ValueError):
     """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
+
+
+def listed(head: str, lines: Sequence[str]) -> str:
+    """A message of several lines: `head`, the first few of `lines`, each after a dash, and how many there are besides."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n  - ".join([head, *lines[:_SHOWN], *more])

@@ -12,9 +12,11 @@ from types import TracebackType
 import jax
 
 from mesh_lm.blueprint import Blueprint
-from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
+from mesh_lm.config import ConfigError, ProfileConfig, TrainConfig, as_dict
 from mesh_lm.data.corpus import Corpus
 from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.health.goodput import Goodput, describe
+from mesh_lm.health.phases import Phases
 from mesh_lm.perplexity import bits_per_byte
 from mesh_lm.report.plot import loss_curve
 from mesh_lm.report.progress import Progress
@@ -25,7 +27,7 @@ from mesh_lm.report.writer import Writer
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
 
-    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus | Prefixes, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus | Prefixes, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -41,9 +43,14 @@ class Monitor:
             bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
         )
         wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
-        self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
+        try:
+            self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
+        except OSError as error:
+            raise ConfigError(f"cannot write metrics to {error.filename or self.output}: {error.strerror}; set another output") from error
         self._profile = Profile(config.profile, self.output / "profile", first_step)
         self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._unwritten = ""
+        self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
         n_params = sum(math.prod(shape.shape) for shape in blueprint.shapes.values())
         epochs = config.train.steps * config.tokens_per_step / corpus.train_tokens
         self._opening = [
@@ -52,11 +59,24 @@ class Monitor:
             f"corpus {corpus.name}: {corpus.train_tokens:,} training tokens, {epochs:.2f} epochs",
         ]
 
-    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of a step just dispatched, and reads those of the one before, which is done or about to be."""
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
+        """Takes the metrics of a step just dispatched, and returns those of the one before, which is done; None at the first step."""
         late, self._late = self._late, (step, metrics)
-        self._profile.step(step, metrics)
+        self._phases.step = step
+        if self._goodput:
+            self._goodput.keep()
+        self._profile.step(step, metrics, self._phases)
         self._read(late)
+        return late
+
+    def go_back(self, step: int) -> None:
+        """Forgets what came after this step: the run goes on from there."""
+        self._late, self._phases.step = None, step
+        self._progress.go_back(step)
+        try:
+            self._writer.go_back(step)
+        except OSError as error:
+            self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 
     def heldout(self, step: int, loss: float) -> None:
         """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
@@ -65,14 +85,17 @@ class Monitor:
         if self.corpus.heldout_bytes:
             row["heldout_bpb"] = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
             shown = f"{row['heldout_bpb']:.3f} bits per byte"
-        self._writer.write(step, row)
+        self._write(step, row)
         part = f"{self.config.train.eval_sequences or 'all'} sequences"
         self.note(f"step {step}: held-out {shown} ({beside or part})")
 
     def has_heldout(self, step: int) -> bool:
-        """Whether a held-out loss after this step is on record, as in a finished run that is started again."""
-        path = self.output / "metrics.jsonl"
-        rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
+        try:
+            lines = (self.output / "metrics.jsonl").read_text().splitlines() if self.speaks else []
+        except OSError:
+            return False
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut the last one short
         return any(row["step"] == step and "heldout_loss" in row for row in rows)
 
     def _yardsticks(self) -> dict[str, float]:
@@ -84,8 +107,11 @@ class Monitor:
     def paused(self) -> Iterator[None]:
         """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
         self._flush()
+        before = self._phases.phase
+        self._phases.at("evaluate")
         with self._progress.paused():
             yield
+        self._phases.at(before)
 
     def note(self, text: str) -> None:
         self._progress.note(text)
@@ -109,7 +135,19 @@ class Monitor:
             return
         jax.block_until_ready(late[1])  # so that the host is never more than one step ahead
         if row := self._progress.step(*late):
-            self._writer.write(late[0], row)
+            self._write(late[0], row)
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        """A full disk is no reason to stop; what it did not take is written when it has room again."""
+        try:
+            self._writer.write(step, row)
+            problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem != self._unwritten:
+            said = f"cannot be written: {problem}; training goes on" if problem else "are written again"
+            self.note(f"warning: the metrics in {self.output} {said}")
+        self._unwritten = problem
 
     def __enter__(self) -> Monitor:
         self._progress.__enter__()
@@ -121,8 +159,11 @@ class Monitor:
         if kind is None:
             self._flush()
         self._profile.stop()
+        if self._goodput:
+            self.note(describe(self._goodput.total()))
         self._progress.__exit__(kind, value, trace)
-        self._writer.close()
+        with contextlib.suppress(OSError):  # said when it was written
+            self._writer.close()
 
 
 class Profile:
@@ -133,9 +174,10 @@ class Profile:
         self._start = first_step + max(1, config.start_step) if config.steps else None
         self._stop = (self._start or 0) + config.steps
 
-    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def step(self, step: int, metrics: dict[str, jax.Array], phases: Phases) -> None:
         """Called after step `step` was dispatched, with what it will return."""
         if self._tracing and step + 1 >= self._stop:
+            phases.at("save")  # a trace of a large model takes minutes to write
             jax.block_until_ready(metrics)
             self.stop()
         elif step + 1 == self._start:

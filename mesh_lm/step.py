@@ -7,22 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
 from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.health import recent
 from mesh_lm.model import Batch
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import value_and_grad
 
 State = dict[str, Any]
-"""{"step", "skipped": int32 scalars, "params", "mu", "nu": dicts by parameter name}: what a checkpoint holds."""
+"""{"step", "skipped": int32 scalars, "recent": float32 [2, 3] (`mesh_lm.health.recent`), "params", "mu", "nu": dicts by parameter name}:
+what a checkpoint holds."""
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
 
-def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int) -> Step:
-    """(state, batch) -> (state, metrics). A step whose loss or gradient is not finite changes nothing but the counters."""
+def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float = 0.0) -> Step:
+    """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
+    finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late."""
     gradients = value_and_grad(blueprint)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -31,13 +35,18 @@ def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int) -> Step:
         with jax.named_scope("optimizer"):
             grads = blueprint.constrain(grads, "gradients")
             norm = optax.global_norm(grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(sums["objective"])
+            now = recent.measured(sums["loss"] / sums["weight"], norm)
+            good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
+            if outlier:
+                good &= ~recent.is_outlier(state["recent"], now, outlier)
             # The update runs where the moments live, so that ZeRO gathers each new weight once.
             params = blueprint.constrain(state["params"], "optimizer")
             moments = {"mu": state["mu"], "nu": state["nu"]}
             new = optimizer.update(grads, norm, moments, params, state["step"], state["step"] - state["skipped"])
-            new_params, new_moments = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, moments))
-        after = {"step": state["step"] + 1, "skipped": state["skipped"] + ~finite, "params": new_params, **new_moments}
+            new, old = (*new, recent.updated(state["recent"], now)), (params, moments, state["recent"])
+            new_params, new_moments, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+        counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}
+        after = {**counters, "params": new_params, **new_moments}
         means = {name: value / sums["weight"] for name, value in sums.items() if name not in ("weight", "objective")}
         rate = optimizer.learning_rate(state["step"])
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}
@@ -50,7 +59,8 @@ def state_shardings(blueprint: Blueprint) -> State:
     """Where each leaf of the state lives."""
     everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
     moments = blueprint.shardings("optimizer")
-    return {"step": everywhere, "skipped": everywhere, "params": blueprint.shardings("params"), "mu": moments, "nu": moments}
+    counters = dict.fromkeys(("step", "skipped", "recent"), everywhere)
+    return {**counters, "params": blueprint.shardings("params"), "mu": moments, "nu": moments}
 
 
 def abstract_state(blueprint: Blueprint, optimizer: AdamW) -> State:
@@ -73,5 +83,10 @@ def fresh_state(blueprint: Blueprint, optimizer: AdamW, params: Params) -> State
     return jax.jit(lambda params: _begin(optimizer, params), donate_argnums=0, out_shardings=state_shardings(blueprint))(params)
 
 
+def fresh_recent() -> np.ndarray:
+    """The state's "recent" before any step, and that of a checkpoint without one (format 1): float32 zeros [2, 3]."""
+    return recent.fresh()
+
+
 def _begin(optimizer: AdamW, params: Params) -> State:
-    return {"step": jnp.int32(0), "skipped": jnp.int32(0), "params": params, **optimizer.init(params)}
+    return {"step": jnp.int32(0), "skipped": jnp.int32(0), "recent": fresh_recent(), "params": params, **optimizer.init(params)}

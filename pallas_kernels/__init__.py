@@ -1,9 +1,34 @@
-"""Attention kernels behind one door. Stands alone: needs jax and numpy only.
+"""Attention and grouped matmul, each behind one door. Stands alone: needs jax and numpy only.
 
-from pallas_kernels import flash_attention
+from pallas_kernels import flash_attention, grouped_matmul
 out_BSNH = flash_attention(q_BSNH, k_BTKH, v_BTKH, causal=True)
+out_TF = grouped_matmul(x_TD, w_EDF, group_sizes_E)
 """
 
-from pallas_kernels.attention import Choice, Problem, Unsupported, choose, describe, flash_attention, merge, reference_attention
+from pallas_kernels.attention import (
+    BlockMask,
+    Choice,
+    Problem,
+    Unsupported,
+    capability_of,
+    choose,
+    describe,
+    flash_attention,
+    merge,
+    reference_attention,
+)
+from pallas_kernels.grouped_matmul import grouped_matmul
 
-__all__ = ["Choice", "Problem", "Unsupported", "choose", "describe", "flash_attention", "merge", "reference_attention"]
+__all__ = [
+    "BlockMask",
+    "Choice",
+    "Problem",
+    "Unsupported",
+    "capability_of",
+    "choose",
+    "describe",
+    "flash_attention",
+    "grouped_matmul",
+    "merge",
+    "reference_attention",
+]

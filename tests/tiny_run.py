@@ -26,7 +26,7 @@ def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
     blueprint = Blueprint.of(model, shard_on("ddp"))
     params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(4))
     with Checkpoints(config) as checkpoints:
-        state, data = {"step": np.int32(3), "params": params}, {"position": 3, "tokenizer": BYTES.fingerprint}
+        state, data = {"step": jax.device_put(np.int32(3)), "params": params}, {"position": 3, "tokenizer": BYTES.fingerprint}
         checkpoints.save(3, state, data, blueprint)
     (output / TOKENIZER).mkdir()
     BYTES.save(output / TOKENIZER)

@@ -18,7 +18,7 @@ from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, samples_in
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Text
-from mesh_lm.data.loader import Batch, Loader, heldout
+from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
 from mesh_lm.data.packing import Packed
 from mesh_lm.data.prefixes import Prefixes
 from mesh_lm.data.rows import Chain, Order, Rows
@@ -60,6 +60,8 @@ class Batches:
         kind = "packed sequences" if data.documents == "packed" else "sequences"
         self.name = f"{corpus.name} in {kind} of {config.model.seq_len}, seed {config.seed}"
         self.position: int = saved["position"] if saved else 0
+        self._samples = int(saved.get("samples") or "0", 16) if saved else 0
+        self._loader: Loader | None = None
         if saved and saved["corpus"] != self.name:
             raise ConfigError(
                 f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; set another output, or that data"
@@ -98,15 +100,21 @@ class Batches:
         return list(self._blended.plan.changed) if self._blended else []
 
     def state(self, position: int) -> dict[str, Any]:
-        """The whole state of the data after that many global samples, as JSON: what a checkpoint holds."""
+        """The whole state of the data after that many global samples, as JSON: what a checkpoint holds. All processes must call it.
+
+        samples: the certificate of all that was read so far (see `Loader`), 16 hex digits, equal on any mesh.
+        """
         state: dict[str, Any] = {"position": position, "corpus": self.name, "tokenizer": self._tokenizer}
+        read = sum(launch.from_all(self._loader.certificate)) if self._loader else 0
+        state["samples"] = f"{(self._samples + read) % MODULUS:016x}"
         if self._blended:
             state["blend"] = self._blended.plan.state(self._blended.order.consumed(position))
         return state
 
     def train(self) -> Loader:
         """Endless (position after the batch, batch) from `position` on."""
-        return Loader(self._train, position=self.position, **self._batching)
+        self._loader = Loader(self._train, position=self.position, **self._batching)
+        return self._loader
 
     def heldout(self) -> Iterator[Batch]:
         """One pass over the held-out sequences, or over the config's `train.eval_sequences` of them, always the same."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Iterator
 
@@ -24,9 +25,16 @@ from mesh_lm.data.rows import Rows
 
 Batch = dict[str, jax.Array]
 
+MODULUS = 2**64
+"""Of certificates."""
+
 
 class Loader:
     """Endless iterator of (position after the batch, batch), from a global sample position on.
+
+    Attributes:
+      certificate: the sum, modulo 2^64, of BLAKE2b(position, tokens) over all samples given out whose rows this process is the first to
+        hold. Its sum over all processes is the same on any mesh: it proves that a run continued elsewhere has seen the same samples.
 
     A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, sample_ids [M, B] with its spec's first two
     entries. The next batch is already on its way to the devices when one is returned.
@@ -58,17 +66,23 @@ class Loader:
         rows.require(global_batch)
         self._layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
         self._position, self._global_batch = position, global_batch
-        self._batches = _read(_Source(rows, self._layout, position, sys.maxsize), threads, prefetch)
-        self._ahead: Batch | None = None
+        self._batches = _read(_Source(rows, self._layout, position, sys.maxsize, certified=True), threads, prefetch)
+        self._ahead: tuple[int, Batch] | None = None
+        self.certificate = 0
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> tuple[int, Batch]:
-        batch = self._ahead or self._layout.place(next(self._batches))
-        self._ahead = self._layout.place(next(self._batches))
+        share, batch = self._ahead or self._next()
+        self._ahead = self._next()
         self._position += self._global_batch
+        self.certificate = (self.certificate + share) % MODULUS
         return self._position, batch
+
+    def _next(self) -> tuple[int, Batch]:
+        batch = next(self._batches)
+        return int(batch.pop("certificate")), self._layout.place(batch)
 
     def close(self) -> None:
         """Stops the reader threads."""
@@ -107,6 +121,8 @@ class _Layout:
     """m B + b of each row held here, int64 [R], ascending."""
     places: np.ndarray
     """Number of row (m, b) among `rows`, int64 [M, B]; -1 where it is not held here."""
+    first: np.ndarray
+    """Whether no process of a lower number holds the row too, bool [R]."""
 
     @classmethod
     def of(cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding) -> _Layout:
@@ -117,11 +133,13 @@ class _Layout:
             sharding.shard_shape(shape)
         except ValueError as error:
             raise ConfigError(f"a batch of (microbatches, sequences, tokens) = {shape} does not divide: {error}") from error
-        is_here = np.zeros(shape[:2], bool)
-        for index in sharding.addressable_devices_indices_map(shape).values():
-            is_here[(index or ())[:2]] = True
+        is_here, holder = np.zeros(shape[:2], bool), np.full(shape[:2], sys.maxsize)
+        for device, index in sharding.devices_indices_map(shape).items():
+            held = (index or ())[:2]
+            is_here[held] |= device.process_index == jax.process_index()
+            holder[held] = np.minimum(holder[held], device.process_index)
         places = np.where(is_here, np.cumsum(is_here).reshape(is_here.shape) - 1, -1)
-        return cls(shape, sharding, np.flatnonzero(is_here), places)
+        return cls(shape, sharding, np.flatnonzero(is_here), places, holder[is_here] == jax.process_index())
 
     def place(self, batch: dict[str, np.ndarray]) -> Batch:
         """Global arrays [M, B, ...] from the rows held here [R, ...]; no device sends anything to another."""
@@ -149,6 +167,8 @@ class _Source:
     """Positions from here on are repeats of the one before, at weight 0."""
     spread: int = 0
     """Positions 0 to stop are spread over this many; 0: taken as they are."""
+    certified: bool = False
+    """Whether an element has its share of the certificate, uint64 []."""
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self._global_batch)
@@ -158,7 +178,18 @@ class _Source:
         taken = np.minimum(indices, self.stop - 1)
         batch = self.rows.rows(taken * self.spread // self.stop if self.spread else taken)
         batch["weights"][indices >= self.stop] = 0.0
+        if self.certified:
+            batch["certificate"] = self._certificate(indices, batch["tokens"])
         return batch
+
+    def _certificate(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """uint64 []; here, in the reader's thread, because a large batch takes milliseconds."""
+        total = 0
+        for position, row in zip(positions[self.layout.first], tokens[self.layout.first], strict=True):
+            said = hashlib.blake2b(int(position).to_bytes(8, "little"), digest_size=8)
+            said.update(row.tobytes())
+            total += int.from_bytes(said.digest(), "little")
+        return np.asarray(total % MODULUS, np.uint64)
 
     @property
     def _global_batch(self) -> int:

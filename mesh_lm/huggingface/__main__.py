@@ -81,7 +81,7 @@ def _import(options: Import) -> None:
         trained.tokenizer.save(kept)
         state = fresh_state(trained.blueprint, AdamW(config.optimizer, config.train.steps), trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
-        checkpoints.save(0, state, data, trained.blueprint)
+        checkpoints.save(0, state, data, trained.blueprint, last=True)
     launch.say(f"wrote the weights of {options.input} to {options.output} as step 0")
 
 

@@ -1,205 +1,48 @@
 """The processes and devices of a run, before anything asks JAX for them; what they agree on; and the signal that ends them.
 
-`python -m mesh_lm.launch` starts several processes on this machine.
+`python -m mesh_lm.launch` starts the processes, watches over them and starts them again. It needs no JAX, whose import takes seconds: so
+what a process of the run itself uses is in `mesh_lm.launch.processes`, and read from there when it is first asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
-import os
-import secrets
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+if TYPE_CHECKING:
+    from mesh_lm.launch.processes import FewerNodes as FewerNodes
+    from mesh_lm.launch.processes import StopOnSigterm as StopOnSigterm
+    from mesh_lm.launch.processes import agree as agree
+    from mesh_lm.launch.processes import first_before_others as first_before_others
+    from mesh_lm.launch.processes import from_all as from_all
+    from mesh_lm.launch.processes import from_first as from_first
+    from mesh_lm.launch.processes import join as join
+    from mesh_lm.launch.processes import prefix as prefix
+    from mesh_lm.launch.processes import require_shared as require_shared
+    from mesh_lm.launch.processes import run as run
+    from mesh_lm.launch.processes import say as say
+    from mesh_lm.launch.processes import start as start
+    from mesh_lm.launch.processes import together as together
 
-from mesh_lm.config import ConfigError, TrainConfig, as_dict
-from mesh_lm.launch import gpu, rendezvous
-from mesh_lm.launch.place import Place
-from sharding_rules import ShardingRuleError
-
+EXIT_CANNOT = 1
+"""Status of a run that cannot run as it was asked to; starting it again would change nothing."""
+EXIT_UNEXPECTED = 70
+"""Status after an error that nobody foresaw (EX_SOFTWARE of sysexits.h); its traceback is above."""
+EXIT_STALLED = 75
+"""Status of a process that its watchdog ended, and of a run whose nodes do not come back (EX_TEMPFAIL)."""
+EXIT_FEWER = 76
+"""Status of a process whose mesh needs fewer nodes than there are; the launcher starts so many."""
 EXIT_PREEMPTED = 99
 """Status of a run that SIGTERM ended: it saved, and the same command continues it."""
-_FAREWELL = 5.0
-"""Seconds that a failed process waits for the others to leave with it."""
-_TEXT = 4096
-"""Bytes of an error that another process hears of."""
 
 
-def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
-    try:
-        return main(argv)
-    except (ConfigError, ShardingRuleError) as error:
-        print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
-    except Exception:
-        if not jax.distributed.is_initialized():
-            raise
-        traceback.print_exc()
-    if jax.distributed.is_initialized():
-        # JAX's own exit waits minutes for processes that may themselves wait for this one.
-        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-        farewell.start()
-        farewell.join(_FAREWELL)
-        sys.stdout.flush()
-        os._exit(1)
-    return 1
+_OF_PROCESSES = (
+    "FewerNodes", "StopOnSigterm", "agree", "first_before_others", "from_all", "from_first", "join", "prefix", "require_shared", "run",
+    "say", "start", "together",
+)  # fmt: skip
 
 
-def start(config: TrainConfig, command: Mapping[str, Any] | None = None) -> None:
-    """Sets up JAX and, where the run has several processes, brings them together. Must run before the first use of a device.
-
-    command: what else must be the same on all of them.
-
-    Raises ConfigError where it comes too late, where a process does not come, and where two of them differ in config, code or versions.
-    """
-    launch = config.launch
-    if launch.cpu_devices:
-        try:
-            jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
-        except RuntimeError as error:
-            raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
-    if launch.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    place = Place.of(launch)
-    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1)
-    gpu.set_memory()
-    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
-        jax.config.update("jax_platforms", "cpu")
-    if flags and (place is None or place.index == 0):
-        print(flags, flush=True)
-    if place:
-        join(place, launch.timeout, rendezvous.describe(_shared(config), command or {}))
-
-
-def join(place: Place, timeout: float, description: rendezvous.Description) -> None:
-    """Makes this process one of several. Raises ConfigError as `start` does."""
-    rendezvous.meet(place, timeout, description)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.local_devices,
-        cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
-        initialization_timeout=int(timeout),
-    )  # fmt: skip
-
-
-def _shared(config: TrainConfig) -> dict[str, Any]:
-    """The config without the one field that differs between processes."""
-    plain = as_dict(config)
-    plain["launch"].pop("index")
-    return plain
-
-
-def say(text: str) -> None:
-    """Prints on process 0 only."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-def prefix() -> str:
-    """What the lines of processes other than the first start with."""
-    index = jax.process_index() if jax.distributed.is_initialized() else 0
-    return f"[process {index}] " if index else ""
-
-
-@contextlib.contextmanager
-def first_before_others(what: str) -> Iterator[None]:
-    """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
-    if jax.process_index() > 0:
-        multihost_utils.sync_global_devices(what)
-    try:
-        yield
-    finally:  # what process 0 cannot do the others will not be able to do either, and say so
-        if jax.process_index() == 0 and jax.process_count() > 1:
-            multihost_utils.sync_global_devices(what)
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """A part of the program that all processes pass, or none: an error on one is an error on every one, so that none waits for it."""
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    if jax.process_count() > 1:
-        mine = np.frombuffer((str(error) or repr(error) if error else "").encode()[:_TEXT].ljust(_TEXT), np.uint8)
-        everyone = np.asarray(multihost_utils.process_allgather(mine))
-        said = {i: text for i, row in enumerate(everyone) if (text := bytes(row).decode(errors="replace").rstrip())}
-        if said and error is None:
-            raise ConfigError(f"process {min(said)}: {said[min(said)]}")
-    if error:
-        raise error
-
-
-def require_shared(directory: Path) -> None:
-    """Raises ConfigError on every process where they do not all see one `directory`, which is there."""
-    if jax.process_count() == 1:
-        return
-    mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
-    with together():
-        if jax.process_index() == 0:
-            mark.touch()
-    with together():
-        if not mark.exists():
-            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to one on a disk that all hosts share")
-    if jax.process_index() == 0:
-        mark.unlink(missing_ok=True)
-
-
-def agree(what: str, value: str, fix: str) -> None:
-    """Raises ConfigError on every process where they do not all have the same `value`."""
-    if jax.process_count() == 1:
-        return
-    text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
-    mine = np.frombuffer(text.encode()[:256].ljust(256), np.uint8)
-    everyone = multihost_utils.process_allgather(mine)
-    values = [bytes(row).decode(errors="replace").rstrip() for row in np.asarray(everyone)]
-    if len(set(values)) > 1:
-        other = next(i for i, v in enumerate(values) if v != values[0])
-        raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
-
-
-def from_first(value: bool) -> bool:
-    """The value that process 0 has."""
-    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value))) if jax.process_count() > 1 else value
-
-
-class StopOnSigterm:
-    """A context in which SIGTERM, to any process of the run, makes `poll` true on all of them at the same call, so that they save and
-    leave. With several processes JAX's own handler catches it and its preemption service picks the call: all must call equally often."""
-
-    requested = False
-    """Whether a poll was true."""
-
-    def poll(self) -> bool:
-        """Whether to stop now."""
-        if jax.process_count() == 1:
-            self.requested |= self._signalled
-        elif not self.requested:
-            self._polls += 1
-            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
-        return self.requested
-
-    def __enter__(self) -> StopOnSigterm:
-        self._polls, self._signalled = 0, False
-        self._before = signal.signal(signal.SIGTERM, self._signal) if jax.process_count() == 1 else None
-        return self
-
-    def _signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+def __getattr__(name: str) -> Any:
+    if name not in _OF_PROCESSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("mesh_lm.launch.processes"), name)

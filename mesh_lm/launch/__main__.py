@@ -1,67 +1,105 @@
-"""Several processes of one run on this machine, over gloo on CPU: to try on a laptop what several hosts will do.
+"""Starts the processes of a run on this node, watches over them, and starts them again from the newest checkpoint when one is lost.
 
-python -m mesh_lm.launch --processes=2 --devices=4 train.py --config=configs/gpt_tiny.py --config.mesh.tensor=2
+python -m mesh_lm.launch --per-node=2 --devices=4 train.py --config=configs/gpt_tiny.py --config.mesh.tensor=2
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
+import traceback
 from collections.abc import Sequence
-from types import FrameType
-from typing import IO
+from typing import NoReturn
 
-from mesh_lm.launch.place import VARIABLES
-
-_GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL for those that are left when one process has failed."""
+from mesh_lm.errors import ConfigError
+from mesh_lm.launch import EXIT_CANNOT, EXIT_UNEXPECTED, templates
+from mesh_lm.launch.agent import Agent
+from mesh_lm.launch.controller import Controller
+from mesh_lm.launch.job import VARIABLES, Job
+from mesh_lm.launch.wire import listen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script `--processes` times and returns the first status that is not 0; when one fails, the others are stopped."""
-    words, argv = [], list(sys.argv[1:] if argv is None else argv)
-    while argv and argv[0].startswith("--"):
-        words += [argv.pop(0)] if "=" in argv[0] or len(argv) == 1 or argv[0] == "--help" else [argv.pop(0), argv.pop(0)]
-    parser = argparse.ArgumentParser(
-        prog="python -m mesh_lm.launch", usage="%(prog)s [--processes=N] [--devices=N] SCRIPT|-m MODULE [argument ...]",
-        description=(__doc__ or "").split("\n")[0],
-    )  # fmt: skip
-    parser.add_argument("--processes", type=_count, default=2, help="processes to start (default 2)")
-    parser.add_argument("--devices", type=_count, default=1, help="CPU devices of each (default 1)")
-    options = parser.parse_args(words)
-    if not argv or (argv[0].startswith("-") and argv[0] != "-m") or argv == ["-m"]:
-        parser.error("name a Python script, such as train.py, or -m and a module, such as mesh_lm.generate")
-    address = f"127.0.0.1:{free_port()}"
-    workers = [_start(argv, options, index, address) for index in range(options.processes)]
+    """Runs the script to its end, however often it takes. Returns its status, see docs/multi_host.md."""
+    options, command = _parse(list(sys.argv[1:] if argv is None else argv))
+    if options.template:
+        print(templates.fill(options, command), end="")
+        return 0
+    try:
+        return _run(Job.of(options, command, os.environ))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT
+    except Exception:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        return EXIT_UNEXPECTED
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    readers = [threading.Thread(target=_relay, args=(worker.stdout, index)) for index, worker in enumerate(workers)]
-    for reader in readers:
-        reader.start()
-    status = _wait(workers)
-    for reader in readers:
-        reader.join()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def _run(job: Job) -> int:
+    if job.node:
+        return Agent(job, job.address).run()
+    try:
+        listener = listen(job.address[1], "127.0.0.1" if job.nodes == 1 else "")
+    except OSError as error:
+        raise ConfigError(f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose a free port") from error
+    agent = Agent(job, ("127.0.0.1", listener.getsockname()[1]))
+    controller = threading.Thread(target=_control, args=(Controller(job, listener),), daemon=True)
+    controller.start()
+    status = agent.run()
+    controller.join()
     return status
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _control(controller: Controller) -> None:
+    try:
+        controller.run()
+    except BaseException:  # without it nobody would end this process, and Linux ends the workers with it
+        try:
+            traceback.print_exc()
+        finally:
+            os._exit(EXIT_UNEXPECTED)
+
+
+def _leave(status: int) -> NoReturn:
+    """Python would end with 120 where the log takes no more."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        os._exit(status)
+    sys.exit(status)
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    words = []
+    while argv and argv[0].startswith("--"):
+        words += [argv.pop(0)] if "=" in argv[0] or len(argv) == 1 or argv[0] == "--help" else [argv.pop(0), argv.pop(0)]
+    parser = argparse.ArgumentParser(
+        prog="python -m mesh_lm.launch", usage="%(prog)s [options] SCRIPT|-m MODULE [argument ...]", allow_abbrev=False,
+        description=(__doc__ or "").split("\n")[0],
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--nodes", type=_count, help=f"launchers of the run, one a node (else {VARIABLES['nodes']}, else from Slurm, else 1)")
+    add("--node", type=_count0, help=f"number of this one, from 0 (else {VARIABLES['node']}, else from Slurm)")
+    add("--rendezvous", help=f"host:port of node 0, reachable from the others (else {VARIABLES['rendezvous']}, else from Slurm)")
+    add("--per-node", type=_count, default=1, help="processes of each node: 1, or one a GPU (default 1)")
+    add("--devices", type=_count, default=0, help="CPU devices of each process, instead of the hardware that is there")
+    add("--min-nodes", type=_count, default=0, help="go on with so many, on a smaller mesh, when others do not come back (default: all)")
+    add("--restarts", type=_count0, default=Job.restarts, help="restarts in a row without a new checkpoint (default %(default)s)")
+    add("--heartbeat", type=_seconds, default=Job.heartbeat, help="seconds of silence after which one is dead (default %(default)g)")
+    add("--start", type=_seconds, default=Job.start, help="seconds to come, and before the first heartbeat; 0: any (default %(default)g)")
+    add("--grace", type=_seconds, default=Job.grace, help="seconds to save and leave after SIGTERM (default %(default)g)")
+    add("--rejoin", type=_seconds, default=Job.rejoin, help="seconds that a node has to come back (default %(default)g)")
+    add("--template", choices=templates.NAMES, help="print a file that starts the command there, and do nothing else")
+    add("--gpus", type=_count, default=8, help="GPUs of a node, for a template (default %(default)s)")
+    options = parser.parse_args(words)
+    if not options.template and (not argv or (argv[0].startswith("-") and argv[0] != "-m") or argv == ["-m"]):
+        parser.error("name a Python script, such as train.py, or -m and a module, such as mesh_lm.generate")
+    return options, argv
 
 
 def _count(text: str) -> int:
@@ -70,39 +108,17 @@ def _count(text: str) -> int:
     return count
 
 
-def _start(program: list[str], options: argparse.Namespace, index: int, address: str) -> subprocess.Popen[bytes]:
-    place = {"coordinator": address, "processes": str(options.processes), "index": str(index)}
-    environment = os.environ | {VARIABLES[field]: value for field, value in place.items()}
-    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices)}
-    command = [sys.executable, "-u", *program]
-    # Sessions of their own, so that Ctrl-C reaches them once, through this process.
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+def _count0(text: str) -> int:
+    if (count := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{count} must be at least 0")
+    return count
 
 
-def _relay(lines: IO[bytes] | None, index: int) -> None:
-    """Prints what a process prints; lines of all but the first are marked, where they are not already."""
-    mark = f"[process {index}] ".encode()
-    for line in lines or ():
-        if b"[Gloo] Rank" in line or b"peer ranks" in line:  # one for every group of devices, at times in pieces
-            continue
-        sys.stdout.buffer.write(line if index == 0 or line.startswith(mark) else mark + line)
-        sys.stdout.buffer.flush()
-
-
-def _wait(workers: list[subprocess.Popen[bytes]]) -> int:
-    while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
-        time.sleep(0.05)
-    status = next((worker.returncode for worker in workers if worker.returncode), 0)
-    # The others usually end by themselves with the same error, which is worth reading.
-    for act, wait in ((None, 2.0), (subprocess.Popen.terminate, _GRACE), (subprocess.Popen.kill, _GRACE)):
-        deadline = time.monotonic() + wait
-        for worker in workers:
-            if act and worker.poll() is None:
-                act(worker)
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    return status if status >= 0 else 128 - status
+def _seconds(text: str) -> float:
+    if not 0 <= (seconds := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return seconds
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

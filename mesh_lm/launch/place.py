@@ -5,12 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from mesh_lm.config import ConfigError, LaunchConfig
+from mesh_lm.errors import ConfigError
+
+if TYPE_CHECKING:  # the launcher reads this file too, and does without JAX
+    from mesh_lm.config import LaunchConfig
 
 VARIABLES = {"coordinator": "MESH_LM_COORDINATOR", "processes": "MESH_LM_PROCESSES", "index": "MESH_LM_PROCESS_INDEX"}
 """Field of LaunchConfig -> the variable that stands for it."""
+LOCAL_DEVICES = "MESH_LM_LOCAL_DEVICES"
+"""Variable with the GPUs of this node that belong to the process, such as 0,1; empty: all."""
 _PORTS = range(61_440, 65_536)
 
 
@@ -44,11 +53,12 @@ class Place:
         if not any(given.values()):
             names, given = VARIABLES, {field: environment.get(name, "") for field, name in VARIABLES.items()}
         if any(given.values()):
-            return cls._explicit(given, names)
+            mine = tuple(int(device) for device in environment.get(LOCAL_DEVICES, "").split(",") if device)
+            return cls._explicit(given, names, mine or None)
         return cls._slurm(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else None
 
     @classmethod
-    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str]) -> Place | None:
+    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> Place | None:
         if missing := [names[field] for field, value in given.items() if not value]:
             have = ", ".join(f"{names[field]}={value}" for field, value in given.items() if value)
             raise ConfigError(f"{have} is given without {' and '.join(missing)}; a process of several needs all three")
@@ -61,17 +71,14 @@ class Place:
             raise ConfigError(f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}")
         if not re.fullmatch(r".+:\d+", coordinator := given["coordinator"]):
             raise ConfigError(f"{names['coordinator']}={coordinator} must be host:port of process 0, such as node1:9876")
-        return cls(coordinator, count, index) if count > 1 else None
+        return cls(coordinator, count, index, devices) if count > 1 else None
 
     @classmethod
     def _slurm(cls, environment: Mapping[str, str]) -> Place:
         """A task of `srun`. One task a node takes all its GPUs; several share them in equal parts (JAX alone would take one GPU a task)."""
-        job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        host = first_host(environment["SLURM_STEP_NODELIST"])
-        port = _PORTS[(job * 31 + step) % len(_PORTS)]  # steps of one job may run side by side
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
         return cls(
-            f"{host}:{port}",
+            slurm_address(environment),
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_PROCID"]),
             _share(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
@@ -83,6 +90,12 @@ def first_host(nodelist: str) -> str:
     found = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodelist)
     assert found is not None  # every part may be empty
     return "".join(part or "" for part in found.groups())
+
+
+def slurm_address(environment: Mapping[str, str]) -> str:
+    """host:port on the first node of a step, of its own where several steps of a job run side by side."""
+    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_PORTS[(job * 31 + step) % len(_PORTS)]}"
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
@@ -98,8 +111,30 @@ def _share(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int,
     gpus = len(ids.split(",")) if ids else int(environment.get("SLURM_GPUS_ON_NODE", 0))
     if tasks == 1 or gpus == 1 or 0 < gpus < int(environment.get("SLURM_GPUS_ON_NODE", 0)):
         return None  # alone here, or Slurm has cut the node already (--gpus-per-task)
-    if gpus == 0:
-        return (local,)
+    return share(local, tasks, gpus, "task") if gpus else (local,)
+
+
+def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
+    """The GPUs of number `local` of `tasks` on a node. Raises ConfigError where they cannot be shared equally."""
     if gpus % tasks:
-        raise ConfigError(f"{gpus} GPUs of this node do not divide over its {tasks} tasks; start a task a node, or a task a GPU")
+        raise ConfigError(f"{gpus} GPUs of this node do not divide over its {tasks} {what}s; start a {what} a node, or a {what} a GPU")
     return tuple(range(local * (gpus // tasks), (local + 1) * (gpus // tasks)))
+
+
+def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
+    """GPUs of this node that JAX would see, without asking it; 0 where there are none, or it is to use the CPU.
+
+    Raises RuntimeError where the driver's nvidia-smi is there, but fails.
+    """
+    if environment.get("JAX_PLATFORMS", "").split(",")[0] not in ("", "cuda", "gpu"):
+        return 0
+    if (ids := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return 0 if ids in ("", "-1") else len(ids.split(","))
+    if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
+        return 0
+    try:
+        said = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:  # a GPU that fell off the bus is no CPU node
+        why = f"cannot count the GPUs of {socket.gethostname()}: {error}; where it has none, use --devices or JAX_PLATFORMS=cpu"
+        raise RuntimeError(why) from error
+    return sum(line.startswith("GPU ") for line in said.splitlines())

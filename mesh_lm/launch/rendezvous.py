@@ -25,6 +25,8 @@ import jax
 
 from mesh_lm.config import ConfigError
 from mesh_lm.launch.place import Place
+from mesh_lm.launch.wire import listen
+from mesh_lm.launch.words import some
 
 Description = dict[str, Any]
 """What must be the same on every process, as nested dicts of JSON values."""
@@ -35,6 +37,10 @@ _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JA
 _MAGIC = "mesh_lm"
 _RETRY = 0.2
 _GRACE = 10
+
+
+class Absent(ConfigError):
+    """Processes that did not find each other, which another attempt may mend."""
 
 
 def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
@@ -67,30 +73,29 @@ def _modules() -> dict[str, str]:
 def meet(place: Place, timeout: float, description: Description) -> None:
     """Returns when all processes are there and run the same; takes at most `timeout` seconds.
 
-    Raises ConfigError, on every process that is there: no one answers at the coordinator's address, processes that did not come, two with
-    one index, another count, or a difference in the description.
+    Raises, on every process that is there, Absent: no one answers at the coordinator's address, its port is taken, or processes did not
+    come. ConfigError: two with one index, another count, or a difference in the description.
     """
     mine = {"magic": _MAGIC, "count": place.count, "index": place.index, "host": socket.gethostname(), "description": description}
     mine = json.loads(json.dumps(mine, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
-    problem = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
+    problem, absent = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
     if problem:
-        raise ConfigError(problem)
+        raise (Absent if absent else ConfigError)(problem)
 
 
-def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> str:
-    """Process 0's side. Returns what is wrong, or nothing."""
+def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
+    """Process 0's side. Returns what is wrong, or nothing, and whether it is that somebody was absent."""
     with contextlib.ExitStack() as open_sockets:
         try:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            listener = socket.create_server(("", place.address[1]), family=family, dualstack_ipv6=both, backlog=place.count)
+            listener = listen(place.address[1], backlog=place.count)
         except OSError as error:
-            return f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
+            why = f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
+            return why, True
         open_sockets.enter_context(listener)
         came: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []
-        problem = ""
+        problem, missed = "", False
         while len(visitors) < place.count - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -104,8 +109,9 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
                     break
                 if time.monotonic() < deadline:
                     continue  # someone who connected and said nothing
-                absent = sorted({*range(1, place.count)} - came.keys())
-                problem = f"{_some(absent)} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
+                missed = True
+                absent = some(sorted({*range(1, place.count)} - came.keys()))
+                problem = f"{absent} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
                 problem += "; see their logs, launch.processes, and whether they reach that address"
                 break
             except (OSError, ValueError, AttributeError):
@@ -118,29 +124,31 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
             if problem:  # those who are still on their way are to hear it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
         if not problem and (left := [i for i, visitor in came.items() if _hung_up(visitor)]):
-            problem = f"{_some(left)} of {place.count} came to {place.coordinator} and left again; see their logs"
+            problem, missed = f"{some(left)} of {place.count} came to {place.coordinator} and left again; see their logs", True
         for visitor in visitors:
             with contextlib.suppress(OSError):
-                _send(visitor, json.dumps({"problem": problem}))
+                _send(visitor, json.dumps({"problem": problem, "absent": missed}))
         for visitor in visitors:  # they hang up first, so that no socket of this port lingers when JAX takes it
             with contextlib.suppress(OSError):
                 visitor.recv(1)
-        return problem
+        return problem, missed
 
 
-def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> str:
+def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
     """The other processes' side."""
     while True:
         try:
             with socket.create_connection(place.address, timeout=max(0.01, deadline - time.monotonic())) as host:
                 _send(host, json.dumps(mine))
                 host.settimeout(timeout + 10)  # process 0 is there, and says by its own clock who is not
-                return json.loads(_receive(host))["problem"]
-        except (OSError, ValueError) as error:
+                told = json.loads(_receive(host))
+                return told["problem"], told["absent"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             if time.monotonic() > deadline:
                 return (
                     f"process {place.index} found no process 0 at {place.coordinator} in {timeout:g} s ({error}); "
-                    "start it, or correct launch.coordinator"
+                    "start it, or correct launch.coordinator",
+                    True,
                 )
             time.sleep(_RETRY)
 
@@ -173,11 +181,6 @@ def _hung_up(visitor: socket.socket) -> bool:
         return True
     finally:
         visitor.settimeout(10)
-
-
-def _some(processes: list[int]) -> str:
-    shown = ", ".join(map(str, processes[:8])) + (f" and {len(processes) - 8} more" if len(processes) > 8 else "")
-    return f"process{'es' if len(processes) > 1 else ''} {shown}"
 
 
 def _send(to: socket.socket, text: str) -> None:

@@ -68,7 +68,7 @@ class DecoderConfig(ModelConfig):
     """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
     remat: Literal["none", "full", "save_names", "offload"] = "none"
     """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
     loss_chunk: int = 1024
     """Tokens whose vocabulary logits exist at once, per device."""

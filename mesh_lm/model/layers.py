@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
-from pallas_kernels import flash_attention
+from pallas_kernels import capability_of, flash_attention
 from sharding_rules import Shard, ShardingRuleError
 
 
@@ -192,6 +192,7 @@ class Attention(nnx.Module):
         heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
 
+        device = shard.mesh.devices.flat[0]  # perhaps none of this process: --plan compiles for GPUs that are not there
         local = config.n_heads // shard.ways(heads_by)
         if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
             raise ShardingRuleError(
@@ -207,7 +208,8 @@ class Attention(nnx.Module):
             return flash_attention(
                 q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
                 sinks=sinks, q_offset=0 if start is None else start,
-                implementation=None if config.attention == "auto" else config.attention, platform=shard.mesh.devices.flat[0].platform,
+                implementation=None if config.attention == "auto" else config.attention,
+                platform=device.platform, capability=capability_of(device),
             )  # fmt: skip
 
         q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))

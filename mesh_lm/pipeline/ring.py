@@ -2,7 +2,8 @@
 
 Every stage runs this same program; which microbatch and which chunk of its layers a slot works on, if any, is read from its column of the
 schedule's table. A hop is sent beside a slot that does not need it: gradients travel during the forward slot, activations during the
-backward slot.
+backward slot. XLA starts a hop as late as it takes to hide it, by its own guess of the network, so a write to a stash behind the slot would
+do: barriers have the hop end with the slot, before such writes, and the slot is then all that it can lie beside.
 
 What waits (inputs, gradients) lies in stashes of as many slots as the table says, and one more, into which goes what nobody needs.
 Stashes and sums of gradients are read before a conditional and written after it: XLA copies whole what a conditional passes through.
@@ -78,6 +79,7 @@ def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
         y, left = _slot(
             part, forward, lambda: part.forward(forward, part.input(forward, x_forward)), lambda: (carry.y, _blank(carry.residuals))
         )
+    arrived, y, left = lax.optimization_barrier((arrived, y, left))
     # The last virtual stage reads what was just written. Without the barrier XLA reads from before the write, and copies the stash for it.
     residuals = lax.optimization_barrier(_write(carry.residuals, left, row["forward_residual"]))
 
@@ -88,6 +90,7 @@ def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
         made: Gradients = _slot(
             part, backward, lambda: part.backward(backward, part.input(backward, x_backward), left, dy), lambda: part.nothing(carry.dx)
         )
+    onward, made = lax.optimization_barrier((onward, made))
     with jax.named_scope("accumulate"):
         grads = _accumulated(part, carry.grads, made, backward)
     inputs = _write(carry.inputs, onward, row["receive_input"])

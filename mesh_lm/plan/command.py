@@ -14,10 +14,10 @@ from rich.console import Console
 
 from mesh_lm import cli
 from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.plan import stages
+from mesh_lm.plan import attention, stages
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
-from mesh_lm.plan.program import Program, compilable, compile_config, devices_for
+from mesh_lm.plan.program import Program, compile_config, devices_for
 from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
@@ -141,9 +141,7 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     if theirs:
         compiled = sum(report.flops.values())
         facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
-    if (here := getattr(compilable(config).model, "attention", "")) != (there := getattr(model, "attention", "")):
-        facts.append(("attention", f"compiled as {here}, as its kernel cannot be compiled here; the run takes {there}"))
-    return tuple(facts)
+    return (*facts, *attention.facts(config, report, report.target))
 
 
 def _write(plan: Plan, report: Report, findings: Sequence[Finding], fixes: Sequence[Fix], facts: Sequence[tuple[str, str]]) -> None:

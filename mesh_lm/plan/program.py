@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from mesh_lm.data.batches import abstract_batch
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.plan import stages
+from mesh_lm.plan.attention import compilable
 from mesh_lm.step import abstract_state, train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
@@ -45,8 +45,9 @@ class Program:
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
         """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
-        config = compilable(check(config, n_devices))
+        config = check(config, n_devices)
         mesh = lower_for(target, n_devices, **config.mesh.sizes())
+        config = compilable(config, target)
         return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
@@ -71,16 +72,3 @@ def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Rep
     config = dataclasses.replace(cli.parse(argv), rules=rules)
     report = compile_config(config, target, devices_for(config, devices))
     return dataclasses.replace(report, name=f"{report.name} under {rules.name}")
-
-
-def compilable(config: TrainConfig) -> TrainConfig:
-    """The config with an attention that can be compiled here: cuDNN's needs its library, which the extra `aot` leaves out."""
-    model = config.model
-    if getattr(model, "attention", "") in ("auto", "cudnn") and not _installed("nvidia", "nvidia.cudnn"):
-        return dataclasses.replace(config, model=dataclasses.replace(model, attention="xla"))  # pyright: ignore[reportCallIssue]
-    return config
-
-
-def _installed(*packages: str) -> bool:
-    """Outermost first: to look for one inside of a package that is absent is an error."""
-    return all(importlib.util.find_spec(package) for package in packages)

@@ -105,6 +105,11 @@ class Progress:
         finally:
             self._last += self._clock() - before
 
+    def go_back(self, step: int) -> None:
+        """The run goes on from this step: what came after it is not counted."""
+        self._began = self._last = self._clock()
+        self._last_step, self._warm = step, None
+
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""
         self._view.note(text)

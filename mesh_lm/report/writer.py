@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+_FLUSH = 10.0
+"""Seconds between two writes of TensorBoard's file to the disk."""
 
 
 class Sink(Protocol):
@@ -36,7 +42,9 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         _truncate(path, start_step)
         self._lines = path.open("a")
-        self._events = SummaryWriter(str(path.parent / "tensorboard"), purge_step=start_step and start_step + 1, flush_secs=10)
+        self._events = Events(path.parent / "tensorboard")
+        if start_step:
+            self._events.purge(start_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict JSON, nan and inf become null."""
@@ -45,11 +53,22 @@ class Writer:
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._lines.flush()  # a killed run keeps what it measured
-        for name, value in numbers.items():
-            self._events.add_scalar(name, value, step)
         if self._also:
             self._also.write(step, numbers)
+        self._events.write(step, numbers)
+        self._lines.flush()  # a killed run keeps what it measured
+
+    def go_back(self, step: int) -> None:
+        """Takes back what was written past this step."""
+        if self._lines is None or self._events is None:
+            return
+        self._events.purge(step)
+        path = Path(self._lines.name)
+        try:
+            self._lines.close()
+            _truncate(path, step)
+        finally:
+            self._lines = path.open("a")
 
     def close(self) -> None:
         if self._lines is not None and self._events is not None:
@@ -63,6 +82,29 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
+
+
+class Events:
+    """Of TensorBoard, written by the caller: the thread of its SummaryWriter dies of a full disk, and its caller waits for ever."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file, self._flushed = EventsWriter(str(directory / "events")), 0.0
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Raises OSError where the disk does not take it; what it did not take is written later."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._file.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        if time.monotonic() > self._flushed + _FLUSH:
+            self._flushed = time.monotonic()
+            self._file.flush()
+
+    def purge(self, step: int) -> None:
+        """Makes TensorBoard forget what came after this step."""
+        self._file.write_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _truncate(path: Path, start_step: int) -> None:

@@ -9,11 +9,12 @@ from typing import Literal, TypedDict, Unpack, overload
 
 from jax import Array
 
-from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.attention import cudnn, mosaic, xla
+from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import Problem, describe
 
 # In the order of preference. The last one serves every valid problem.
-IMPLEMENTATIONS = {"cudnn": cudnn, "xla": xla}
+IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
 
 
 class Unsupported(ValueError):
@@ -49,8 +50,10 @@ class Features(TypedDict, total=False):
     kv_segment_ids: Array | None
     q_offset: int | Array
     sinks: Array | None
-    implementation: Literal["xla", "cudnn"] | None
+    block_mask: BlockMask | None
+    implementation: Literal["mosaic", "cudnn", "xla"] | None
     platform: str | None
+    capability: tuple[int, int] | None
 
 
 @overload
@@ -70,9 +73,11 @@ def flash_attention(
     kv_segment_ids: Array | None = None,
     q_offset: int | Array = 0,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Literal["mosaic", "cudnn", "xla"] | None = None,
     platform: str | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Array | tuple[Array, Array]:
     """Softmax attention with O(S) memory: softmax(scale * q k^T) v over the visible keys of each query.
 
@@ -88,9 +93,10 @@ def flash_attention(
       q_offset: position of query 0 counted from key 0; may be negative or traced. Without `causal` it has no effect.
       sinks: floats [N], a learned logit of each head that takes part in the softmax but has no value (gpt-oss,
         arXiv 2508.10925). Give it to one only of the calls that `merge` puts together.
+      block_mask: which blocks of queries and keys see each other at all, static; the masks above cut what it leaves.
       return_lse: return the log-sum-exp too.
       implementation: None lets `choose` decide.
-      platform: as in `describe`.
+      platform, capability: as in `describe`.
 
     Returns:
       out [B, S, N, Hv] in q's dtype; with `return_lse` also the log-sum-exp of all logits of a query, its sink included,
@@ -113,8 +119,10 @@ def flash_attention(
         kv_segment_ids=kv_segment_ids,
         q_offset=q_offset,
         sinks=sinks,
+        block_mask=block_mask,
         return_lse=return_lse,
         platform=platform,
+        capability=capability,
     )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")

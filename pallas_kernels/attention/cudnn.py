@@ -27,6 +27,7 @@ def why_not(problem: Problem) -> str | None:
         "jax has no packed documents for it (only a length per row), so no segment_ids": problem.segments,
         "its causal mask starts at query 0 and key 0, so q_offset must be 0": problem.causal and problem.q_offset != 0,
         f"its window needs as many queries as keys, and there are {S} and {T}": problem.window is not None and S != T,
+        "jax has no sparse patterns for it, so no block_mask": problem.block_mask is not None,
         "jax rounds its log-sum-exp to the input dtype and drops the gradient, so no return_lse": problem.return_lse,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None

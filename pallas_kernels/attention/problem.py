@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.attention.block_mask import BlockMask
+
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -37,6 +39,7 @@ class Problem:
     segments: bool = False
     sinks: bool = False
     return_lse: bool = False
+    block_mask: BlockMask | None = None
 
 
 def describe(
@@ -52,6 +55,7 @@ def describe(
     kv_segment_ids: Array | jax.ShapeDtypeStruct | None = None,
     q_offset: int | Array = 0,
     sinks: Array | jax.ShapeDtypeStruct | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
@@ -59,13 +63,14 @@ def describe(
     """The arguments of `flash_attention` as a `Problem`; arrays may be `jax.ShapeDtypeStruct`s.
 
     `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
-    `capability`: None means that of the first GPU here, and (8, 0) without one, as jax itself assumes.
+    `capability`: None means that of the first GPU here, and (8, 0) without one, as jax itself assumes; see `capability_of`.
 
     Raises ValueError with every fault found.
     """
     faults = [*_shape_faults(q, k, v), *_feature_faults(causal, scale, window, softcap, q_offset)]
     if not faults:
         faults = _side_faults(q.shape, k.shape, segment_ids, kv_segment_ids, sinks)
+        faults += _block_faults(q.shape, k.shape, block_mask)
     if faults:
         raise ValueError("flash_attention: " + "; ".join(faults))
     platform = jax.default_backend() if platform is None else platform
@@ -84,15 +89,19 @@ def describe(
         segments=segment_ids is not None,
         sinks=sinks is not None,
         return_lse=bool(return_lse),
+        block_mask=block_mask,
     )
 
 
-def _capability() -> tuple[int, int]:
-    if jax.default_backend() != "gpu":
-        return (8, 0)
-    # An AMD GPU gives a name here, such as gfx942: it has none.
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.local_devices()[0], "compute_capability", "")))
+def capability_of(device: Any) -> tuple[int, int]:
+    """CUDA compute capability of a JAX device, also of one that is only compiled for; (0, 0) for what is no NVIDIA GPU."""
+    # An AMD GPU gives a name here, such as gfx942.
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _capability() -> tuple[int, int]:
+    return capability_of(jax.local_devices()[0]) if jax.default_backend() == "gpu" else (8, 0)
 
 
 def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:
@@ -144,3 +153,11 @@ def _side_faults(q_shape: tuple[int, ...], k_shape: tuple[int, ...], segment_ids
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         faults.append(f"sinks must be floats of shape {(N,)}, one logit a head, got {sinks.dtype} {tuple(sinks.shape)}")
     return faults
+
+
+def _block_faults(q_shape: tuple[int, ...], k_shape: tuple[int, ...], block_mask: Any) -> list[str]:
+    if block_mask is None:
+        return []
+    if not isinstance(block_mask, BlockMask):
+        return [f"block_mask must be a BlockMask, got {type(block_mask).__name__}"]
+    return block_mask.faults(q_shape[1], k_shape[1], q_shape[2])

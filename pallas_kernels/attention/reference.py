@@ -8,6 +8,8 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention.block_mask import BlockMask
+
 
 def reference_attention(
     q: Array,
@@ -22,6 +24,7 @@ def reference_attention(
     kv_segment_ids: Array | None = None,
     q_offset: int | Array = 0,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
     """Arguments as in `flash_attention`, unchecked; computed in fp32, fp64 for fp64 inputs, with memory O(S T).
 
@@ -43,6 +46,8 @@ def reference_attention(
     if segment_ids is not None:
         kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
         mask &= (segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None]
+    if block_mask is not None:
+        mask &= block_mask.dense(S, T)
 
     sink_N = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
     top = jnp.maximum(jnp.where(mask, s_BNST, -jnp.inf).max(-1), sink_N[:, None])

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import Problem
 
 _PAD_POSITION = 2**30
@@ -34,6 +35,7 @@ class Plan:
     """All that is static about one call: the features, and the cut into chunks.
 
     `unrolled`: S and T fit one chunk each; then the rows are cut into a few blocks, each against its own range of keys.
+    `block_mask`: every tile lies in one block of it, and `unrolled` is off.
     """
 
     causal: bool
@@ -46,16 +48,23 @@ class Plan:
     q_chunk: int
     kv_chunk: int
     unrolled: bool
+    block_mask: BlockMask | None = None
 
     @classmethod
     def of(cls, problem: Problem, q_chunk: int, kv_chunk: int) -> "Plan":
-        S, T = problem.q_shape[1], problem.k_shape[1]
+        S, T, mask = problem.q_shape[1], problem.k_shape[1], problem.block_mask
+        features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
+        if mask is not None:
+            # The largest even parts of a block that the chunks asked for can be.
+            q_chunk, kv_chunk = (
+                max(c for c in range(64, mask.size + 1, 64) if mask.size % c == 0 and c <= max(64, x)) for x in (q_chunk, kv_chunk)
+            )
+            return cls(*features, S, T, min(S, q_chunk), min(T, kv_chunk), False, mask)
         unrolled = max(S - q_chunk, T - kv_chunk) <= 0
         if unrolled:
             # Measured on CPU at S = 256: four blocks beat two, and two beat the whole square.
             skips = problem.causal and problem.q_offset is not None
             q_chunk, kv_chunk = max(64, -(-S // 4)) if skips else S, T
-        features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
         return cls(*features, S, T, _even(S, q_chunk), _even(T, kv_chunk), unrolled)
 
     @property
@@ -82,7 +91,16 @@ class Plan:
         if self.unrolled:
             return [Tile(i, 0, start, stop) for i, start, stop in ranges]
         c = self.kv_chunk
-        return [Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))]
+        tiles = [Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))]
+        if self.block_mask is None:
+            return tiles
+        some_head = self.block_mask.visible.sum(0) > 0
+        return [tile for tile in tiles if some_head[self.block_of(tile)]]
+
+    def block_of(self, tile: Tile) -> tuple[int | Array, int | Array]:
+        """Where the mask has the tile: block of queries, block of keys."""
+        size = 1 if self.block_mask is None else self.block_mask.size
+        return tile.i * self.q_chunk // size, tile.j * self.kv_chunk // size
 
 
 def _even(length: int, chunk: int) -> int:
@@ -143,7 +161,7 @@ def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | Non
     return Side(row_positions, rows(q_segments)), Side(key_positions, keys(kv_segments))
 
 
-def visible(plan: Plan, rows: Side, keys: Side) -> Array | None:
+def visible(plan: Plan, tile: Tile, K: int, rows: Side, keys: Side) -> Array | None:
     """Mask of one tile, broadcastable to [B, K, R, C]; None: everything is visible."""
     r, c = rows.position[:, None], keys.position
     conditions = [r >= c] if plan.causal else [c < plan.T] if plan.T % plan.kv_chunk else []
@@ -151,4 +169,8 @@ def visible(plan: Plan, rows: Side, keys: Side) -> Array | None:
         conditions.append(r - c < plan.window)
     if rows.segment is not None and keys.segment is not None:
         conditions.append(rows.segment[:, None, :, None] == keys.segment[:, None, None, :])
+    if plan.block_mask is not None and len(plan.block_mask.visible) > 1:
+        # Some head sees this tile: here are those that do not.
+        heads_N = jnp.asarray(plan.block_mask.visible)[:, *plan.block_of(tile)]
+        conditions.append(jnp.repeat(heads_N.reshape(K, -1), plan.q_chunk, axis=1)[..., None])
     return functools.reduce(jnp.logical_and, conditions) if conditions else None

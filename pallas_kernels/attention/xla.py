@@ -96,13 +96,13 @@ def _start(plan: Plan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
     return _State(m, jnp.exp(sink - m), acc)
 
 
-def _logits(plan: Plan, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
+def _logits(plan: Plan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
     """Masked logits [B, K, R, C], and the slope of the soft cap where there is one."""
     s, slope = _dot("bkrh,bkch->bkrc", q_BKRH, k_BKCH) * plan.scale, None
     if plan.softcap is not None:
         t = jnp.tanh(s / plan.softcap)
         s, slope = plan.softcap * t, 1 - t * t
-    mask = visible(plan, rows, keys)
+    mask = visible(plan, tile, q_BKRH.shape[1], rows, keys)
     return s if mask is None else jnp.where(mask, s, -jnp.inf), slope
 
 
@@ -148,7 +148,7 @@ def _forward(
 
     def add(tile: Tile, q_i: Array, state: _State) -> _State:
         i, j, a, b = tile
-        s, _ = _logits(plan, q_i, take(ks, j)[:, :, a:b], rows.take(i), keys.take(j, a, b))
+        s, _ = _logits(plan, tile, q_i, take(ks, j)[:, :, a:b], rows.take(i), keys.take(j, a, b))
         return state.add(s, take(vs, j)[:, :, a:b])
 
     def add_in_place(tile: Tile, state: _State) -> _State:
@@ -184,7 +184,7 @@ def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> 
     def grads(tile: Tile, q_i: Array, dout_i: Array) -> tuple[Array, Array, Array]:
         i, j, a, b = tile
         k_j, v_j = take(ks, j)[:, :, a:b], take(vs, j)[:, :, a:b]
-        s, slope = _logits(plan, q_i, k_j, rows.take(i), keys.take(j, a, b))
+        s, slope = _logits(plan, tile, q_i, k_j, rows.take(i), keys.take(j, a, b))
         p = jnp.exp(s - take(lses, i)[..., None])
         ds = p * (_dot("bkrh,bkch->bkrc", dout_i, v_j) - take(deltas, i)[..., None])
         ds = (ds if slope is None else ds * slope).astype(q.dtype)

@@ -24,6 +24,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
 _INSIDE = re.compile(r"body|branch_\d+_fun")
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
 
 
@@ -80,6 +81,18 @@ class Instruction:
         """Number of its stack frame in the module's table; 0 where there is none."""
         found = re.search(r"stack_frame_id=(\d+)", self.text)
         return int(found[1]) if found else 0
+
+    @property
+    def target(self) -> str:
+        """Of a custom call: the name of what it calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.text)
+        return found[1] if found else ""
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """What the program's author wrote on it (`jax.experimental.xla_metadata.set_xla_metadata`)."""
+        found = re.search(r"frontend_attributes=\{(.*?)\}", self.text)
+        return dict(_ATTRIBUTE.findall(found[1])) if found else {}
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -216,11 +229,18 @@ class Module:
         return {one.name: name for name, lines in self.computations.items() for one in lines}
 
     def flops(self, instruction: Instruction) -> int:
-        """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most."""
+        """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most.
+
+        XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops` of its call (Pallas's `cost_estimate` is
+        dropped on Mosaic GPU, in jax 0.10.2 and 0.11.2). Fused attention that says nothing, such as cuDNN's, is known by its operands.
+        """
         if instruction.opcode == "dot":
             return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-        if instruction.opcode == "custom-call" and 'custom_call_target="__cublas$' in instruction.text:
+        if instruction.opcode == "custom-call" and instruction.target.startswith("__cublas$"):
             return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        if instruction.opcode == "custom-call":
+            said = instruction.attributes.get("kernel_flops", "")
+            return int(said) if said.isdecimal() else self._attention(instruction)
         if instruction.opcode == "while":
             return (instruction.trips or 1) * self.total_flops(instruction.body)
         if instruction.opcode == "conditional":
@@ -238,6 +258,19 @@ class Module:
     @cached_property
     def _flops(self) -> dict[str, int]:
         return {}
+
+    def _attention(self, call: Instruction) -> int:
+        """FLOPs of fused attention: the first operands are queries, keys and values of four axes, the last one the head's width."""
+        known = self.by_name
+        operands = [known[name].arrays[0].dims for name in call.operands if name in known and known[name].arrays]
+        if len(operands) < 3 or any(len(dims) != 4 for dims in operands[:3]) or operands[0][-1] != operands[1][-1]:
+            return 0
+        # Forward: scores and output. Backward, which gets the output's gradient: scores, theirs, and one for each gradient that it returns.
+        backward = operands[0] in operands[3:]
+        matmuls = 2 + sum(len(array.dims) == 4 for array in call.arrays) if backward else 2
+        keys = max(operands[1][1:3])  # Longer than there are heads, whichever comes first.
+        causal = call.target.startswith("__cudnn") and "causal" in call.text.lower()
+        return 2 * matmuls * math.prod(operands[0]) * keys // (2 if causal else 1)
 
     def _contracted(self, dot: Instruction, pattern: str) -> int:
         found, left = re.search(pattern, dot.text), self.by_name.get(dot.operands[0])

@@ -29,13 +29,16 @@ def stage_branches(subject: Subject) -> Iterator[Finding]:
 
 
 def exposed_hops(subject: Subject) -> Iterator[Finding]:
-    """Sends from stage to stage with no compute between their start and their done: every tick waits for them."""
+    """Sends from stage to stage with no matmul between their start and their done: at best they lie beside writes of a stash."""
     for one in subject.report.collectives:
         if one.kind != "collective-permute" or "pipeline" not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
             continue
         if not one.flops_hidden_behind:
-            text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind nothing"
-            fix = "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline)"
+            text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind no matmul"
+            fix = (
+                "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline); where the "
+                "peak is above XLA's limit, 76 % of the memory, it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
+            )
             yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
 
 

@@ -25,6 +25,8 @@ _NOT_SCOPES = re.compile(
     r"shard_map|while|body|cond|scan|closed_call|core_call|named_call|eval_jaxpr|checkpoint|remat2?|rematted_computation|pjit|xla_call"
     r"|custom_(vjp|jvp)_call\w*|custom_lin|pallas_call|branch_\d+_fun|run_state|.*(->|,).*"
 )
+_KERNEL = "mpmd_map"
+"""The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10.2 and 0.11.2 have it."""
 _SLOTS = ("forward_slot", "backward_slot")
 """Scopes of a pipeline's tick (mesh_lm/pipeline/engine.py). They are no part of the model."""
 _IN_LOSS = {"loss", "head", "logits"}
@@ -223,6 +225,8 @@ def read(path: str) -> Where:
     What a pipeline's backward slot differentiates, its forward slot has computed before, all but the loss.
     """
     *scopes, op = _split(path, "/")
+    if op == _KERNEL:
+        scopes, op = scopes[:-1], "/".join(scopes[-1:])  # a kernel's name comes before it
     slot = next((scope for scope in scopes if scope in _SLOTS), "")
     parts: list[str] = []
     phase: Phase = ""

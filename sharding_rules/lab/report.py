@@ -223,7 +223,7 @@ class Report:
     memory: Memory
     arguments: tuple[Argument, ...]
     flops: dict[str, int]
-    """Of matmuls, by phase, on the mean device; "" where XLA does not say which."""
+    """Of matmuls, those in kernels included, by phase, on the mean device; "" where XLA does not say which."""
     kernels: tuple[tuple[str, tuple[str, ...], Where], ...]
     """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
     warnings: tuple[str, ...]

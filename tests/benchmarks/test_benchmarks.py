@@ -80,3 +80,9 @@ def test_start_time(tmp_path: Path) -> None:
     assert {row["status"] for row in rows.values()} == {99}
     assert tables["train.py itself, from outside"][0]["first_step_printed_s"] > 0
     assert {"train", "jax"} <= {row["package"] for row in tables["Imports"]}
+
+
+@pytest.mark.slow
+def test_save_cost(tmp_path: Path) -> None:
+    (row,) = run("save_cost", tmp_path)["Cost of saving"]
+    assert row["with_save_s"] > row["blocking_ms"] / 1e3 > 0 and row["digests_ms"] > 0

@@ -2,33 +2,66 @@
 
 import re
 import shlex
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mesh_lm import cli
+from configs import llama3_8b
+from mesh_lm import cli, launch
 from mesh_lm.config import ConfigError, LaunchConfig
-from mesh_lm.launch import rendezvous
-from mesh_lm.launch.__main__ import free_port
+from mesh_lm.elastic import on_nodes
+from mesh_lm.launch import controller, job, rendezvous, words
+from mesh_lm.launch.__main__ import _parse
 from mesh_lm.launch.place import VARIABLES, Place
+from mesh_lm.launch.wire import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 
-def test_the_table_of_variables() -> None:
+def test_the_tables_of_variables() -> None:
     rows = re.findall(r"\| `(MESH_LM_\w+)` \| `--config\.launch\.(\w+)` \|", PAGE)
     assert {field: variable for variable, field in rows} == VARIABLES
+    assert dict(re.findall(r"\| `--(\w+)` \| `(MESH_LM_\w+)` \|", PAGE)) == job.VARIABLES
 
 
-def test_every_command_is_one_that_train_py_reads() -> None:
-    assert len(COMMANDS) == 4
+def test_every_command_is_one_that_is_read() -> None:
+    assert len(COMMANDS) == 12
     for command in COMMANDS:
-        words = shlex.split(command, comments=True)
-        cli.parse(words[words.index("train.py") + 1 :])
-        settings = dict(word.split("=", 1) for word in words if word.startswith("MESH_LM_"))
+        parts = shlex.split(command, comments=True)
+        if "mesh_lm.launch" in parts:
+            options, rest = _parse(parts[parts.index("mesh_lm.launch") + 1 :])
+            on_slurm = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-4]"}
+            assert options.template or job.Job.of(options, rest, on_slurm if parts[0] == "srun" else {}).nodes in (1, 2, 4)
+            parts = rest
+        if "train.py" in parts:
+            cli.parse(parts[parts.index("train.py") + 1 :])
+        settings = dict(part.split("=", 1) for part in parts if part.startswith("MESH_LM_"))
         assert not settings or Place.of(LaunchConfig(), settings) is not None
+
+
+def test_defaults_and_statuses() -> None:
+    """What the page says of times and statuses is what the launcher has."""
+    for option, value in re.findall(r"`--([a-z-]+)=(\d+)` (?:s|of)\b", PAGE):
+        assert getattr(job.Job, option.replace("-", "_")) == int(value), option
+    assert f"`--heartbeat` ({job.Job.heartbeat:g} s)" in PAGE
+    rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
+    known = (launch.EXIT_CANNOT, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
+    assert [int(status) for status in rows] == [0, *known]
+    assert controller.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+
+
+def test_who_is_where() -> None:
+    """The table on the page, from heartbeats like those it tells of."""
+    beats = {
+        0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
+        1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
+    }
+    assert "\n".join(["[launch] who is where:", *words.where(beats, {1})]) in PAGE
+    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
+    assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 
 
 def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,18 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
     assert [m["skipped"] for m in seen] == [0, 1, 1, 1] and int(state["step"]) == 4
     assert seen[0] == clean[0] and math.isnan(seen[1]["loss"]) and math.isfinite(seen[3]["loss"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    losses = [m["loss"] for m in seen if math.isfinite(m["loss"])]
+    np.testing.assert_allclose(state["recent"][0], [3, np.mean(losses), np.var(losses)], rtol=1e-4)
+
+
+def test_outliers_count_unless_asked_for() -> None:
+    """Statistics by which any step is one: the default step only keeps them."""
+    blueprint, step, fresh = trainer("zero2", data=8)
+    lately = np.array([[1000, -100, 1]] * 2, np.float32)
+    state = fresh()
+    state["recent"] = jax.device_put(lately, state["recent"].sharding)
+    state, metrics = step(state, on_devices(host_batch(2), blueprint))
+    assert metrics["skipped"] == 0 and state["recent"][0, 0] == 1001
 
 
 def test_the_state_lives_where_the_rules_say() -> None:

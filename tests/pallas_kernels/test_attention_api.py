@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import Problem, Unsupported, choose, describe, flash_attention
+from pallas_kernels import BlockMask, Problem, Unsupported, capability_of, choose, describe, flash_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 
 COMPILE_BUDGET = 0
@@ -31,8 +31,8 @@ problems = st.builds(
     ),
     S=st.sampled_from([1, 128, 200]),
     T=st.sampled_from([1, 128, 200]),
-    H=st.sampled_from([20, 64, 128, 192, 256, 512]),
-    Hv=st.sampled_from([64, 128]),
+    H=st.sampled_from([20, 64, 96, 128, 192, 256, 512]),
+    Hv=st.sampled_from([64, 96, 128, 256]),
     causal=st.booleans(),
     platform=st.sampled_from(["cpu", "gpu", "tpu"]),
     capability=st.sampled_from([(7, 5), (8, 0), (9, 0), (10, 0)]),
@@ -71,7 +71,47 @@ def test_cudnn_serves_exactly_what_it_can(problem: Problem) -> None:
         and (problem.q_offset == 0 or not problem.causal)
         and (problem.window is None or problem.q_shape[1] == problem.k_shape[1])
     )
-    assert (choose(problem).name == "cudnn") == can
+    assert ("cudnn" not in choose(problem).rejected) == can
+
+
+@settings(deadline=None)
+@given(problems)
+def test_mosaic_serves_exactly_what_it_can(problem: Problem) -> None:
+    widths = (problem.q_shape[3], problem.v_shape[3])
+    can = (
+        (problem.platform, problem.capability) == ("gpu", (9, 0))
+        and problem.dtype in ("bfloat16", "float16")
+        and widths in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+    )
+    assert (choose(problem).name == "mosaic") == can
+
+
+class Device:
+    def __init__(self, **fields: str) -> None:
+        self.__dict__ |= fields
+
+
+@pytest.mark.parametrize(
+    ("device", "capability"),
+    [(Device(compute_capability="9.0"), (9, 0)), (Device(compute_capability="gfx942"), (0, 0)), (Device(), (0, 0))],
+)
+def test_capability_of_a_device(device: Device, capability: tuple[int, int]) -> None:
+    assert capability_of(device) == capability
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"platform": "cpu"}, "needs a Hopper GPU, and the platform is cpu$"),
+        ({"capability": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0$"),
+        ({"capability": (10, 0)}, "this GPU has 10.0$"),
+        ({}, "head dims are 64, 96, 128, 192 with values of 128, 256, not 80 with values of 80$"),
+        ({"block_mask": BlockMask.sliding(256, size=192, blocks=1)}, "block masks come in multiples of 128, not 192"),
+    ],
+)
+def test_mosaic_says_why_it_cannot(kwargs: dict, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        flash_attention(*shapes(H=64 if kwargs else 80), implementation="mosaic", **{"platform": "gpu", "capability": (9, 0)} | kwargs)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +154,7 @@ def test_every_reason_is_given_at_once() -> None:
         ({}, {"kv_segment_ids": ids(2, 256)}, "kv_segment_ids needs segment_ids"),
         ({"T": 128}, {"segment_ids": ids(2, 256)}, "256 queries and 128 keys give kv_segment_ids too"),
         ({}, {"sinks": jax.ShapeDtypeStruct((2,), jnp.float32)}, r"sinks must be floats of shape \(8,\)"),
-        ({}, {"implementation": "triton"}, "implementation must be one of cudnn, xla or None, got 'triton'"),
+        ({}, {"implementation": "triton"}, "implementation must be one of mosaic, cudnn, xla or None, got 'triton'"),
     ],
 )
 def test_wrong_arguments(arrays: dict, kwargs: dict, message: str) -> None:

@@ -1,9 +1,14 @@
 """Which process this is, from flags, variables or Slurm; no process is started."""
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from mesh_lm.config import ConfigError, LaunchConfig
-from mesh_lm.launch.place import Place, first_host, tasks_here
+from mesh_lm.launch.__main__ import _parse
+from mesh_lm.launch.job import Job
+from mesh_lm.launch.place import Place, first_host, gpus_here, tasks_here
 
 VARIABLES = {"MESH_LM_COORDINATOR": "node1:99", "MESH_LM_PROCESSES": "4", "MESH_LM_PROCESS_INDEX": "3"}
 SLURM = {
@@ -23,6 +28,7 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     assert Place.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == Place("[::1]:7", 2, 0)
     assert Place.of(LaunchConfig(), everywhere) == Place("node1:99", 4, 3)
     assert Place("[::1]:7", 2, 0).address == ("::1", 7)
+    assert Place.of(LaunchConfig(), VARIABLES | {"MESH_LM_LOCAL_DEVICES": "2,3"}) == Place("node1:99", 4, 3, (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -77,3 +83,46 @@ def test_an_impossible_place(config: dict, environment: dict[str, str], message:
     with pytest.raises(ConfigError) as caught:
         Place.of(LaunchConfig(**config), environment)
     assert message in str(caught.value)
+
+
+NODE = {"MESH_LM_NODES": "4", "MESH_LM_NODE": "3", "MESH_LM_RENDEZVOUS": "node1:99"}
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+def job(*words: str, **environment: str) -> Job:
+    return Job.of(*_parse([*words, "train.py"]), environment)
+
+
+def test_where_a_launcher_is() -> None:
+    """Options win over variables, and these over Slurm; all from one source."""
+    assert (job().nodes, job().node, job().address[0]) == (1, 0, "127.0.0.1")
+    assert (job(**NODE).nodes, job(**NODE).node, job(**NODE).address) == (4, 3, ("node1", 99))
+    found = job("--nodes=2", "--node=1", "--rendezvous=[::1]:7", **(NODE | SLURM | STEP))
+    assert (found.nodes, found.node, found.address) == (2, 1, ("::1", 7))
+    found = job(**(SLURM | STEP))
+    assert (found.nodes, found.node, found.address[0]) == (2, 1, "n1") and 61_440 <= found.address[1] < 65_536
+    assert job(SLURM_JOB_ID="7", SLURM_NNODES="4").nodes == 1, "a batch script without srun is one node"
+    with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; give it --ntasks-per-node=1"):
+        job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
+
+
+def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
+    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
+    assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
+    assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: the CPU's device is each one's own"
+    with pytest.raises(ConfigError, match="8 GPUs of this node do not divide over its 3 workers; start a worker a node, or a worker a GPU"):
+        job("--per-node=3").devices_of(0, eight)
+
+
+def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == gpus_here({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}) == 0
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n")
+    tool.chmod(0o755)
+    assert gpus_here({"PATH": str(tmp_path)}) == 2
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(RuntimeError, match=f"cannot count the GPUs of {socket.gethostname()}: .*exit status 9"):
+        gpus_here({"PATH": str(tmp_path)})
+    assert job().devices_of(0, {"PATH": str(tmp_path)}) == "", "one process takes what JAX finds"

@@ -15,7 +15,7 @@ import pytest
 from processes import PATIENCE, ended, wait_for
 from slurm import cluster, why_not
 
-from mesh_lm.launch.__main__ import free_port
+from mesh_lm.launch.wire import free_port
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker.py")
@@ -47,7 +47,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]
 
 
 def local(processes: int, devices: int, script: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mesh_lm.launch", f"--processes={processes}", f"--devices={devices}", str(script), *arguments]
+    command = [sys.executable, "-m", "mesh_lm.launch", f"--per-node={processes}", f"--devices={devices}", str(script), *arguments]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -110,6 +110,30 @@ def test_two_nodes_of_slurm(fields: Callable[..., list[str]], alone: tuple[dict,
             capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
+    assert_same_run(outcome(tmp_path / "run"), alone, 2)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_slurm_under_launchers(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+    """One launcher a node; a worker is killed on the way, and the run ends where it would have ended without that."""
+    if reason := why_not():
+        pytest.skip(reason)
+    (directory := tmp_path / "slurm").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, signal, sys, threading\n"
+        "if os.environ['MESH_LM_GENERATION'] + os.environ['MESH_LM_PROCESS_INDEX'] == '11':\n"
+        "    threading.Timer(5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        f"sys.path[0], sys.argv[0] = {str(WORKER.parent)!r}, {str(WORKER)!r}\n"
+        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+    )
+    with cluster(directory) as slurm:
+        launch = [sys.executable, "-m", "mesh_lm.launch", "--devices=4", str(script), str(tmp_path / "run"), *fields()]
+        run = subprocess.run(
+            ["srun", "-N2", "--ntasks-per-node=1", *launch], env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"]},
+            capture_output=True, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+    assert run.returncode == 0 and "process 1 on node 1" in run.stderr and "restart 1 of 3" in run.stderr, run.stdout + run.stderr
     assert_same_run(outcome(tmp_path / "run"), alone, 2)
 
 
@@ -202,20 +226,20 @@ def test_config_files_that_differ_inside_are_told_apart(fields: Callable[..., li
 
 def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "mesh_lm.launch", "--processes", "2", "-m", "this"],
+        [sys.executable, "-m", "mesh_lm.launch", "--per-node", "2", "-m", "this"],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
     assert process.returncode == 0 and process.stdout.count("Namespaces are one honking great idea") == 2
-    process = subprocess.run([sys.executable, "-m", "mesh_lm.launch", "--processes=2"], env=environment(), capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-m", "mesh_lm.launch", "--per-node=2"], env=environment(), capture_output=True, text=True)
     assert process.returncode == 2 and "name a Python script, such as train.py, or -m and a module" in process.stderr
 
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(7)\ntime.sleep(600)\n")
+    script.write_text("import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(1)\ntime.sleep(600)\n")
     process = local(2, 1, script)
     ended(process)
-    assert process.returncode == 7
+    assert process.returncode == 1

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from processes import PATIENCE
 
 from mesh_lm.config import ConfigError
-from mesh_lm.launch.__main__ import free_port
 from mesh_lm.launch.place import Place
-from mesh_lm.launch.rendezvous import describe, meet
+from mesh_lm.launch.rendezvous import Absent, describe, meet
+from mesh_lm.launch.wire import free_port
 
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/step.py": "0123"}}
 
@@ -23,6 +23,7 @@ def outcomes(places: list[Place], descriptions: list[dict], timeout: float = PAT
         try:
             meet(place, timeout, description)
         except ConfigError as error:
+            assert isinstance(error, Absent) == any(sign in str(error) for sign in ("did not come", "found no", "cannot listen")), error
             return str(error)
         return ""
 

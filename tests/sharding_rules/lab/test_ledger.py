@@ -266,3 +266,33 @@ def test_kernels() -> None:
     )
     where = Where("attention", "forward", "", "call")
     assert kernels(module, Places(module)) == tuple((target, ("f32[8,8]", "f32[8,8]"), where) for target in calls[-2:])
+
+
+def test_kernels_say_their_name_and_flops() -> None:
+    """As Pallas for Mosaic GPU writes them; the kernel's own name is no scope of the model."""
+    said = 'frontend_attributes={kernel="attention backward",kernel_flops="1000"}'
+    path = "jit(f)/transpose(jvp(layers))/attention/shard_map/the_kernel/mpmd_map"
+    call = f'  %k = f32[8,8]{{1,0}} custom-call(%x), custom_call_target="mosaic_gpu_v2", {said}, metadata={{op_name="{path}"}}'
+    module = program(call)
+    where = Where("layers/attention", "backward", "", "the_kernel")
+    assert kernels(module, Places(module)) == (("mosaic_gpu_v2: attention backward", ("f32[8,8]",), where),)
+    assert flops_by_phase(module, Places(module)) == {"backward": 1000}
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "flops"),
+    [
+        ("__cudnn$fmhaSoftmax", 3, 1, 4 * 2 * 4 * 1024**2 * 64),
+        ("__cudnn$fmhaSoftmaxBackward", 5, 3, 10 * 2 * 4 * 1024**2 * 64),
+        ("mosaic_gpu_v2", 4, 1, 6 * 2 * 4 * 1024**2 * 64),
+    ],
+)
+def test_fused_attention_that_says_nothing_is_known_by_its_operands(target: str, operands: int, results: int, flops: int) -> None:
+    """B 2, N 4, S 1024, H 64. A causal mask of cuDNN halves it."""
+    shape = "bf16[2,1024,4,64]{3,2,1,0}"
+    made = "".join(f"  %o{n} = {shape} broadcast()\n" for n in range(operands))
+    result = f"({', '.join([shape] * results)}, u8[0]{{0}})"
+    call = f'  %k = {result} custom-call({", ".join(f"%o{n}" for n in range(operands))}), custom_call_target="{target}"'
+    for mask, factor in (("", 1), (', backend_config={"mask_type":"CAUSAL"}', 2 if "cudnn" in target else 1)):
+        module = program(made + call + mask)
+        assert module.flops(module.by_name["k"]) == flops // factor

@@ -158,6 +158,20 @@ def test_fused_attention_is_priced_by_its_matmuls() -> None:
     assert found.spans[1].duration == pytest.approx(1e6 * 0.5 * 4 * 2 * 16 * 4096**2 * 128 / (0.62 * 989.4e12))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "kind", "expected"),
+    [
+        ('kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000"', "attention", 1e6 / (0.62 * 989.4)),
+        ('kernel="grouped matmul",kernel_flops="1000000000000"', "matmul", 1e6 / (MATMUL * 989.4)),
+        ('kernel="attention forward",kernel_bytes="33520000000",kernel_flops="1000000000000"', "attention", 1e4 / MEMORY),
+    ],
+)
+def test_a_kernel_is_priced_by_what_it_says(attributes: str, kind: str, expected: float) -> None:
+    call = f'%x = f32[8,8]{{1,0}} custom-call(%p), custom_call_target="mosaic_gpu_v2", frontend_attributes={{{attributes}}}'
+    found = replayed(kernel("s", 10), call)
+    assert (found.spans[1].kind, found.spans[1].duration) == (kind, pytest.approx(expected))
+
+
 def test_a_fusion_that_slices_moves_the_slice_and_one_that_updates_in_place_the_update() -> None:
     slices = (
         "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%b = f32[1000,1000]{1,0} parameter(1)", "%i = s32[] parameter(2)",

@@ -1,0 +1,98 @@
+"""Our attention against its formula in fp32, and against cuDNN where it serves: results, gradients, reruns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attention_peers as peers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import Case
+from record import Row
+
+from pallas_kernels import choose, describe, flash_attention, reference_attention
+
+TOLERANCES = {"bfloat16": {"lse": 1e-4, "out": 4e-3, "gradient": 8e-3}, "float16": {"lse": 1e-4, "out": 5e-4, "gradient": 1e-3}}
+"""Largest |ours - reference| / |reference|, norms over the whole array, where cuDNN does not serve. Half as much was seen on a CPU."""
+NOISE = 1.1
+"""Ours may be so many times cuDNN's error and still no worse: both round in other places."""
+
+
+def compared(case: Case, dry_run: bool, reruns: int) -> Row:
+    moving, still, weights = case.arrays()
+    static = case.features()
+    there = peers.HOPPER if dry_run else {}
+    exact = {name: x.astype("float32") for name, x in moving.items()}
+    wanted = _values(lambda **x: reference_attention(**{**static, **x}), case, exact, still, weights)
+    ours = _jitted(lambda **x: _door(case, **{**static, **x, **there}, implementation="mosaic"), case)
+    runs = [ours(moving, still, weights) for _ in range(1 + reruns)]
+    errors = _errors(runs[0], wanted)
+    row: Row = {"dtype": case.dtype}
+    try:
+        theirs = _cudnn_errors(case, static, moving, still, weights, wanted)
+    except Exception as error:  # theirs, not ours
+        theirs, row["cudnn_fails"] = {}, f"{type(error).__name__}: {error}"[:200]
+    limits = TOLERANCES[case.dtype]
+    worse = {name: errors[name] / theirs[name] for name in theirs}
+    bad = [f"{name} {error:.2e}" for name, error in errors.items() if not error <= _limit(name, limits, theirs, "softcap" in case.static)]
+    differ = [name for name in runs[0] for run in runs[1:] if np.asarray(runs[0][name]).tobytes() != np.asarray(run[name]).tobytes()]
+    row |= {"reruns_differ": len(differ), **{f"rel_{name}": error for name, error in errors.items()}}
+    if worse:
+        row["cudnn"] = max(worse.values())
+    wrong = [f"too far from the reference: {', '.join(bad)}"] if bad else []
+    wrong += [f"reruns differ: {', '.join(differ)}"] if differ else []
+    return row | ({"error": "; ".join(wrong)} if wrong else {})
+
+
+def _limit(name: str, limits: dict[str, float], theirs: dict[str, float], capped: bool) -> float:
+    """As good as cuDNN, or as good as rounding allows. capped: the tanh of a soft cap is the hardware's, good to 2^-11."""
+    least = limits.get(name, limits["gradient"]) * (3 if capped and name == "lse" else 1)
+    return max(NOISE * theirs[name], least / 2) if name in theirs else least
+
+
+def _door(case: Case, **keywords: Any) -> tuple[jax.Array, jax.Array | None]:
+    return flash_attention(**keywords, return_lse=True) if case.lse else (flash_attention(**keywords), None)
+
+
+def _jitted(attend: Callable[..., tuple[jax.Array, jax.Array | None]], case: Case) -> Callable[..., dict[str, jax.Array]]:
+    """(arrays with gradients, the others, weights) -> out, lse where the case has it, and gradients of a loss that goes through both."""
+
+    def loss(moving: dict[str, jax.Array], still: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
+        out, lse = attend(**moving, **still)
+        total = (out.astype(jnp.float32) * weights["out"]).sum()
+        if not case.lse:
+            return total, {"out": out}
+        assert lse is not None
+        seen = jnp.where(lse == -jnp.inf, 0, lse)
+        return total + (jnp.sin(seen) * weights["lse"]).sum(), {"out": out, "lse": lse}
+
+    def values(moving: Any, still: Any, weights: Any) -> dict[str, jax.Array]:
+        gradients, found = jax.grad(loss, has_aux=True)(moving, still, weights)
+        return {**found, **{f"d{name}": x for name, x in gradients.items()}}
+
+    return jax.jit(values)
+
+
+def _values(attend: Callable[..., Any], case: Case, *arrays: Any) -> dict[str, jax.Array]:
+    return _jitted(attend, case)(*arrays)
+
+
+def _errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: relative(np.asarray(found[name], np.float32), np.asarray(x, np.float32)) for name, x in wanted.items()}
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """|found - wanted| / |wanted|; nan where one is not finite and the other is, or has another infinity."""
+    finite = np.isfinite(wanted)
+    if (np.where(finite, 0, found) != np.where(finite, 0, wanted)).any():
+        return float("nan")
+    return float(np.linalg.norm(found[finite] - wanted[finite]) / max(np.linalg.norm(wanted[finite]), 1e-30))
+
+
+def _cudnn_errors(case: Case, static: dict[str, Any], moving: Any, still: Any, weights: Any, wanted: Any) -> dict[str, float]:
+    """Empty where cuDNN does not serve."""
+    if "cudnn" in choose(describe(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
+        return {}
+    return _errors(_values(lambda **x: _door(case, **{**static, **x}, implementation="cudnn"), case, moving, still, weights), wanted)

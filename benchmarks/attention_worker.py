@@ -1,0 +1,306 @@
+"""One task of the GPU suite about attention, in a process of its own: python benchmarks/attention_worker.py TASK '{"key": value, ...}'
+
+Needs jax and numpy. Results are printed as in gpu_worker.py. A process that a CUDA error has made useless ends with status RESTART.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attention_peers as peers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import CASES, Case, document_ids, forward_flops, timed_case
+from attention_checks import compared, relative
+from gpu_lab import RESTART
+from gpu_lock import compiling, measuring
+from record import Row
+from worker import emit, rounds, serve
+
+from pallas_kernels import flash_attention
+from pallas_kernels.interpreter import interpreted
+
+
+def told(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
+    """A row for each variant. fault: the column that tells of an exception."""
+    for variant in variants:
+        try:
+            emit(**variant, **measure(variant))
+        except Exception as error:
+            emit(**variant, **{fault(variant): f"{type(error).__name__}: {error}"[:600]})
+            try:
+                jax.block_until_ready(jnp.arange(8) + 1)
+            except Exception:
+                sys.stdout.flush()
+                os._exit(RESTART)  # no clean end: it waits for a GPU that does not answer
+
+
+def interpreting(dry_run: bool) -> contextlib.AbstractContextManager[None]:
+    return interpreted() if dry_run else contextlib.nullcontext()
+
+
+# Speed.
+
+
+def plan(headline: list[Row], shapes: list[Row], dry_run: bool) -> None:
+    """What is to be timed: "peers" in JAX, and, for those in another framework, "flops" of the forward, "window" and "lengths"."""
+    for row in [*headline, *shapes]:
+        case = timed_case(row, "bfloat16", tiny=dry_run)
+        ids = packed_ids(case)
+        names = peers.available(row["mask"], row["head_dim"], row["heads"] // row["kv_heads"])
+        names = [name if name != "cudnn" else "xla" for name in names if name not in ("mgpu", "tokamax")] if dry_run else names
+        names = [name for name in names if row not in headline or name not in (peers.OURS, "cudnn", "xla")]  # the headline has those
+        lengths = None if ids is None else [np.bincount(one).tolist() for one in ids]
+        emit(shape=row, peers=names, flops=forward_flops(case, ids), window=case.static.get("window"), lengths=lengths)
+
+
+def packed_ids(case: Case) -> np.ndarray | None:
+    return document_ids(np.random.default_rng(case.S), case.B, case.S, case.documents) if case.documents else None
+
+
+def headline(size: int, shapes: list[Row], names: list[str], dry_run: bool) -> None:
+    """The roof, then implementations of the same shape in turns, so that heat and clocks are the same for all: a row for each, by shape."""
+    roof(size, 1 if dry_run else 20)
+    with ThreadPoolExecutor(len(names) * len(shapes)) as pool:  # what is interpreted is so in its own thread only
+        start: Any = _Done if dry_run else pool.submit
+        with interpreting(dry_run):
+            built = [(shape, {name: start(Timed, name, shape, dry_run) for name in names}) for shape in shapes]
+        if not dry_run:
+            wait(future for _, entrants in built for future in entrants.values())  # nothing compiles beside what is timed
+        for shape, entrants in built:
+            duel(shape, entrants, dry_run)
+
+
+def roof(size: int, repeats: int) -> None:
+    """A bf16 matmul of random data, size^3: what the GPU's matrix units give without a kernel's other work."""
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    matmul = jax.jit(jnp.matmul)
+    with compiling():
+        jax.block_until_ready(matmul(a, b))
+    with measuring():
+        times = rounds({"": partial(matmul, a, b)}, repeats)[""]
+    emit(matmul=f"{size}^3 bf16", ms=1e3 * times.median, tflops=2 * size**3 / times.median / 1e12, spread=times.spread)
+
+
+class _Done:
+    """A future whose work is done by who asks for it."""
+
+    def __init__(self, f: Callable[..., Any], *arguments: Any) -> None:
+        self.f, self.arguments = f, arguments
+
+    def result(self) -> Any:
+        return self.f(*self.arguments)
+
+
+def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
+    """entrants: name -> a future with a `Timed`."""
+    with interpreting(dry_run):
+        built: dict[str, Timed] = {}
+        for name, future in entrants.items():
+            try:
+                built[name] = future.result()
+            except Exception as error:
+                emit(**shape, peer=name, error=f"{type(error).__name__}: {error}"[:600])
+        with measuring():
+            ways = {(name, way): f for name, timed in built.items() for way, f in timed.warm().items()}
+            began = time.time()
+            times = rounds(ways, 1 if dry_run else 0)
+            ended = time.time()
+    for name, timed in built.items():
+        found = {way: times[other, way] for other, way in times if other == name}
+        emit(**shape, peer=name, **timed.row(found), began=began, ended=ended)
+
+
+def speed(variants: list[Row], dry_run: bool) -> None:
+    """A variant is a shape and a peer."""
+
+    def measure(variant: Row) -> Row:
+        with interpreting(dry_run):
+            # XLA alone tries its matmuls on the GPU while it compiles.
+            with compiling() if variant["peer"] == "xla" else contextlib.nullcontext():
+                timed = Timed(variant["peer"], variant, dry_run)
+            with measuring():
+                return timed.row(rounds(timed.warm(), 1 if dry_run else 0))
+
+    told(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
+
+
+class Timed:
+    """One implementation at one shape: compiled without touching the GPU, so that others may be timed meanwhile; then `warm`, and timed."""
+
+    def __init__(self, peer: str, shape: Row, dry_run: bool) -> None:
+        self.case = case = timed_case(shape, peers.DTYPES.get(peer, "bfloat16"), tiny=dry_run)
+        self.ids, self.scaled = packed_ids(case), peer == "mgpu"  # which has no softmax scale
+        self.flops = forward_flops(case, self.ids)
+        self.sizes = [(case.B, case.S, n, case.H) for n in (case.N, case.K, case.K, case.N)]
+        *qkv, dout = (jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for size in self.sizes)
+        still = {} if self.ids is None else {"segment_ids": jax.ShapeDtypeStruct(self.ids.shape, self.ids.dtype)}
+        attend = peers.attention(peer, case.static, dry_run)
+        self.forward = jax.jit(lambda q, k, v, still: attend(q, k, v, **still)).lower(*qkv, still).compile()
+        self.backward = None
+        if not peers.forward_only(peer, shape["mask"]):
+            lowered = jax.jit(lambda q, k, v, still: jax.vjp(partial(attend, **still), q, k, v)).lower(*qkv, still)
+            self.kept = lowered.compile()
+            _, pull = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+            self.backward = jax.jit(lambda pull, dout: pull(dout)).lower(pull, dout).compile()
+
+    def warm(self) -> dict[str, Callable[[], Any]]:
+        """Calls of the forward and of the backward alone, made once, on random data."""
+        keys = jax.random.split(jax.random.key(self.case.S + self.case.H), 4)
+        q, k, v, dout = (jax.random.normal(key, size, self.case.dtype) for key, size in zip(keys, self.sizes, strict=True))
+        qkv = (q / self.case.H**0.5 if self.scaled else q, k, v)
+        still = {} if self.ids is None else {"segment_ids": jnp.asarray(self.ids)}
+        ways: dict[str, Callable[[], Any]] = {"fwd": partial(self.forward, *qkv, still)}
+        self.norms = {"out_norm": _norm(ways["fwd"]())}
+        if self.backward:
+            _, pull = self.kept(*qkv, still)
+            ways["bwd"] = partial(self.backward, pull, dout)
+            self.norms |= {f"d{name}_norm": _norm(x) for name, x in zip("qkv", ways["bwd"](), strict=True)}
+        return ways
+
+    def row(self, times: dict[str, Any]) -> Row:
+        found: Row = {}
+        for way, flops in (("fwd", self.flops), ("bwd", 2.5 * self.flops)):
+            if way in times:
+                found |= {f"{way}_ms": 1e3 * times[way].median, f"{way}_tflops": flops / times[way].median / 1e12}
+                found |= {f"{way}_spread": times[way].spread}
+        return found | self.norms
+
+
+def _norm(x: jax.Array) -> float:
+    return float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
+
+
+# Correctness.
+
+
+def cases() -> None:
+    emit(names=list(CASES))
+
+
+def correct(variants: list[Row], dry_run: bool, reruns: int) -> None:
+    """Ours against the formula in fp32. A variant names one of CASES.
+
+    rel: |x - reference| / |reference| of out, log-sum-exp and gradients; cudnn: the largest quotient of ours and cuDNN's, where it serves.
+    """
+
+    def measure(variant: Row) -> Row:
+        case = CASES[variant["case"]].tiny() if dry_run else CASES[variant["case"]]
+        with interpreting(dry_run), compiling():
+            return compared(case, dry_run, reruns)
+
+    told(variants, measure)
+
+
+# A program compiled where there is no GPU.
+
+
+def _block(x: jax.Array, into: jax.Array, out: jax.Array, there: dict[str, Any]) -> jax.Array:
+    """A small attention block, with a loss."""
+    q, k, v = jnp.moveaxis(jnp.einsum("bsd,dfnh->bsfnh", x, into), 2, 0)
+    y = flash_attention(q, k, v, implementation="mosaic", **there)
+    return jnp.square(jnp.einsum("bsnh,dnh->bsd", y, out).astype(jnp.float32)).mean()
+
+
+def _program(there: dict[str, Any]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(partial(_block, there=there), argnums=(0, 1, 2)))
+
+
+def _block_shapes(tiny: bool) -> list[tuple[int, ...]]:
+    B, S, D, N, H = (1, 128, 64, 1, 64) if tiny else (2, 4096, 1024, 8, 128)
+    return [(B, S, D), (D, 3, N, H), (D, N, H)]
+
+
+def deviceless(path: str, target: str, tiny: bool) -> None:
+    """Compiles for a GPU that this process does not see, and serialises. target: cpu compiles for this machine, a rehearsal of the load."""
+    from jax.experimental import serialize_executable
+
+    from sharding_rules.lab.targets import devices
+
+    began = time.perf_counter()
+    device = jax.devices()[0] if target == "cpu" else devices(target, 1)[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in _block_shapes(tiny)]
+    compiled = _program({"platform": "gpu", "capability": (9, 0)}).lower(*arguments).compile() if target != "cpu" else _on_cpu(arguments)
+    serialised, _, _ = serialize_executable.serialize(compiled)
+    Path(path).write_bytes(serialised)
+    emit(target=target, compile_s=time.perf_counter() - began, bytes=len(serialised))
+
+
+def _on_cpu(arguments: list[jax.ShapeDtypeStruct]) -> Any:
+    """The block with XLA's attention: an interpreted kernel calls back into Python, which cannot be serialised."""
+    return jax.jit(jax.value_and_grad(_plain_block, argnums=(0, 1, 2))).lower(*arguments).compile()
+
+
+def _plain_block(x: jax.Array, into: jax.Array, out: jax.Array) -> jax.Array:
+    q, k, v = jnp.moveaxis(jnp.einsum("bsd,dfnh->bsfnh", x, into), 2, 0)
+    return jnp.square(jnp.einsum("bsnh,dnh->bsd", flash_attention(q, k, v), out).astype(jnp.float32)).mean()
+
+
+def load(path: str, tiny: bool) -> None:
+    """Loads what `deviceless` left, runs it, and compares with the same program compiled here."""
+    from jax.experimental import serialize_executable
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = zip(keys, _block_shapes(tiny), strict=True)
+    arguments = [jax.random.normal(key, shape, jnp.bfloat16) / shape[0] ** 0.5 for key, shape in shapes]
+    into = jax.tree.structure((tuple(arguments), {}))
+    out = jax.tree.structure((0, (0, 0, 0)))
+    began = time.perf_counter()
+    device = jax.devices()[0]
+    program = serialize_executable.deserialize_and_load(Path(path).read_bytes(), into, out, device.client, [device])
+    loaded = time.perf_counter() - began
+    found = jax.block_until_ready(program(*arguments))
+    began = time.perf_counter()
+    here = _program({}) if device.platform == "gpu" else jax.jit(jax.value_and_grad(_plain_block, argnums=(0, 1, 2)))
+    with compiling():
+        wanted = jax.block_until_ready(here(*arguments))
+    compiled = time.perf_counter() - began
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs]
+    with measuring():
+        times = rounds({"loaded": lambda: program(*arguments), "here": lambda: here(*arguments)}, 1 if tiny else 0)
+    row = {"load_s": loaded, "compile_here_s": compiled, "ms": 1e3 * times["loaded"].median, "ms_compiled_here": 1e3 * times["here"].median}
+    bad = not max(errors) <= 1e-2
+    emit(**row, rel_difference=max(errors), **({"error": f"differs from the program compiled here by {max(errors):.1e}"} if bad else {}))
+
+
+def autotune(seconds: float, table: str, dry_run: bool) -> None:
+    """What `pallas_kernels.attention.autotune.measure` finds in so many seconds; its table of tiles is written to the path `table`.
+
+    dry_run: no time for any candidate.
+    """
+    try:
+        tuner: Any = importlib.import_module("pallas_kernels.attention.autotune")
+        tuning: Any = importlib.import_module("pallas_kernels.attention.tuning")
+    except ImportError as error:
+        emit(autotune=f"not there: {error}")
+        return
+    if not tuner.CANDIDATES.exists():
+        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.attention.autotune makes it, without a GPU")
+        return
+    shutil.copy(tuning.PATH, table)
+    tuning.PATH = Path(table)  # that of the package is not written to by a benchmark
+    with measuring():
+        rows = tuner.measure(0 if dry_run else seconds)
+    emit(autotune=f"{len(rows)} shapes measured", table=Path(table).name)
+    for row in rows:
+        tiles = {kernel: " ".join(f"{name} {n}" for name, n in row[kernel].items()) for kernel in tuner.KERNELS}
+        about = {name: row[name] for name in ("device", "causal", "length")}
+        times = {f"{name}_ms": ms for name, ms in row["measured"]["ms"].items()}
+        emit(head_dims=" ".join(map(str, row["head_dims"])), **about, **tiles, **times)
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (plan, headline, speed, cases, correct, deviceless, load, autotune)})

@@ -1,0 +1,148 @@
+"""Runs the fault suite three times in a row, under load if asked to, and writes the table of docs/faults.md from what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, ROOT, Record, Row, options
+
+PAGE = ROOT / "docs" / "faults.md"
+FAULTS = {
+    "F1": ("kill -9 in an asynchronous save, at three moments", "the step is whole or is not there; same bits at the end"),
+    "F2": ("kill -9 of a worker, and of the coordinator", "restarted; same bits at the end"),
+    "F3": ("kill -9 of a peer between save() and commit", "all are ended, the step is not there, restarted from the one before; same bits"),
+    "F4": ("SIGSTOP of a worker", "noticed within the heartbeat + 5 s, restarted; same bits"),
+    "F5": ("SIGTERM", "all save at one step and leave with 99; the same command ends with the same bits"),
+    "F6": (
+        "flip, zero, truncate or delete in every file of a checkpoint",
+        "never silent: the bits that were saved, or the step before; never a silent new start",
+    ),
+    "F7": ("a full disk, for a while and at the end", "training goes on, saved when there is room; at the end an error"),
+    "F8": ("a half-copied step under a complete one's name", "named, put aside, the step before it is taken"),
+    "F9": ("8 devices in 2 processes, 4 in 1, 2 in 2", "the same samples; losses within 1e-6 of a run that never moved"),
+    "F10": (
+        "NaN; one flipped bit in one device's copy of the weights",
+        "the step is skipped and counted; the device is named, nothing is saved, restarted; same bits",
+    ),
+    "F11": ("wrong config, vocabulary or tree", "one error before any array is read, nothing is put aside"),
+    "F12": ("a process that hangs, alive and its heart beating", "its watchdog dumps the stacks and ends it with 75, restarted; same bits"),
+    "F13": ("the data file cut short, or removed, in mid-run", "the bus error is explained, the next start names the file"),
+    "F14": ("a clock that jumps, a port in use, an output that cannot be written", "same bits; one error each, before the first step"),
+    "F15": ("the network between two hosts is cut, and healed", "both sides end their processes, find each other, go on; same bits"),
+    "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "saved, requeued by the script, goes on; same bits"),
+}  # fmt: skip
+_HEAD = """\
+# Faults
+
+What was done to a run, and what had to hold: `pytest -m fault`. Real processes, signals, disks, network namespaces and a real Slurm, on one
+machine; F6, F8 and F11 in one process. Most runs are two supervised processes with two devices each (HSDP, dropout on), which must end with
+the same bits, weights and moments and all, and must have read the same samples, as a run that nobody disturbed. What a person sees of
+each, and does, is in [operations](operations.md). The table is written by `python benchmarks/faults.py`
+([results](../benchmarks/results/{source})).
+
+"""
+
+
+def passed(arguments: list[str]) -> list[Row]:
+    """Runs the suite once: a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "fault", "tests/fault", f"--junitxml={report}", *arguments]
+        status = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
+        if status not in (0, 1):
+            raise SystemExit(f"pytest ended with {status}")
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        return [row for case in cases if (row := _row(case))]
+
+
+def _row(case: ElementTree.Element) -> Row | None:
+    name = case.get("name", "")
+    if not (match := re.match(r"test_(f\d+)_", name)):
+        return None
+    problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+    outcome = "passed" if problem is None else "failed" if problem.tag != "skipped" else f"skipped: {problem.get('message')}"
+    noted = {found.get("name", ""): found.get("value") for found in case.iter("property")}
+    return {"fault": match[1].upper(), "test": name, "outcome": outcome, "seconds": float(case.get("time", 0))} | noted
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """A row for each fault, over all runs."""
+    by_fault: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_fault[row["fault"]].append(row)
+    out = []
+    for fault, (what, must_hold) in FAULTS.items():
+        mine = by_fault[fault]
+        skipped = next((row["outcome"] for row in mine if row["outcome"].startswith("skipped")), "")
+        held = sum(row["outcome"] == "passed" for row in mine)
+        seconds = [row["seconds"] for row in mine if row["outcome"] == "passed"]
+        out.append({
+            "": fault, "what happens": what, "what must hold": must_hold,
+            "held": f"{held} of {len(mine)}" + (f"; {skipped}" if skipped else ""),
+            "seconds": f"{statistics.median(seconds):.0f}" if seconds else "",
+        })  # fmt: skip
+    return out
+
+
+def page(data: dict[str, Any], source: str) -> str:
+    """docs/faults.md. source: the results' file name."""
+    found = data["tables"]["Faults"]
+    head = {column: column for column in found["rows"][0]}
+    lines = ["| " + " | ".join(row.values()) + " |" for row in [head, *found["rows"]]]
+    rule = "|" + " --- |" * len(found["rows"][0])
+    return _HEAD.format(source=source.replace(".json", ".md")) + "\n".join([lines[0], rule, *lines[1:], "", found["note"], ""])
+
+
+def newest() -> Path:
+    """The latest results. Raises FileNotFoundError where there are none."""
+    found = sorted(RESULTS.glob("faults_*.json"))
+    if not found:
+        raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
+    return found[-1]
+
+
+def main() -> int:
+    parser = options(__doc__ or "", quick_help="one run instead of three")
+    parser.add_argument("--load", type=int, default=0, help="processes that do nothing but take a core meanwhile")
+    parser.add_argument("-k", default="", help="as pytest's")
+    arguments = parser.parse_args()
+    record = Record("faults", arguments.output)
+    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
+    runs, rows, loads = 1 if arguments.quick else 3, [], []
+    try:
+        for n in range(1, runs + 1):
+            loads.append(os.getloadavg()[0])
+            rows += [row | {"run": n} for row in passed(["-k", arguments.k] if arguments.k else [])]
+    finally:
+        for process in burning:
+            process.kill()
+    cases = [row for row in rows if row.get("cases")]
+    loads = ", ".join(f"{load:.1f}" for load in loads)
+    times = f"{runs} runs in a row" if runs > 1 else "One run"
+    note = f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of a test."
+    if cases:
+        note += (
+            f" F6: {cases[0]['cases']} corruptions a run, {cases[0]['older step taken']} of which hit what is read: then the older "
+            "step was taken; none gave wrong weights."
+        )
+    record.table("Faults", table(rows), note)
+    record.table("Tests", rows, "Every test of every run.", show=False)
+    path = record.write()
+    if arguments.output == RESULTS:
+        PAGE.write_text(page(json.loads(path.read_text()), path.name))
+    outcomes = {row["outcome"] for row in rows}
+    return 0 if "failed" not in outcomes and {row["fault"] for row in rows} == {*FAULTS} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""train.py, a step of which takes at least MESH_LM_PACE seconds: so that a small run is long enough to be disturbed."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from mesh_lm import launch
+
+
+class Slow(train.Monitor):
+    def step(self, step: int, metrics: Any) -> Any:
+        time.sleep(float(os.environ["MESH_LM_PACE"]))
+        return super().step(step, metrics)
+
+
+if __name__ == "__main__":
+    train.Monitor = Slow
+    sys.exit(launch.run(train.main, sys.argv[1:]))

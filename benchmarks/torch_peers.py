@@ -1,0 +1,194 @@
+"""The GPU suite's peers in PyTorch, in a process of their own: python benchmarks/torch_peers.py TASK '{"key": value, ...}'
+
+attention: SDPA's flash and cuDNN backends, and for windows and packed documents varlen_attn and FlexAttention. train: torch.compile and
+SDPA on a twin of our models. Needs torch and numpy, and no JAX. Results are printed as in gpu_worker.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gpu_lock import compiling, measuring
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_models import Decoder
+from worker import Times, emit, rounds, serve
+
+Row = dict[str, Any]
+RESTART = 75
+"""As in gpu_lab.py."""
+NOT_SHOWN = ("fields", "n_params", "flops_per_token", "peak_flops", "flops", "window", "lengths")
+"""Of a variant."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def wait(_: Any = None) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def probe() -> None:
+    emit(torch=torch.__version__, device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", cudnn=torch.backends.cudnn.version())
+
+
+def told(variants: list[Row], measure: Callable[[Row], Row]) -> None:
+    """A row for each variant, with the exception as "unserved" where there is one."""
+    for variant in variants:
+        shown = {name: value for name, value in variant.items() if name not in NOT_SHOWN}
+        try:
+            emit(**shown, **measure(variant))
+        except Exception as error:
+            emit(**shown, unserved=f"{type(error).__name__}: {error}"[:600])
+            try:
+                wait()
+            except Exception:
+                sys.stdout.flush()
+                os._exit(RESTART)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+# Attention alone.
+
+
+def attention(variants: list[Row], dry_run: bool) -> None:
+    """A variant is a shape and a peer, with "flops" of the forward and, where packed, the "lengths" of the documents in each row."""
+    told(variants, partial(_attention, dry_run=dry_run))
+
+
+def _attention(variant: Row, dry_run: bool) -> Row:
+    B, S, N, K, H = (variant[name] for name in ("batch", "seq", "heads", "kv_heads", "head_dim"))
+    generator = torch.Generator(DEVICE).manual_seed(S + H)
+    sizes = [(B, n, S, H) for n in (N, K, K, N)]
+    q, k, v, dout = (torch.randn(size, generator=generator, device=DEVICE).to(torch.bfloat16) for size in sizes)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    forward, dout = _forward(variant, q, k, v, dout)
+    with compiling():
+        out = forward()
+        grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        wait()
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    with measuring():
+        with torch.no_grad():
+            times = rounds({"fwd": forward}, 1 if dry_run else 0, wait)
+        times |= rounds({"bwd": backward}, 1 if dry_run else 0, wait)
+    found: Row = {}
+    for way, flops in (("fwd", variant["flops"]), ("bwd", 2.5 * variant["flops"])):
+        found |= _rates(way, times[way], flops)
+    return found | {"out_norm": float(out.detach().float().norm()), "dq_norm": float(grads[0].float().norm())}
+
+
+def _rates(way: str, times: Times, flops: float) -> Row:
+    return {f"{way}_ms": 1e3 * times.median, f"{way}_tflops": flops / times.median / 1e12, f"{way}_spread": times.spread}
+
+
+def _forward(variant: Row, q: Any, k: Any, v: Any, dout: Any) -> tuple[Callable[[], Any], Any]:
+    """A call without arguments, and dout in the layout of what it returns."""
+    peer, mask, gqa = variant["peer"], variant["mask"], variant["heads"] != variant["kv_heads"]
+    if peer in BACKENDS:
+
+        def sdpa() -> Any:
+            with sdpa_kernel(BACKENDS[peer]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal", enable_gqa=gqa)
+
+        return sdpa, dout
+    lengths = variant.get("lengths") or [[variant["seq"]]] * variant["batch"]
+    if peer == "torch varlen":
+        return _varlen(lengths, variant.get("window"), q, k, v), dout.transpose(1, 2).flatten(0, 1)
+    return _flex(lengths, variant.get("window"), q, k, v, gqa), dout
+
+
+def _varlen(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any) -> Callable[[], Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    each = [n for row in lengths for n in row]
+    starts = torch.tensor(np.cumsum([0, *each]), dtype=torch.int32, device=DEVICE)
+    known, how = inspect.signature(varlen_attn).parameters, {}  # torch 2.10 had is_causal, later ones have window_size
+    if "window_size" in known:
+        how["window_size"] = (window - 1 if window else -1, 0)
+    elif window:
+        raise ValueError(f"varlen_attn of torch {torch.__version__} has no window")
+    else:
+        how["is_causal"] = True
+    if q.shape[1] != k.shape[1]:
+        how["enable_gqa"] = True
+    return partial(varlen_attn, *flat, starts, starts, max(each), max(each), **how)
+
+
+def _flex(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any, gqa: bool) -> Callable[[], Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ids = torch.tensor(np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]), device=DEVICE)
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        near = (i >= j) & (ids[b, i] == ids[b, j])
+        return near & (i - j < window) if window else near
+
+    mask = create_block_mask(visible, q.shape[0], None, q.shape[2], q.shape[2], device=DEVICE)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+
+# A whole train step.
+
+
+def train(variants: list[Row], steps: int, dry_run: bool) -> None:
+    """Time of a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, as ours. A variant: "model", "fields" of its
+    shape, "batch" in sequences, "flops_per_token"."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    told(variants, partial(_train, steps=steps, dry_run=dry_run))
+
+
+def _train(variant: Row, steps: int, dry_run: bool) -> Row:
+    fields, batch, warm_up = variant["fields"], variant["batch"], 3
+    torch.manual_seed(0)
+    model = Decoder(fields).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda")
+    loss_of = torch.compile(model, backend="eager" if dry_run else "inductor")
+    tokens = torch.randint(0, fields["vocab_size"], (4, batch, fields["seq_len"] + 1), device=DEVICE)
+
+    def step(i: int) -> float:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = loss_of(tokens[i % 4])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    began = time.perf_counter()
+    with compiling():
+        first = step(0)
+    compiled, times = time.perf_counter() - began, []
+    with measuring():
+        for i in range(warm_up + steps):
+            if i == warm_up:
+                clock = time.time()
+            before = time.perf_counter()
+            last = step(i)
+            wait()
+            times.append(time.perf_counter() - before)
+        during = {"began": clock, "ended": time.time()}
+    seconds = statistics.median(times[warm_up:])
+    high_water = {"high_water_gib": torch.cuda.max_memory_allocated() / 2**30} if DEVICE == "cuda" else {}
+    rate = batch * fields["seq_len"] / seconds
+    row = {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), **high_water}
+    return row | {"compile_s": compiled, "loss_first": first, "loss_last": last, **during}
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (probe, attention, train)}, may=("torch",))

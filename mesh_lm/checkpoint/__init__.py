@@ -1,0 +1,13 @@
+"""Checkpoints: one Orbax composite {state, data, metadata} per step, written in the background, restored onto any mesh, and verified.
+
+The tree on disk is plain dicts keyed by parameter names, layers in model order, so that neither Flax, nor optax, nor the mesh and its
+pipeline is part of the format. Orbax restores a flipped bit without a word, so metadata holds a digest of every leaf, which a restore
+compares.
+
+`python -m mesh_lm.checkpoint ls|verify|diff` looks at them from outside.
+"""
+
+from mesh_lm.checkpoint.saved import Damaged as Damaged
+from mesh_lm.checkpoint.saved import Saved as Saved
+from mesh_lm.checkpoint.saved import find as find
+from mesh_lm.checkpoint.store import Checkpoints as Checkpoints

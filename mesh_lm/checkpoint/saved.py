@@ -1,0 +1,216 @@
+"""One checkpoint on disk: what it says of itself, and its arrays, verified as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from mesh_lm import launch
+from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.config import ConfigError, TrainConfig, as_dict
+from mesh_lm.errors import listed
+from mesh_lm.health.digest import combined, digests, leaf_name
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import State, abstract_state, fresh_recent
+from sharding_rules.rules import Kind
+
+FORMAT = 2
+"""1 had neither digests nor the leaf `recent`."""
+_KINDS: dict[str, Kind] = {"params": "params", "mu": "optimizer", "nu": "optimizer"}
+"""The parts of a state that a pipeline's stages divide, each with its column of the rules."""
+
+
+class Damaged(ConfigError):
+    """A checkpoint that is not what was saved. `reasons` names files or leaves."""
+
+    def __init__(self, path: Path, reasons: list[str]) -> None:
+        super().__init__(listed(f"{path} is damaged", reasons))
+        self.reasons = reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint on disk. Its descriptions are here; its arrays stay there until they are asked for."""
+
+    directory: Path
+    """The directory of all checkpoints of its run."""
+    step: int
+    data: dict[str, Any]
+    """The place in the data, as `Batches.state` gave it."""
+    metadata: dict[str, Any]
+    """config (as `as_dict` gives it), parameters (name -> [*shape, dtype]), digests (leaf -> 16 hex digits), format and versions."""
+
+    @property
+    def path(self) -> Path:
+        return self.directory / str(self.step)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of every leaf, as `mesh_lm.health.digest` makes them; none in a checkpoint of format 1."""
+        return self.metadata.get("digests", {})
+
+    @classmethod
+    def read(cls, directory: Path, step: int) -> Saved:
+        """Its descriptions. Raises Damaged where they are missing, no JSON, or not those that were written."""
+        path = directory / str(step)
+        with launch.together(lambda said: Damaged(path, [said])):
+            return cls(directory, step, **descriptions(path))
+
+    def state(self, abstract: State) -> State:
+        """The leaves of `abstract` ({"params": ...} alone will do), layers in model order, with its shapes and shardings; verified.
+
+        Raises ConfigError for a checkpoint of another model, before any array is read, and Damaged, naming the leaves, for arrays that
+        cannot be read or are not those that were saved.
+        """
+        self.require(abstract["params"])
+        if "recent" in abstract and self.metadata["format"] == 1:
+            recent = jax.device_put(fresh_recent(), abstract["recent"].sharding)
+            return self.state({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
+        args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)  # pyright: ignore[reportCallIssue]
+        with launch.together(lambda said: Damaged(self.path, [said])):
+            try:
+                state = array_handler().restore(epath.Path(self.path / "state"), args=args)
+            except Exception as error:
+                if not _proves_damage(error):
+                    raise  # no memory, or a disk that does not answer: another time it may be read
+                raise Damaged(self.path, [f"its arrays cannot be read: {_root(error)}"]) from error
+            if absent := [leaf_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if not isinstance(leaf, jax.Array)]:
+                raise Damaged(self.path, [f"{name}: is missing" for name in absent])
+        found = digests(state)
+        wrong = [f"{leaf}: digest {found[leaf]}, saved as {was}" for leaf, was in self.digests.items() if found.get(leaf, was) != was]
+        if wrong:
+            raise Damaged(self.path, wrong)
+        return state
+
+    def resumed(self, blueprint: Blueprint, optimizer: AdamW) -> State:
+        """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
+        abstract = each_part(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
+        return each_part(blueprint.by_stage, self.state(abstract))
+
+    def params(self, blueprint: Blueprint) -> Params:
+        """The weights alone, layers in model order. Raises as `state` does."""
+        return self.state({"params": _in_model_order(blueprint, blueprint.shapes, "params")})["params"]
+
+    @property
+    def certificate(self) -> str:
+        """What a run prints when it saves and when it is resumed: with these weights, from this place in these data."""
+        return certificate(self.metadata, self.data)
+
+    def changed(self, config: TrainConfig) -> list[str]:
+        """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
+        return differences(self.metadata["config"], as_dict(config))
+
+    def require(self, params: Mapping[str, Any]) -> None:
+        """Raises ConfigError where its parameters do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct)."""
+        saved, wanted = self.metadata["parameters"], {name: [*x.shape, str(x.dtype)] for name, x in params.items()}
+        problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
+                    for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
+        if problems:
+            told = listed(f"{self.path} is a checkpoint of another model", problems)
+            raise ConfigError(f"{told}\nset another output, or that model's config")
+
+
+def find(path: Path | str) -> Saved | None:
+    """The checkpoint that a path names: a run's output (its newest step), the `checkpoints` in it, or one step there; None for any other.
+
+    Raises ConfigError for a run's directory without a complete checkpoint, and Damaged for a damaged one.
+    """
+    path = Path(path).expanduser().absolute()
+    step = int(path.name) if path.name.isdecimal() and path.parent.name == "checkpoints" and path.is_dir() else None
+    directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if directory.name != "checkpoints" or not directory.is_dir():
+        return None
+    if step is None and (step := max(steps_in(directory), default=None)) is None:
+        raise ConfigError(f"no complete checkpoint in {directory}")
+    return Saved.read(directory, step)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps that a directory of checkpoints has, ascending: Orbax gives a directory its step's name when it is complete."""
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Reads and writes the arrays of a checkpoint."""
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+
+
+def certificate(metadata: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """In words: the digest of all leaves, which does not depend on the mesh, and that of all samples read (`mesh_lm.data.loader`)."""
+    state = combined(metadata["digests"]) if metadata.get("digests") else "not recorded"
+    return f"state {state}, samples {data.get('samples', 'not recorded')}"
+
+
+def seal(data: Any, metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of both descriptions of a checkpoint, its own field `seal` left out."""
+    plain = {"data": data, "metadata": {key: value for key, value in metadata.items() if key != "seal"}}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def descriptions(path: Path) -> dict[str, Any]:
+    """{"data": ..., "metadata": ...} of the checkpoint in this directory. Raises Damaged."""
+    found, reasons = {}, []
+    for item in ("data", "metadata"):
+        try:
+            found[item] = json.loads((path / item / "metadata").read_text())
+        except FileNotFoundError:
+            reasons.append(f"{item}/metadata is missing: the save, or a copy of it, is not complete")
+        except ValueError as error:
+            reasons.append(f"{item}/metadata cannot be read: {error}")
+    if not reasons and not _sealed(**found):
+        reasons.append("data/metadata and metadata/metadata are not those that were written (seal)")
+    if reasons:
+        raise Damaged(path, reasons)
+    return found
+
+
+def _sealed(data: Any, metadata: Any) -> bool:
+    if not isinstance(data, dict) or not isinstance(metadata, dict):
+        return False
+    if metadata.get("format") == 1 and not {"seal", "digests"} & metadata.keys():
+        return True  # written before there was one
+    return metadata.get("seal") == seal(data, metadata)
+
+
+def each_part(move: Callable[[Any, Kind], Any], state: State) -> State:
+    """The state with `move(part, kind)` in place of each part that a pipeline's stages divide."""
+    return state | {part: move(state[part], kind) for part, kind in _KINDS.items() if part in state}
+
+
+def differences(saved: Any, now: Any, path: str = "") -> list[str]:
+    """Entries that differ between two nested dicts, as "train.steps: 10 -> 20"."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = list(dict.fromkeys([*saved, *now]))
+        return [d for key in keys for d in differences(saved.get(key), now.get(key), f"{path}.{key}" if path else key)]
+    return [] if saved == now else [f"{path}: {saved} -> {now}"]
+
+
+def _in_model_order(blueprint: Blueprint, tree: Mapping[str, jax.ShapeDtypeStruct], kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `Blueprint.in_model_order` would make of arrays like these."""
+    where = blueprint.canonical_shardings(kind)
+    return {name: jax.ShapeDtypeStruct(blueprint.shapes[name].shape, x.dtype, sharding=where[name]) for name, x in tree.items()}
+
+
+def _proves_damage(error: BaseException) -> bool:
+    """Whether it is what is on the disk that cannot be read. Orbax and TensorStore have no class of errors of their own for it."""
+    said = f"{error!r} {_root(error)}"
+    elsewhere = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "Input/output error", "Stale file handle"
+    if isinstance(error, MemoryError | PermissionError | TimeoutError) or any(word in said for word in elsewhere):
+        return False
+    return not isinstance(error, OSError) or isinstance(error, FileNotFoundError)
+
+
+def _root(error: BaseException) -> str:
+    """The first line of what began a chain of errors."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or repr(error)).splitlines()[0][:300]

@@ -1,0 +1,195 @@
+"""One node of a run: starts its workers when the controller says so, tells it what becomes of them, and ends them.
+
+It obeys one controller, on node 0, over one connection. When that is lost, its workers are of no use: it ends them, and tries to come back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, place
+from mesh_lm.launch.controller import AT_ONCE, UNKILLABLE, Schedule, say
+from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
+from mesh_lm.launch.job import Job
+from mesh_lm.launch.wire import Peer
+from mesh_lm.launch.worker import Worker
+
+ELASTIC = "MESH_LM_ELASTIC"
+"""Variable with the nodes of the whole job, where it may go on with fewer (`mesh_lm.elastic`)."""
+LEAST = "MESH_LM_LEAST"
+"""Variable with how many those are at least (--min-nodes)."""
+GENERATION = "MESH_LM_GENERATION"
+"""Variable with how often the workers have been started, this time included."""
+_TICK = 0.05
+_RETRY = 0.5
+
+
+class Agent:
+    """Runs this node's part of a job to its end: `run` returns the job's status. Belongs into the main thread, for its signals.
+
+    Linux kills the workers when the thread that started them ends: no worker outlives its agent.
+    """
+
+    def __init__(self, job: Job, address: tuple[str, int], environment: Mapping[str, str] = os.environ) -> None:
+        """address: of the controller. Raises ConfigError where the GPUs of this node cannot be shared equally."""
+        self._job, self._address, self._environment = job, address, environment
+        self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
+        self._peer: Peer | None = None
+        self._workers: dict[int, Worker] = {}
+        self._generation = 0
+        self._schedule: Schedule = ()
+        self._ordered = 0.0
+        self._signals: list[int] = []
+        self._stop = self._interrupted = False
+        self._status: int | None = None
+        self._told, self._ticked, self._welcome = 0.0, time.monotonic(), False
+        self._since, self._patience, self._why = time.monotonic(), job.first_wait, ""
+
+    def run(self) -> int:
+        wanted = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._caught) for number in wanted}
+        try:
+            while self._status is None:
+                self._tick()
+                time.sleep(_TICK)
+        finally:
+            self._signal(AT_ONCE)
+            if self._peer:
+                self._peer.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._status
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _tick(self) -> None:
+        self._stops()
+        before, self._ticked = self._ticked, time.monotonic()
+        paused = self._ticked - before > self._job.pause
+        if self._peer:
+            for message in self._peer.receive(excused=paused):
+                self._obey(message)
+            if self._status is None and not (self._peer.open and self._peer.silence < self._job.heartbeat):
+                self._disconnect()
+        elif self._stop and not self._workers:
+            self._status = EXIT_PREEMPTED  # there is no controller that would say so
+        elif not self._workers:
+            self._connect()
+        elif time.monotonic() - self._since > max(self._patience, UNKILLABLE):
+            say(f"node {self._job.node} gives up: SIGKILL does not end its workers, which hang in the kernel")
+            self._status = EXIT_STALLED
+        self._look(excused=paused)
+        self._signal(self._schedule)
+
+    def _stops(self) -> None:
+        """Passes on a signal to this launcher: to all nodes, through the controller. A second SIGINT is impatient."""
+        signals, self._signals = self._signals, []
+        for number in signals:
+            at_once = number == signal.SIGINT and self._interrupted
+            self._interrupted |= number == signal.SIGINT
+            if at_once:
+                self._end(AT_ONCE)
+            if self._peer:
+                self._peer.send(stop=signal.Signals(number).name, at_once=at_once)
+            self._stop = True
+
+    # The controller.
+
+    def _connect(self) -> None:
+        if time.monotonic() - self._since > self._patience:
+            where = f"the controller at {self._address[0]}:{self._address[1]}"
+            say(f"node {self._job.node} gives up: no answer from {where} in {self._patience:g} s{self._why}")
+            self._status = EXIT_STALLED
+            return
+        try:
+            self._peer = Peer(socket.create_connection(self._address, timeout=_RETRY))
+        except OSError as error:
+            self._why = f" ({error})"
+            time.sleep(_RETRY)
+            return
+        self._welcome = False
+        self._peer.send(hello="mesh_lm", node=self._job.node, host=socket.gethostname(), job=self._job.shared())
+
+    def _disconnect(self) -> None:
+        assert self._peer is not None
+        how = "is gone" if not self._peer.open else f"was silent for {self._peer.silence:.0f} s"
+        self._peer.close()
+        self._peer = None
+        if self._welcome:  # it was there, so that this is an event, and the time to come back begins
+            say(f"node {self._job.node}: the controller on node 0 {how}; tries to come back, for {self._job.rejoin:g} s at most")
+            self._since, self._patience = time.monotonic(), self._job.rejoin
+        self._end(AT_ONCE)
+        time.sleep(_RETRY)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        self._welcome = True
+        if "start" in message:
+            self._start(message)
+        elif "end" in message and message["end"] == self._generation:
+            self._end(tuple((after, number) for after, number in message["schedule"]))
+        elif "exit" in message:
+            self._status = message["exit"]
+            if message.get("why"):
+                say(message["why"])
+
+    # The workers.
+
+    def _start(self, order: dict[str, Any]) -> None:
+        self._generation, self._schedule = order["start"], ()
+        environment = {name: value for name, value in self._environment.items() if name not in JOB_VARIABLES.values()}
+        environment |= {
+            place.VARIABLES["coordinator"]: order["coordinator"],
+            place.VARIABLES["processes"]: str(order["count"]),
+            GENERATION: str(self._generation),
+            JOB_VARIABLES["nodes"]: str(order["nodes"]),
+        }
+        if self._job.devices:
+            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._job.devices)}
+        if self._job.least < self._job.nodes:
+            environment |= {ELASTIC: str(self._job.nodes), LEAST: str(self._job.least)}
+        for local, devices in enumerate(self._devices):
+            index = order["first"] + local
+            own = {place.VARIABLES["index"]: str(index)} | ({place.LOCAL_DEVICES: devices} if devices else {})
+            self._workers[index] = Worker(self._job.command, environment | own, index, relay=order["count"] > 1)
+
+    def _look(self, *, excused: bool) -> None:
+        """Sees what became of the workers, and tells the controller; at least once a second."""
+        died, fewer, looked = [], 0, {**self._workers}
+        for index, worker in [*self._workers.items()]:
+            worker.read(excused=excused)
+            if (status := worker.status()) is not None:
+                died.append((index, status, worker.sent))
+                fewer = fewer or worker.nodes
+                del self._workers[index]
+            elif not self._schedule_kills and (seconds := worker.silence(self._job.start, self._job.heartbeat)):
+                self._tell(silent=index, seconds=seconds)
+        beats = {index: worker.beat | {"age": time.monotonic() - worker.heard} for index, worker in looked.items() if worker.beat}
+        if died or time.monotonic() - self._told > min(1.0, self._job.heartbeat / 4):
+            self._tell(beats=beats, died=died, fewer=fewer, ended=not self._workers)
+
+    def _tell(self, **message: Any) -> None:
+        if self._peer:
+            self._told = time.monotonic()
+            self._peer.send(generation=self._generation, **message)
+
+    def _end(self, schedule: Schedule) -> None:
+        self._schedule, self._ordered = schedule, time.monotonic()
+
+    @property
+    def _schedule_kills(self) -> bool:
+        """Whether the workers are about to be killed anyway."""
+        return any(number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._schedule)
+
+    def _signal(self, schedule: Schedule) -> None:
+        """Sends each worker what is due by now, once."""
+        due = [number for after, number in schedule if time.monotonic() >= self._ordered + after]
+        for worker in self._workers.values():
+            if due and worker.sent != due[-1]:
+                worker.signal(due[-1])

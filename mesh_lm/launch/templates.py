@@ -1,0 +1,160 @@
+"""Files that start a run on Slurm or Kubernetes, and containers for it. Read them before use: paths, names and accounts are yours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED
+from mesh_lm.launch.job import Job
+
+_DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
+_SLURM = """\
+#!/bin/bash
+#SBATCH --job-name=mesh_lm
+#SBATCH --nodes={nodes}
+# One launcher a node; it starts {per_node} of the processes.
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --exclusive
+#SBATCH --mem=0
+# It may be preempted, and continues; one log for all of its lives.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=mesh_lm-%j.log
+# So many seconds before its time is over it saves, and leaves with status {preempted}. scancel, preemption without GraceTime and
+# scontrol requeue leave it KillWait only, which is 30 s unless slurm.conf says more.
+#SBATCH --signal=TERM@{warning}
+{no_kill_job}
+# A launcher that ends must not end the others: it is for node 0 to say what becomes of them.
+srun --kill-on-bad-exit=0 --wait=0 {no_kill}{launch}
+status=$?
+
+# Saved (status {preempted}), or an accident: the same command continues. Accidents are not for ever.
+case $status in
+    0|1|2) ;;
+    *)
+        if [ "$status" -eq {preempted} ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt 20 ]; then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi
+        ;;
+esac
+exit "$status"
+"""
+_NO_KILL = """\
+# A node that dies does not end the job: it goes on with those that are left, {min_nodes} at least.
+#SBATCH --no-kill
+"""
+_JOBSET = """\
+# Needs JobSet (https://jobset.sigs.k8s.io) in the cluster, which makes the headless service that the pods find node 0 by.
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: mesh-lm
+spec:
+  network:
+    enableDNSHostnames: true           # node 0 is mesh-lm-node-0-0.mesh-lm
+    subdomain: mesh-lm
+    publishNotReadyAddresses: true
+  failurePolicy:
+    maxRestarts: 3                     # of all pods, beyond what the launchers mend by themselves
+    rules:
+      - name: mistake                  # status {cannot}: starting it again would change nothing
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          parallelism: {nodes}
+          completions: {nodes}
+          completionMode: Indexed
+          backoffLimit: {backoff}             # pods that may be lost and replaced; their launchers join the others again
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes: {{containerName: mesh-lm, operator: In, values: [{cannot}]}}
+              - action: Ignore         # preempted: saved, and a new pod continues
+                onExitCodes: {{containerName: mesh-lm, operator: In, values: [{preempted}]}}
+              - action: Ignore
+                onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+          template:
+            spec:
+              restartPolicy: Never
+              tolerations:             # of a node that does not answer; Kubernetes would wait for 5 minutes
+                - {{key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
+                - {{key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
+              terminationGracePeriodSeconds: {patience}
+              containers:
+                - name: mesh-lm
+                  image: registry.example.com/mesh-lm:latest   # from --template=dockerfile
+                  command: {command}
+                  env:
+                    - name: MESH_LM_NODES
+                      value: "{nodes}"
+                    - name: MESH_LM_NODE
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+                    - name: MESH_LM_RENDEZVOUS
+                      value: mesh-lm-node-0-0.mesh-lm:9876
+                  resources:
+                    limits:
+                      nvidia.com/gpu: {gpus}
+                  volumeMounts:
+                    - {{name: shm, mountPath: /dev/shm}}
+                    - {{name: runs, mountPath: /workspace/runs}}
+              volumes:
+                - name: shm            # NCCL's buffers; the default of 64 MiB is too small
+                  emptyDir: {{medium: Memory, sizeLimit: 64Gi}}
+                - name: runs           # checkpoints, on a disk that all pods share
+                  persistentVolumeClaim: {{claimName: mesh-lm-runs}}
+"""
+_DOCKERFILE = """\
+# NVIDIA's image, every night's build; for a fixed one: ghcr.io/nvidia/jax:jax-YYYY-MM-DD, or nvcr.io/nvidia/jax:YY.MM-py3.
+FROM ghcr.io/nvidia/jax:jax
+WORKDIR /workspace
+COPY . .
+# Its own builds of JAX stay as they are.
+RUN python -c "from importlib.metadata import version; [print(p, version(p), sep='==') for p in ('jax', 'jaxlib')]" > /tmp/jax.txt \\
+    && pip install --no-cache-dir -c /tmp/jax.txt -e '.[data]'
+ENTRYPOINT ["python", "-m", "mesh_lm.launch"]
+CMD {command}
+"""
+_DOCKERFILE_PIP = """\
+# The CUDA libraries come from pip: the host needs NVIDIA's driver and container toolkit only.
+FROM python:3.11-slim
+WORKDIR /workspace
+COPY . .
+RUN pip install --no-cache-dir -e '.[data,cuda13]'
+ENTRYPOINT ["python", "-m", "mesh_lm.launch"]
+CMD {command}
+"""
+_TEMPLATES = {"slurm": _SLURM, "jobset": _JOBSET, "dockerfile": _DOCKERFILE, "dockerfile-pip": _DOCKERFILE_PIP}
+NAMES = tuple(_TEMPLATES)
+_MARGIN, _EARLIER = 30, 60
+"""Seconds more than the grace that Kubernetes gives a pod, and that Slurm tells of the end ahead."""
+_SLOW = {"start": 1800.0, "rejoin": 1800.0}
+"""Kubernetes has to find a node for a pod, and to pull its image."""
+
+
+def fill(options: argparse.Namespace, command: list[str]) -> str:
+    """The file that --template names, for so many nodes and this command (default: Llama 3 8B on 8 nodes)."""
+    nodes = options.nodes or 8
+    own = {name: getattr(options, name) for name in ("per_node", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin")}
+    own = {name: value for name, value in own.items() if value != getattr(Job, name)}
+    if options.template == "jobset":
+        own = _SLOW | own
+    words = [f"--{name.replace('_', '-')}={value if isinstance(value, int) else f'{value:g}'}" for name, value in own.items()]
+    words += command or _DEFAULT
+    launch = ["python", "-m", "mesh_lm.launch", *words]
+    shown = words if options.template.startswith("dockerfile") else launch
+    return _TEMPLATES[options.template].format(
+        nodes=nodes, per_node=options.per_node, gpus=options.gpus,
+        warning=int(options.grace) + _EARLIER, patience=int(options.grace) + _MARGIN,
+        backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, launch=shlex.join(launch), command=json.dumps(shown),
+        no_kill="--no-kill " if options.min_nodes else "",
+        no_kill_job=_NO_KILL.format(min_nodes=options.min_nodes) if options.min_nodes else "",
+    )  # fmt: skip

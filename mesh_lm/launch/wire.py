@@ -1,0 +1,85 @@
+"""What launchers say to one another: one JSON object a line over TCP, and nobody ever waits for a slow reader."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+_LONGEST = 2**20
+"""Bytes of a line; who sends more is a stranger."""
+
+
+class Peer:
+    """The other end of a connection.
+
+    Attributes:
+      open: whether it is still there, as far as the system knows.
+      heard: when it last said anything (time.monotonic).
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._incoming, self._outgoing = connection, b"", b""
+        self.open, self.heard = True, time.monotonic()
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it last said anything."""
+        return time.monotonic() - self.heard
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Sends it now, or with a later call where the other end does not keep up."""
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        try:
+            while self.open and self._outgoing:
+                self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
+        except BlockingIOError:
+            self.open = len(self._outgoing) < _LONGEST
+        except OSError:
+            self.open = False
+
+    def receive(self, *, excused: bool = False) -> list[dict[str, Any]]:
+        """All messages that have come in since. Closes on what is none. excused: its silence until now does not count."""
+        if excused:
+            self.heard = time.monotonic()
+        try:
+            while piece := self._socket.recv(2**16):
+                self._incoming, self.heard = self._incoming + piece, time.monotonic()
+            self.open = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.open = False
+        *lines, self._incoming = self._incoming.split(b"\n")
+        try:
+            found: list[Any] = [json.loads(line) for line in lines]
+        except ValueError:
+            found = [None]
+        if len(self._incoming) <= _LONGEST and all(isinstance(message, dict) for message in found):
+            return found
+        self.open = False
+        return []
+
+    def close(self) -> None:
+        self.open = False
+        self._socket.close()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine that nobody listens on. host: the address, empty for all of them."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def listen(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
+    """A server on all addresses of this machine, or on `host`. port 0: a free one. Raises OSError where it is taken."""
+    if host or not socket.has_dualstack_ipv6():
+        return socket.create_server((host, port), backlog=backlog)
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)

@@ -1,0 +1,141 @@
+"""Sparse attention by blocks: which block of queries sees which block of keys, fixed when the program is traced.
+
+A block that is not visible costs nothing. `fixed` and `strided` are Sparse Transformers' patterns (Child et al. 2019,
+arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv 2007.14062), all with blocks for positions, as their
+authors' kernels have them. The other masks of a call (causal, window, segments) cut what a pattern leaves.
+"""
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+MULTIPLE = 64
+"""Sizes of a block are multiples of this: the smallest tile that a GPU's matrix units like."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockMask:
+    """A static pattern; equal patterns are equal and hash alike, so that it can be an argument of `jax.jit`.
+
+    Raises ValueError for a pattern of another type or rank, or another size of block.
+    """
+
+    visible: np.ndarray
+    """bool [N or 1, ceil(S / size), ceil(T / size)]: by query head (1: the same for all), block of queries, block of keys. Blocks
+    count from query 0 and key 0 of the call, whatever its `q_offset`."""
+    size: int
+    """Positions in a block, of queries as of keys; a multiple of 64."""
+
+    def __post_init__(self) -> None:
+        visible = np.array(self.visible, order="C")
+        if visible.dtype != bool or visible.ndim != 3 or 0 in visible.shape:
+            raise ValueError(
+                f"BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of keys], got {visible.dtype} {list(visible.shape)}"
+            )
+        if not isinstance(self.size, int | np.integer) or self.size < MULTIPLE or self.size % MULTIPLE:
+            raise ValueError(f"BlockMask.size must be a multiple of {MULTIPLE}, got {self.size}")
+        visible.flags.writeable = False
+        object.__setattr__(self, "visible", visible)
+        object.__setattr__(self, "size", int(self.size))
+
+    @cached_property
+    def _key(self) -> tuple:
+        return self.size, self.visible.shape, self.visible.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def faults(self, S: int, T: int, N: int) -> list[str]:
+        """What is wrong with it for S queries, T keys and N query heads; empty: nothing."""
+        want = (-(-S // self.size), -(-T // self.size))
+        heads, *have = self.visible.shape
+        found = []
+        if tuple(have) != want:
+            found.append(f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} keys need {want[0]} x {want[1]}")
+        if heads not in (1, N):
+            found.append(f"block_mask has {heads} heads; it must have 1 (for all) or {N}")
+        return found
+
+    def dense(self, S: int, T: int) -> np.ndarray:
+        """bool [N or 1, S, T], position by position."""
+        rows, keys = np.arange(S) // self.size, np.arange(T) // self.size
+        return self.visible[:, rows[:, None], keys]
+
+    @classmethod
+    def fixed(cls, S: int, T: int | None = None, *, size: int = 128, stride: int, summary: int = 1, heads: int = 1) -> "BlockMask":
+        """Each query sees its own stretch of `stride` blocks, and of every stretch the last `summary` blocks.
+
+        With several heads each has other summary blocks, one group before the last for every head, and so round.
+        """
+        row, key = _blocks(S, T, size)
+        if not 1 <= summary <= stride:
+            raise ValueError(f"BlockMask.fixed: summary must be 1 to stride={stride} blocks, got {summary}")
+        groups = stride // summary
+        first = stride - summary * (1 + np.arange(_at_least(1, heads=heads))[:, None, None] % groups)
+        summaries = (key % stride >= first) & (key % stride < first + summary)
+        return cls((row // stride == key // stride) | summaries, size)
+
+    @classmethod
+    def strided(cls, S: int, T: int | None = None, *, size: int = 128, stride: int) -> "BlockMask":
+        """Each query sees the blocks up to `stride` away, and all those that are a multiple of `stride` away."""
+        row, key = _blocks(S, T, size)
+        apart = np.abs(row - key)
+        return cls((apart <= _at_least(1, stride=stride)) | (apart % stride == 0), size)
+
+    @classmethod
+    def sliding(cls, S: int, T: int | None = None, *, size: int = 128, blocks: int) -> "BlockMask":
+        """Each query sees the keys of its own block and of `blocks - 1` on either side."""
+        row, key = _blocks(S, T, size)
+        return cls(np.abs(row - key) < _at_least(1, blocks=blocks), size)
+
+    @classmethod
+    def bigbird(
+        cls,
+        S: int,
+        T: int | None = None,
+        *,
+        size: int = 128,
+        global_blocks: int = 1,
+        window_blocks: int = 3,
+        random_blocks: int = 3,
+        causal: bool = False,
+        heads: int = 1,
+        seed: int = 0,
+    ) -> "BlockMask":
+        """The first `global_blocks` see and are seen by all; each query sees `window_blocks` around its own, and random others.
+
+        Args:
+          window_blocks: odd, its own block in the middle.
+          random_blocks: of those that it does not see already, drawn without repetition; all of them where there are fewer.
+          causal: draw from earlier blocks only. For calls that are causal, which would hide about half of the random blocks.
+          heads: how many draws, one a head.
+          seed: of the draws.
+        """
+        row, key = _blocks(S, T, size)
+        _at_least(0, global_blocks=global_blocks, random_blocks=random_blocks)
+        if window_blocks % 2 != 1:
+            raise ValueError(f"BlockMask.bigbird: window_blocks must be odd, got {window_blocks}")
+        near = (row < global_blocks) | (key < global_blocks) | (np.abs(row - key) <= window_blocks // 2)
+        open_to_all = np.broadcast_to(~near & (key <= row) if causal else ~near, (_at_least(1, heads=heads), *near.shape[1:]))
+        draws = np.where(open_to_all, np.random.default_rng(seed).random(open_to_all.shape), np.inf)
+        rank = draws.argsort(-1).argsort(-1)
+        return cls(near | ((rank < random_blocks) & open_to_all), size)
+
+
+def _blocks(S: int, T: int | None, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T / size)]."""
+    T = S if T is None else T
+    _at_least(1, S=S, T=T, size=size)
+    return np.arange(-(-S // size))[None, :, None], np.arange(-(-T // size))[None, None]
+
+
+def _at_least(least: int, **values: int) -> int:
+    """The last of the values. Raises ValueError for one that is less."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"BlockMask: {name} must be at least {least}, got {value}")
+    return value

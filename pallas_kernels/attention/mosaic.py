@@ -1,0 +1,52 @@
+"""Our own kernel for Hopper, `hopper/`, written in Pallas for Mosaic GPU: the door to it and what it can serve."""
+
+from jax import Array
+
+from pallas_kernels.attention.problem import Problem
+
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""Widths of a query's and of a value's head that the kernel has tiles for."""
+BLOCK = 128
+"""A block mask comes in multiples of this many positions: the kernel skips whole tiles of keys."""
+GRID = 65_535
+"""CUDA's limit of a grid's second and third dimension."""
+
+
+def why_not(problem: Problem) -> str | None:
+    """Every reason why the kernel cannot serve this problem, in one line; None if it can."""
+    (B, _, N, H), Hv, mask = problem.q_shape, problem.v_shape[3], problem.block_mask
+    widths = ", ".join(f"{h}" if h == hv else f"{h} with values of {hv}" for h, hv in HEAD_DIMS)
+    on_gpu = problem.platform == "gpu"
+    reasons = {
+        f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
+        # Its instructions (wgmma) are those of sm_90a alone: neither older nor newer GPUs have them.
+        f"it needs compute capability 9.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": on_gpu
+        and problem.capability != (9, 0),
+        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
+        f"its head dims are {widths}, not {H} with values of {Hv}": (H, Hv) not in HEAD_DIMS,
+        f"its block masks come in multiples of {BLOCK}, not {mask and mask.size}": mask is not None and mask.size % BLOCK != 0,
+        f"its grid takes at most {GRID:,} batch elements and heads, not {B:,} and {N:,}": max(B, N) > GRID,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    *,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    q_offset: int | Array = 0,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Serves a problem for which `why_not` is None. Arrays as in `flash_attention`.
+
+    Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32.
+    """
+    from pallas_kernels.attention.hopper import attention  # here, so that no other platform loads Mosaic
+    from pallas_kernels.attention.tuning import tiling
+
+    sides = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "q_offset": q_offset, "sinks": sinks}
+    return attention(q, k, v, problem, tiling(problem), **sides)

@@ -1,0 +1,216 @@
+"""The GPU suite rehearsed on the CPU: an hour on a GPU is too rare to lose to a typo."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from processes import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+PARTS = ["headline", "correct", "peers", "end_to_end", "deviceless", "training", "autotune"]
+BY_NAME = ["losses", "resume", "rerun", "layouts"]
+
+
+def suite(*arguments: str, patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "benchmarks/gpu_suite.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=patience)
+
+
+def rehearsed(tmp_path: Path, parts: list[str], *arguments: str) -> tuple[dict[str, list[dict]], dict]:
+    """Tables by title, and the whole record, of a dry run without a fault."""
+    done = suite("--dry-run", f"--output={tmp_path}", *arguments, patience=4 * PATIENCE)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert "imported though a GPU machine may lack it: nothing" in done.stdout
+    (results,) = tmp_path.glob("gpu_suite-dry-run_*.json")
+    record = json.loads(results.read_text())
+    assert [(row["part"], row["status"]) for row in record["tables"]["Parts"]["rows"]] == [(name, "ok") for name in parts]
+    text = results.with_suffix(".md").read_text()
+    assert all(f"## {title}" in text for title in record["tables"])
+    for private in (str(ROOT), str(tmp_path), os.uname().nodename):
+        assert private not in text and private not in results.read_text()
+    return {title: table["rows"] for title, table in record["tables"].items()}, record
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path) -> None:
+    tables, record = rehearsed(tmp_path, PARTS)
+    ours = {(row["mask"], row["kv_heads"]) for title in ("Headline", "Attention, JAX") for row in tables[title] if row["peer"] == "mosaic"}
+    assert ours == {("causal", 2), ("packed", 1)}
+    assert all(row["ours"] for row in tables["Attention, compared"])
+    assert {row["case"] for row in tables["Correctness"]} >= {"causal", "together"}
+    assert all(row["rel_out"] < 4e-3 and row["rel_dq"] < 8e-3 and row["reruns_differ"] == 0 for row in tables["Correctness"])
+    steps = {(row["model"], row["attention"]): row["loss_first"] for row in tables["Train step"]}
+    assert steps["gpt2_124m", "mosaic"] == pytest.approx(steps["gpt2_124m", "xla"], rel=1e-3)
+    assert steps["llama3_8b", "mosaic"] == pytest.approx(steps["llama3_8b", "xla"], rel=1e-3)
+    assert tables["Loaded and run"][0]["rel_difference"] == 0
+    assert tables["train.py"][0]["steps_made_twice"] >= 2
+    assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_trainers_parts(tmp_path: Path) -> None:
+    tables, _ = rehearsed(tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
+    assert all(tables.values())
+    assert {(row["differ_same_program"], row["differ_new_process"]) for row in tables["Bitwise reruns"]} == {(0, 0)}
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = suite(f"--output={tmp_path}")
+    assert done.returncode == 0 and "no GPU that JAX can use" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_part(tmp_path: Path) -> None:
+    done = suite("--parts=correct,speed", f"--output={tmp_path}")
+    assert done.returncode == 2 and "no part 'speed'; there are headline, correct" in done.stderr
+
+
+@pytest.mark.parametrize("worker", ["attention_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite"])
+def test_where_nothing_is_installed(worker: str) -> None:
+    """A GPU machine has this repository as files: whatever imports its packages must have found them first."""
+    if worker == "torch_peers" and importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+    code = f"""
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
+sys.path = [path for path in sys.path if path not in ("", {str(ROOT)!r})]
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+runpy.run_path({str(ROOT / "benchmarks" / f"{worker}.py")!r}, run_name="imported")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(sys.prefix), env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Those of the suite that import no JAX."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return {name: importlib.import_module(name) for name in ("gpu_attention", "gpu_lab", "gpu_power")}
+
+
+WORKER = """
+import json, os, sys
+for variant in json.loads(sys.argv[2])["variants"]:
+    if variant["n"] == 2:
+        print("ROW", json.dumps({**variant, "error": "illegal address"}), flush=True)
+        os._exit(75)
+    if variant["n"] == 4:
+        os._exit(9)
+    print("ROW", json.dumps({**variant, "square": variant["n"] ** 2}), flush=True)
+"""
+
+
+def test_a_variant_that_ends_its_process_costs_itself_alone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Status 75: the fault is told; any other: it is noted here. In both cases new processes take what is left, in either lane."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    lab = modules["gpu_lab"].Lab(tmp_path, dry_run=True, worker=str(tmp_path / "worker.py"))
+    seen: list[int] = []
+    lab.progress = lambda title, rows, note: seen.append(len(rows))
+    rows = lab.spread("task", [{"n": n} for n in range(7)], lanes=2, title="Squares", patience=30)
+    assert [row["n"] for row in rows] == list(range(7))
+    assert [row.get("square") for row in rows] == [0, 1, None, 9, None, 25, 36]
+    assert rows[2]["error"] == "illegal address" and "exit status 9" in rows[4]["error"]
+    assert len(lab.problems) == 2 and seen
+
+
+LOCKED = """
+import sys, time
+sys.path.insert(0, {benchmarks!r})
+import gpu_lock
+with getattr(gpu_lock, sys.argv[1])():
+    print("in", time.monotonic(), flush=True)
+    time.sleep(0.5)
+    print("out", time.monotonic(), flush=True)
+"""
+
+
+def test_compilers_share_the_gpu_and_a_measurement_does_not(tmp_path: Path) -> None:
+    code = LOCKED.format(benchmarks=str(ROOT / "benchmarks"))
+    environment = os.environ | {"GPU_LOCK": str(tmp_path / "lock")}
+
+    def start(kind: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", code, kind], env=environment, stdout=subprocess.PIPE, text=True)
+
+    def told(process: subprocess.Popen[str]) -> float:
+        assert process.stdout
+        return float(process.stdout.readline().split()[1])
+
+    first, second = start("compiling"), start("compiling")
+    began = {"first": told(first)}
+    measurement = start("measuring")
+    began |= {"second": told(second), "measurement": told(measurement)}
+    ended = {name: told(process) for name, process in (("first", first), ("second", second), ("measurement", measurement))}
+    assert all(process.wait(PATIENCE) == 0 for process in (first, second, measurement))
+    for name in ("first", "second"):
+        assert ended[name] <= began["measurement"] or began[name] >= ended["measurement"], (began, ended)
+
+
+def test_figures_beside_each_other(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    attention, lab = modules["gpu_attention"], modules["gpu_lab"].Lab(tmp_path, dry_run=True)
+    lab.found["roof"] = 800.0
+    causal, packed = attention.HEADLINE[0], attention.SHAPES[0]
+    rows = [
+        causal | {"peer": "mosaic", "fwd_ms": 1.0, "fwd_tflops": 600.0, "bwd_tflops": 450.0, "out_norm": 1.0},
+        causal | {"peer": "cudnn", "fwd_ms": 1.0, "fwd_tflops": 500.0, "bwd_tflops": 500.0, "out_norm": 1.01},
+        causal | {"peer": "mgpu", "fwd_tflops": 300.0},
+        causal | {"peer": "torch flash", "unserved": "no such backend"},
+        packed | {"peer": "mosaic", "fwd_tflops": 580.0, "bwd_tflops": 400.0},
+    ]
+    forward, backward, *_ = attention.compared(lab, rows)
+    assert (forward["best_peer"], forward["ratio"], forward["roof"]) == ("cudnn", 1.2, 0.75)
+    assert (backward["best_peer"], backward["ratio"], backward["mgpu"]) == ("cudnn", 0.9, None)
+    met = {row["goal"]: row["met"] for row in attention.goals(rows)}
+    assert met == {"causal fwd": True, "causal bwd": False, "full fwd": None, "full bwd": None, "packed fwd": True, "packed bwd": False}
+    (wrong,) = attention.unlike(rows)
+    assert "out_norm is 1, of cudnn 1.01" in wrong
+
+
+def test_power_without_a_driver(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with modules["gpu_power"].Power() as power:
+        time.sleep(0.3)
+        assert power.during(0, time.time()) == {}
+
+
+def test_power_from_nvidia_smi(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '300.5, 1980, 50'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert sampled(modules["gpu_power"]) == {"watts": 300.5, "sm_mhz": 1980.0, "celsius": 50.0}
+
+
+def test_power_from_pynvml(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in with NVML's names; the instant's power, where the driver says it."""
+    field = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=700_000))
+    calls = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetFieldValues": lambda gpu, fields: [field],
+        "nvmlDeviceGetPowerUsage": lambda gpu: 500_000,
+        "nvmlDeviceGetClockInfo": lambda gpu, which: 1980,
+        "nvmlDeviceGetTemperature": lambda gpu, which: 50,
+    }
+    names = SimpleNamespace(**calls, NVML_FI_DEV_POWER_INSTANT=186, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0)
+    monkeypatch.setitem(sys.modules, "pynvml", names)
+    assert sampled(modules["gpu_power"])["watts"] == 700
+    field.nvmlReturn = 3
+    assert sampled(modules["gpu_power"])["watts"] == 500
+
+
+def sampled(gpu_power: ModuleType) -> dict[str, float]:
+    began = time.time()
+    with gpu_power.Power() as power:
+        while len(power.samples) < 4 and time.time() < began + PATIENCE:
+            time.sleep(0.02)
+        return power.during(began, time.time())

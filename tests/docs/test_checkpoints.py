@@ -1,0 +1,139 @@
+"""docs/checkpoints.md: its commands are run on a tiny model, and their output, and what a run says, are what the page shows."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+from fixtures import make_checkpoint as fixture
+from support import shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.checkpoint.__main__ import main
+from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig
+from mesh_lm.optimizer import AdamW
+
+COMPILE_BUDGET = 30
+PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [(text, BLOCKS[at + 1][1]) for at, (kind, text) in enumerate(BLOCKS) if kind == "sh"]
+TEXTS = [text for kind, text in BLOCKS if kind == "text"]
+OPTIMIZER = AdamW(fixture.CONFIG.optimizer, fixture.CONFIG.train.steps)
+
+
+def configured(output: Path, **changes: object) -> TrainConfig:
+    return dataclasses.replace(fixture.CONFIG, output=str(output), **changes)
+
+
+def blueprint() -> Blueprint:
+    return Blueprint.of(fixture.CONFIG.model, shard_on("ddp"))
+
+
+def write(config: TrainConfig, steps: tuple[int, ...], samples: int) -> None:
+    """In each step three elements of one array are others."""
+    filled = fixture.filled(fixture.abstract(config, blueprint().shard))
+    with Checkpoints(config) as checkpoints:
+        for step in steps:
+            weight = np.array(filled["params"]["positions"])
+            weight[0, :3] += np.float32(step / 1000 + config.seed)
+            state = filled | {"step": jax.numpy.int32(step), "params": filled["params"] | {"positions": jax.numpy.asarray(weight)}}
+            checkpoints.save(step, state, {"position": 32 * step, "samples": f"{step * samples % 2**64:016x}"}, blueprint())
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the runs of the page. One element of step 1000 of the first is not what was saved."""
+    directory = tmp_path_factory.mktemp("here")
+    runs = directory / "runs"
+    write(configured(runs / "gpt_tiny"), (500, 750, 1000), 0x9E3779B97F4A7C15)
+    write(configured(runs / "other_seed", seed=1), (1000,), 0xD1B54A32D192ED03)
+    write(configured(runs / "again"), (750,), 0x9E3779B97F4A7C15)
+    files = {"driver": "file", "path": f"{runs}/gpt_tiny/checkpoints/1000/state/"}
+    kvstore = {"driver": "ocdbt", "base": files, "path": "params.embedding/"}
+    ts.open({"driver": "zarr3", "kvstore": kvstore}).result()[5, 5] = 1e-3
+    return directory
+
+
+@pytest.fixture
+def shown(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """A text without what is another each time: where the runs are, times, and sizes on disk, in which versions are written."""
+
+    def plain(text: str) -> str:
+        text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "2026-11-22 09:30", text.replace(f"{here}/", "/data/"))
+        return re.sub(r"\d+\.\d s$", "0.1 s", re.sub(r"  \d[\d.]* kB +(?=2 )", "  118 kB  ", text), flags=re.M)
+
+    return plain
+
+
+def test_the_page(here: Path, shown: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From top to bottom: commands, and between them what a run says that continues."""
+    monkeypatch.chdir(here)
+    statuses = []
+    for command, output in COMMANDS[:4]:
+        python, _, module, *words = shlex.split(command)
+        assert (python, module) == ("python", "mesh_lm.checkpoint")
+        statuses.append(main(words))
+        assert shown(capsys.readouterr().out) == shown(output)
+    assert statuses == [0, 1, 1, 0]
+
+    config = configured(here / "runs" / "gpt_tiny")
+    with Checkpoints(config) as checkpoints:
+        saved, _ = checkpoints.restore(blueprint(), OPTIMIZER)
+    assert saved is not None and saved.step == 750 and shown(capsys.readouterr().out) in map(shown, TEXTS)
+    assert f"resumed at step 750 ({saved.certificate})\n" in TEXTS[-1]
+    (repair, _) = COMMANDS[4]
+    verify, move = map(shlex.split, repair.splitlines())
+    assert main(verify[3:]) == 1
+    assert (here / move[1]).is_dir() and move[1].removesuffix(".damaged") == move[2]
+
+    alone = here / "alone" / "runs" / "gpt_tiny"
+    shutil.copytree(here / "runs" / "gpt_tiny" / "checkpoints" / "1000.damaged", alone / "checkpoints" / "1000.damaged")
+    with pytest.raises(ConfigError) as caught:
+        Checkpoints(configured(alone))
+    assert f"error: {caught.value}\n".replace(f"{here}/alone", "/data") in TEXTS
+
+
+def test_saves_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No space from step 1000 on; step 1012 is the last one."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    config = configured(tmp_path / "runs" / "gpt_tiny", checkpoint=CheckpointConfig())
+    state = fixture.filled(fixture.abstract(config, blueprint().shard))
+    slept: list[float] = []
+    monkeypatch.setattr("mesh_lm.checkpoint.store.time.sleep", slept.append)
+    with Checkpoints(config) as checkpoints:
+        checkpoints.save(750, state, {"position": 24000}, blueprint(), last=True)
+        monkeypatch.setattr(checkpoints._saver, "save", full)
+        for step in range(1000, 1012):
+            if checkpoints.due(step):
+                checkpoints.save(step, state, {"position": 32 * step}, blueprint())
+            checkpoints.poll(step)
+        said = [line for line in capsys.readouterr().out.splitlines(keepends=True) if "could not be saved" in line]
+        with pytest.raises(ConfigError) as caught:
+            checkpoints.save(1012, state, {"position": 32 * 1012}, blueprint(), last=True)
+    assert "".join(said).replace(f"{tmp_path}/", "/data/") in TEXTS
+    assert f"error: {caught.value}\n".replace(f"{tmp_path}/", "/data/") in TEXTS
+    assert len(slept) == 3 and sum(slept) == 14 and "four times over 14 s" in PAGE
+    assert (
+        f"`checkpoint.alarm` failures in a row ({config.checkpoint.alarm})" in PAGE
+        and f"`checkpoint.keep` ({config.checkpoint.keep})" in PAGE
+    )
+
+
+def test_refusals(here: Path, shown: Callable[[str], str]) -> None:
+    said = ""
+    required, never = CheckpointConfig(resume="required"), CheckpointConfig(resume="never")
+    for output, policy in ((here / "runs" / "new", required), (here / "runs" / "other_seed", never)):
+        with pytest.raises(ConfigError) as caught:
+            Checkpoints(configured(output, checkpoint=policy))
+        said += f"error: {caught.value}\n"
+    assert shown(said) in TEXTS

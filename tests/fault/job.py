@@ -1,0 +1,133 @@
+"""A supervised run of train.py in real processes, for tests that break it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+STEPS, EVERY = 20, 5
+HEARTBEAT, STALL = 8, 6
+"""Seconds, as health.heartbeat (and --heartbeat) and health.stall of these runs."""
+FIELDS: dict[str, object] = {
+    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
+    "data.tokenizer_vocab": 512, "data.threads": 1, "train.global_batch": 16, "train.steps": STEPS, "train.log_every": 1,
+    "train.eval_every": 0, "train.eval_sequences": 16, "train.sample_tokens": 0, "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 3e-4, "launch.compile_cache": "",
+    "checkpoint.every": EVERY, "health.stall": STALL, "health.patience": 60, "health.heartbeat": HEARTBEAT,
+    "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp",
+}  # fmt: skip
+"""Of a run on four devices, dropout and a mesh of two axes included."""
+PATIENCE = 180.0
+"""Seconds after which a test gives up: many times what anything here takes, because a busy machine is no error."""
+
+
+def corpus(directory: Path) -> Path:
+    path = directory / "corpus.txt"
+    path.write_text(inspect.getsource(argparse))
+    return path
+
+
+def arguments(data: Path, output: Path, **changes: object) -> list[str]:
+    values = FIELDS | {"data.path": data, "data.cache": data.parent / "cache", "output": output}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"--config={ROOT}/configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in values.items())]
+
+
+def environment(faults: Path, **more: str) -> dict[str, str]:
+    """Without the device count that the tests of one process set."""
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    own = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "MESH_LM_FAULTS": str(faults)}
+    return os.environ | own | more
+
+
+class Job:
+    """A launcher and its workers. A context manager that leaves nothing running."""
+
+    def __init__(self, faults: Path, arguments: list[str], *, workers: int = 2, devices: int = 2, options: Sequence[str] = (),
+                 prefix: Sequence[str] = (), **variables: str) -> None:  # fmt: skip
+        """faults: a directory for worker.py; options: of the launcher; prefix: a command to run it under."""
+        faults.mkdir(exist_ok=True)
+        self.faults, self.lines = faults, []
+        self.moments: list[float] = []
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "mesh_lm.launch",
+            f"--per-node={workers}",
+            f"--devices={devices}",
+            f"--heartbeat={HEARTBEAT}",
+        ]
+        self.process = subprocess.Popen(
+            [*command, *options, str(WORKER), *arguments], env=environment(faults, **variables), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self.moments.append(time.monotonic())
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def fault(self, process: int, step: int, what: str) -> None:
+        (self.faults / f"{process}-{step}-{what}").touch()
+
+    def wait(self, pattern: str, count: int = 1) -> float:
+        """When the line came that is the `count`-th to match (time.monotonic). Raises AssertionError where none does."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            found = [moment for line, moment in zip([*self.lines], [*self.moments], strict=False) if re.search(pattern, line)]
+            if len(found) >= count:
+                return found[count - 1]
+            if self.process.poll() is not None and not self._reader.is_alive():
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no line {pattern!r} in\n{self.log}")
+
+    def pids(self) -> list[int]:
+        """Of the workers, in their order."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
+        return sorted(map(int, found))
+
+    def ended(self) -> int:
+        """Its status, when all that it printed is in `lines`."""
+        try:
+            status = self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"hung for {PATIENCE:g} s:\n{self.log}") from None
+        self._reader.join(10)
+        return status
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in [*self.pids(), self.process.pid]:
+            for send in (os.kill, os.killpg):
+                try:
+                    send(pid, signal.SIGKILL)
+                except OSError:
+                    continue
+        self.process.wait()
+
+
+def certificates(log: str) -> Mapping[int, str]:
+    """{step: "state ..., samples ..."} of all steps that were saved, the newest of each."""
+    return {int(step): proof for step, proof in re.findall(r"saving step (\d+) \((state \w+, samples \w+)\)", log)}

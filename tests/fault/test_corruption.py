@@ -1,0 +1,194 @@
+"""F6, F8, F11: a checkpoint that is not what was saved, or not of this model. Orbax alone restores a flipped bit without a word."""
+
+import dataclasses
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.model import DecoderConfig
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import init_state
+
+COMPILE_BUDGET = 10
+pytestmark = pytest.mark.fault
+MODEL = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32")
+DAMAGES = ("flip", "zero", "truncate", "delete")
+FLIPS = 80
+"""Random bits, each in a random file, weighted by size; and each file is damaged in each of the four ways."""
+
+
+@pytest.fixture(scope="module")
+def blueprint() -> Blueprint:
+    return Blueprint.of(MODEL, shard_on("ddp"))
+
+
+@pytest.fixture(scope="module")
+def optimizer() -> AdamW:
+    config = TrainConfig(model=MODEL, output="")
+    return AdamW(config.optimizer, config.train.steps)
+
+
+@pytest.fixture(scope="module")
+def good(blueprint: Blueprint, optimizer: AdamW, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
+    """A run's directory with steps 1 and 2, and what they hold."""
+    config = TrainConfig(model=MODEL, output=str(tmp_path_factory.mktemp("good")))
+    held = {}
+    with Checkpoints(config) as checkpoints:
+        for step in (1, 2):
+            state = init_state(blueprint, optimizer, seed=step)
+            held[step] = jax.tree.map(np.asarray, state)
+            checkpoints.save(step, state, {"position": step}, blueprint)
+    return config, held
+
+
+def copied(good: tuple[TrainConfig, dict[int, dict]], to: Path) -> TrainConfig:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(good[0].output, to)
+    return dataclasses.replace(good[0], output=str(to))
+
+
+def files(config: TrainConfig, step: int) -> list[Path]:
+    root = Path(config.output) / "checkpoints" / str(step)
+    return sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+
+
+def cases(good: tuple[TrainConfig, dict[int, dict]]) -> Iterator[tuple[Path, str, int]]:
+    names, chance = files(good[0], 2), random.Random(0)
+    root = Path(good[0].output) / "checkpoints" / "2"
+    sizes = [(root / name).stat().st_size for name in names]
+    for seed in range(FLIPS):
+        yield chance.choices(names, sizes)[0], "flip", seed
+    for name in names:
+        for seed, damage in enumerate(DAMAGES):
+            yield name, damage, seed
+
+
+def damaged(path: Path, how: str, seed: int) -> bool:
+    """Whether the file is another now."""
+    before, chance = path.read_bytes(), random.Random(f"{path.name} {how} {seed}")
+    if how == "delete":
+        path.unlink()
+        return True
+    if not before:
+        return False
+    content = bytearray(before)
+    if how == "flip":
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    elif how == "zero":
+        start = chance.randrange(len(content))
+        content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    else:
+        del content[chance.randrange(len(content)) :]
+    path.write_bytes(content)
+    return bytes(content) != before
+
+
+def test_f6_no_damage_is_restored_in_silence(
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    """Every restore gives the bits of a step as it was saved: of step 2 where the damage hit nothing that is read, else of step 1."""
+    count = {"cases": 0, "older step taken": 0, "no effect": 0}
+    for name, how, seed in cases(good):
+        config = copied(good, tmp_path / "run")
+        if not damaged(tmp_path / "run" / "checkpoints" / "2" / name, how, seed):
+            continue
+        with Checkpoints(config) as checkpoints:
+            saved, state = checkpoints.restore(blueprint, optimizer)
+        assert saved is not None and state is not None
+        for (path, leaf), wanted in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(good[1][saved.step]), strict=True):
+            np.testing.assert_array_equal(leaf, wanted, err_msg=f"{how} of {name} (seed {seed}): {jax.tree_util.keystr(path)}")
+        said = capsys.readouterr().out
+        if saved.step == 1:
+            assert "is damaged" in said and (tmp_path / "run" / "checkpoints" / "2.damaged").is_dir(), (name, how, seed)
+        count["cases"] += 1
+        count["older step taken" if saved.step == 1 else "no effect"] += 1
+    assert count["cases"] >= 100 and count["older step taken"] >= 40, count
+    for what, number in count.items():
+        record_property(what, number)
+
+
+def test_f6_nothing_whole_is_no_silent_new_start(
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+) -> None:
+    """Neither at once, nor when it is started again."""
+    config = copied(good, tmp_path / "run")
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step) / "state" / "d")
+    message = r"no checkpoint in .* is whole: 1\.damaged, 2\.damaged; repair one and take \.damaged from its name"
+    with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
+        checkpoints.restore(blueprint, optimizer)
+    with pytest.raises(ConfigError, match=message):
+        Checkpoints(config)
+
+
+@pytest.mark.parametrize("missing", ["state", "data", "metadata"])
+def test_f8_a_half_copied_step(
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path, missing: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of the name of a complete one, as a copy by hand that was broken off."""
+    config = copied(good, tmp_path / "run")
+    steps = tmp_path / "run" / "checkpoints"
+    shutil.copytree(steps / "2", steps / "3")
+    shutil.rmtree(steps / "3" / missing)
+    with Checkpoints(config) as checkpoints:
+        saved, _ = checkpoints.restore(blueprint, optimizer)
+    assert saved is not None and saved.step == 2
+    assert "3 is damaged" in capsys.readouterr().out and (steps / "3.damaged").is_dir()
+
+
+def test_f8_an_empty_directory_with_a_steps_name(
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+) -> None:
+    config = copied(good, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "7").mkdir()
+    with Checkpoints(config) as checkpoints:
+        saved, _ = checkpoints.restore(blueprint, optimizer)
+    assert saved is not None and saved.step == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_ff": 32}, r"blocks\.mlp\.up\.weight: \[2, 16, 64, 'float32'\] in the checkpoint, \[2, 16, 32, 'float32'\] in this config"),
+        ({"vocab_size": 128}, r"embedding: \[64, 16, 'float32'\] in the checkpoint, \[128, 16, 'float32'\] in this config"),
+        ({"norm": "rmsnorm"}, r"blocks\.attention_norm\.bias: \[2, 16, 'float32'\] in the checkpoint, absent in this config"),
+    ],
+)
+def test_f11_another_model(
+    good: tuple[TrainConfig, dict[int, dict]], optimizer: AdamW, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    """Wrong config, wrong vocabulary, wrong tree: one error before any array is read, and nothing is put aside."""
+    config = copied(good, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2" / "state" / "d")  # the arrays
+    model = dataclasses.replace(MODEL, **changes)
+    config = dataclasses.replace(config, model=model)
+    with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
+        checkpoints.restore(Blueprint.of(model, shard_on("ddp")), optimizer)
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"1", "2"}
+
+
+def test_f11_a_tree_with_a_leaf_too_few(
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+) -> None:
+    """The metadata says that it is there, and no array is."""
+    config = copied(good, tmp_path / "run")
+    tree = tmp_path / "run" / "checkpoints" / "2" / "state" / "_METADATA"
+    described = json.loads(tree.read_text())
+    described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if "embedding" not in key}
+    tree.write_text(json.dumps(described))
+    with Checkpoints(config) as checkpoints:
+        saved, state = checkpoints.restore(blueprint, optimizer)
+    assert saved is not None and state is not None
+    np.testing.assert_array_equal(state["params"]["embedding"], good[1][saved.step]["params"]["embedding"])

@@ -1,0 +1,149 @@
+"""F7, F9, F13, F14: a disk that fills up, other devices than before, data that vanish, and what else is wrong around a run."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fault.job import ROOT, STEPS, Job, arguments, certificates
+
+from mesh_lm.data.indexed import write_documents
+
+pytestmark = pytest.mark.fault
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB. Skips where this process may not mount one."""
+    (disk := tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system of a limited size can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all that is left of it."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+    return ballast
+
+
+def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Path, tmp_path: Path) -> None:
+    """Checkpoints and metrics on it fail, the run goes on and says so, louder in time; when there is room again all is saved."""
+    settings = arguments(data, small_disk / "run", checkpoint__alarm=2)
+    with Job(tmp_path / "faults", settings, MESH_LM_PACE="0.5") as job:
+        job.wait("step  6/")
+        ballast = fill(small_disk)
+        job.wait(r"warning: step 10 could not be saved in .*No space left on device.*; training goes on, and tries again after step")
+        assert not [*(small_disk / "run" / "checkpoints").glob("*tmp*")] or job.process.poll() is None
+        job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose all since then: the newest checkpoint is step 5\.")
+        ballast.unlink()
+        assert job.ended() == 0, job.log
+    assert certificates(job.log)[STEPS] == undisturbed[STEPS], job.log
+    rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[:STEPS] == [*range(1, STEPS + 1)], "metrics that the disk did not take are written later"
+
+
+def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_path: Path) -> None:
+    """What cannot be saved is an error with status 1; what was saved is still there."""
+    with Job(tmp_path / "faults", arguments(data, small_disk / "run"), workers=1, devices=4, MESH_LM_PACE="0.5") as job:
+        job.wait("step 16/")
+        fill(small_disk)
+        assert job.ended() == 1, job.log
+    assert re.search(r"error: step 20 could not be saved in .*; the newest checkpoint is step 15", job.log), job.log
+    (small_disk / "ballast").unlink()
+    with Job(tmp_path / "faults", arguments(data, small_disk / "run"), workers=1, devices=4) as job:
+        assert job.ended() == 0 and "resumed at step 15 " in job.log, job.log
+
+
+def test_f9_on_other_devices(data: Path, undisturbed: dict[int, str], undisturbed_output: Path, tmp_path: Path) -> None:
+    """8 devices in 2 processes, then 4 in 1, then 2 in 2: the same samples, the weights that were saved, and the losses agree."""
+    proofs: dict[int, str] = {}
+    layouts = [
+        (2, 4, {"mesh.fsdp": 4}, 10),
+        (1, 4, {"mesh.tensor": 2, "mesh.data": 1, "rules": "hsdp+megatron"}, 15),
+        (2, 1, {"mesh.data": 1}, 20),
+    ]
+    for workers, devices, mesh, until in layouts:
+        changes = {name.replace(".", "__"): value for name, value in mesh.items()}
+        settings = arguments(data, tmp_path / "run", **changes)
+        with Job(tmp_path / "faults", settings, workers=workers, devices=devices, MESH_LM_PACE="0.3") as job:
+            if until < STEPS:
+                job.wait(f"step {until - 3:2d}/")
+                job.process.terminate()
+            assert job.ended() == (0 if until == STEPS else 99), job.log
+        proofs |= certificates(job.log)
+    samples = {step: proof.split()[-1] for step, proof in proofs.items()}
+    assert samples[STEPS] == undisturbed[STEPS].split()[-1]
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed_output), rtol=1e-6, atol=0)
+
+
+def losses(output: Path) -> list[float]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.fixture
+def prefix(data: Path, tmp_path: Path) -> Path:
+    """A .bin and .idx of bytes, as large as many pages."""
+    tokens = np.frombuffer(data.read_bytes() * 8, np.uint8).astype(np.int64)
+    write_documents(tmp_path / "bytes", np.array_split(tokens, 50), vocab=512)
+    return tmp_path / "bytes"
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_f13_data_that_vanish_in_mid_run(data: Path, prefix: Path, tmp_path: Path, how: str) -> None:
+    """Cut short: the process dies of a bus error, the launcher says what that usually is, and the next start names the file. Removed: what
+    is open stays readable, and the run ends well. With the file back, the same command goes on."""
+    settings = arguments(data, tmp_path / "run", data__blend=prefix, data__tokenizer="bytes", train__global_batch=64, train__log_every=1)
+    whole, binary = prefix.with_suffix(".whole"), prefix.with_suffix(".bin")
+    shutil.copy(binary, whole)
+    with Job(tmp_path / "faults", settings, MESH_LM_PACE="0.3") as job:
+        job.wait("step  7/")
+        if how == "truncated":
+            os.truncate(binary, 4096)
+            assert job.ended() == 1, job.log
+            assert re.search(r"SIGBUS.*a data file was cut short", job.log) and re.search(r"error: .*bytes\.bin", job.log), job.log
+        else:
+            binary.unlink()
+            assert job.ended() == 0, job.log
+    shutil.copy(whole, binary)
+    with Job(tmp_path / "faults", settings) as job:
+        assert job.ended() == 0, job.log
+
+
+def test_f14_a_port_in_use(data: Path, tmp_path: Path) -> None:
+    """The launcher's own ports are picked free; one that was given is named."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Job(
+            tmp_path / "faults", arguments(data, tmp_path / "run"), options=["--nodes=2", "--node=0", f"--rendezvous=127.0.0.1:{port}"]
+        ) as job:
+            assert job.ended() == 1
+    assert re.search(rf"cannot listen at --rendezvous=127.0.0.1:{port}: Address already in use.*; choose a free port", job.log), job.log
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "checkpoints", "tokenizer"])
+def test_f14_an_output_that_cannot_be_written(data: Path, tmp_path: Path, name: str) -> None:
+    """Something else is where the run wants to write. One error, before the first step."""
+    (output := tmp_path / "run").mkdir()
+    (output / name).mkdir() if name == "metrics.jsonl" else (output / name).write_text("in the way")
+    command = [sys.executable, str(ROOT / "train.py"), *arguments(data, output, mesh__data=1, mesh__fsdp=1)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 1 and "Traceback" not in run.stderr and "error: " in run.stderr and name in run.stderr, run.stdout + run.stderr

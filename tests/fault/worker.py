@@ -1,0 +1,89 @@
+"""train.py with faults: real signals to this process, real hangs, real bits, each once, at a step and in a process that the test chose.
+
+MESH_LM_FAULTS is a directory. A file `process-step-what` in it is a fault to come; it is removed as it strikes, so that a restarted run is
+spared. MESH_LM_PACE: seconds that a step takes at least, so that a test can act between two of them.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train
+from mesh_lm import launch
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.data.loader import Loader
+from mesh_lm.health import replicas
+from mesh_lm.monitor import Monitor
+
+FAULTS = Path(os.environ["MESH_LM_FAULTS"])
+
+
+def strikes(step: int, what: str) -> bool:
+    fault = FAULTS / f"{jax.process_index()}-{step}-{what}"
+    if found := fault.exists():
+        fault.unlink()
+    return found
+
+
+def after_step(step: int) -> None:
+    time.sleep(float(os.environ.get("MESH_LM_PACE", "0")))
+    (FAULTS / f"at-{jax.process_index()}").write_text(str(step))
+    if strikes(step, "kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if strikes(step, "stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if strikes(step, "hang"):
+        while True:  # alive, and its heartbeat too
+            time.sleep(1)
+    if strikes(step, "yesterday"):
+        before, time.time = time.time, lambda: before() - 86_400
+
+
+def flipped(state: Any) -> Any:
+    """One bit of one device's copy of one weight is another."""
+    name, leaf = next((name, leaf) for name, leaf in state["params"].items() if leaf.is_fully_replicated)
+    parts = [np.array(shard.data) for shard in leaf.addressable_shards]
+    parts[-1].reshape(-1).view(np.uint32)[0] ^= 1 << 9
+    arrays = [jax.device_put(part, shard.device) for part, shard in zip(parts, leaf.addressable_shards, strict=True)]
+    broken = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+    return state | {"params": state["params"] | {name: broken}}
+
+
+def install() -> None:
+    """Puts the faults between the lines of train.py."""
+    step, save, batch, compare = Monitor.step, Checkpoints.save, Loader.__next__, replicas.require_equal
+
+    def stepped(self: Monitor, n: int, metrics: Any) -> Any:
+        late = step(self, n, metrics)
+        after_step(n)
+        return late
+
+    def saved(self: Checkpoints, n: int, *rest: Any, **options: Any) -> Any:
+        state = save(self, n, *rest, **options)
+        if strikes(n, "kill_in_save"):
+            time.sleep(float(os.environ.get("MESH_LM_DELAY", "0")))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+    def loaded(self: Loader) -> Any:
+        position, found = batch(self)
+        if strikes(position, "nan"):
+            found = found | {"weights": found["weights"] * jnp.nan}
+        return position, found
+
+    def compared(state: Any) -> None:
+        compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
+
+    Monitor.step, Checkpoints.save, Loader.__next__, train.require_equal = stepped, saved, loaded, compared
+
+
+if __name__ == "__main__":
+    install()
+    sys.exit(launch.run(train.main, sys.argv[1:]))

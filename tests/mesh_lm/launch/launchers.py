@@ -1,0 +1,85 @@
+"""Launchers that tests start, with dummy workers, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from processes import ended, wait_for
+
+from mesh_lm.launch.wire import free_port
+
+ROOT = Path(__file__).parents[3]
+DUMMY = Path(__file__).with_name("dummy.py")
+SLOW = 10.0
+"""Seconds that a busy machine may add to what a launcher promises."""
+Launcher = subprocess.Popen[str]
+
+
+def start(directory: Path, options: str, actions: str) -> Launcher:
+    """A launcher of dummies; options and actions are separated by blanks."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESH_LM_", "SLURM_", "JAX_"))}
+    command = [sys.executable, "-m", "mesh_lm.launch", *options.split(), str(DUMMY), str(directory), *actions.split()]
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def outcome(directory: Path, options: str, actions: str) -> tuple[int, str]:
+    """(status, output) of a launcher on one node."""
+    process = start(directory, options, actions)
+    out = ended(process)
+    return process.returncode, out
+
+
+@contextmanager
+def nodes(count: int, directory: Path, options: str, actions: str) -> Iterator[tuple[list[Launcher], Callable[..., Launcher]]]:
+    """That many launchers, as on nodes of their own, and what starts a launcher for a node once more. All are gone at the end."""
+    port, running = free_port(), []
+
+    def again(node: int, more: str = "") -> Launcher:
+        place = f"--nodes={count} --node={node} --rendezvous=127.0.0.1:{port}"
+        running.append(start(directory, f"{place} {options} {more}", actions))
+        return running[-1]
+
+    try:
+        yield [again(node) for node in range(count)], again
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def life(directory: Path, number: int, process: int, launcher: Launcher) -> dict[str, Any]:
+    """What a worker noted at the start of its life number `number`; waits until it has begun."""
+    note = directory / f"life-{number}-{process}"
+    wait_for(note.exists, launcher)
+    return json.loads(note.read_text())
+
+
+def lives(directory: Path, process: int = 0) -> list[dict[str, Any]]:
+    """All lives that a process has had."""
+    notes = sorted(directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1]))
+    return [json.loads(note.read_text()) for note in notes]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (or is stopped), and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def dies(pid: int, seconds: float) -> bool:
+    """Whether it ends in time."""
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)

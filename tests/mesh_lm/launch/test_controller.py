@@ -1,0 +1,164 @@
+"""The controller with agents that only speak its protocol, and an agent whose controller does: what real processes do too rarely."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from processes import PATIENCE
+
+from mesh_lm.launch import agent, controller, wire
+from mesh_lm.launch.job import Job
+from mesh_lm.launch.worker import Worker
+
+
+class Speaker:
+    """An agent as the controller sees it."""
+
+    def __init__(self, job: Job, address: tuple[str, int], node: int) -> None:
+        self.peer = wire.Peer(socket.create_connection(address))
+        self.peer.send(hello="mesh_lm", node=node, host=f"n{node}", job=job.shared())
+
+    def hears(self, what: str) -> dict[str, Any]:
+        """The next message with that key; what came before is forgotten."""
+        deadline = time.monotonic() + PATIENCE
+        while self.peer.open:
+            if found := [message for message in self.peer.receive() if what in message]:
+                return found[0]
+            assert time.monotonic() < deadline, what
+            time.sleep(0.01)
+        raise ConnectionError(what)
+
+    def dies(self, life: int, *died: tuple[int, int, int], **more: object) -> None:
+        """Its workers end: (process, status, the signal that it was sent) of each."""
+        self.peer.send(generation=life, died=died, ended=True, **more)
+
+
+Run = Callable[..., tuple[Callable[[int], Speaker], Callable[[], int]]]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Starts a controller of a job; gives what makes an agent for a node, and what waits for its status."""
+    threads = []
+
+    def begin(**options: Any) -> tuple[Callable[[int], Speaker], Callable[[], int]]:
+        job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **options), list[int]()
+        listener = wire.listen(0, "127.0.0.1")
+        address = listener.getsockname()
+        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener).run()), daemon=True))
+        threads[-1].start()
+
+        def status() -> int:
+            threads[-1].join(PATIENCE)
+            return statuses[0]
+
+        return lambda node: Speaker(job, address, node), status
+
+    yield begin
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+def test_workers_that_sigkill_does_not_end_are_done_without(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "UNKILLABLE", 0.3)
+    speaker, status = run(nodes=2, min_nodes=1, rejoin=0.2)
+    good, bad = speaker(0), speaker(1)
+    assert good.hears("start")["nodes"] == bad.hears("start")["nodes"] == 2
+    bad.peer.send(generation=1, silent=1, seconds=30)
+    good.dies(1, (0, -signal.SIGKILL, signal.SIGKILL))
+    assert good.hears("start")["nodes"] == 1
+    with pytest.raises(ConnectionError):
+        bad.hears("start")
+    good.dies(2, (0, 0, 0))
+    assert good.hears("exit")["exit"] == 0
+    good.peer.close()
+    assert status() == 0
+
+
+def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "UNKILLABLE", 0.5)
+    monkeypatch.setattr(agent, "_RETRY", 0.1)
+    monkeypatch.setattr(Worker, "signal", lambda worker, number: None)
+    job = Job(("-c", "import time; time.sleep(600)"), nodes=2, node=1, rejoin=0.1)
+    with wire.listen(0, "127.0.0.1") as listener:
+        found = agent.Agent(job, listener.getsockname())
+
+        def lose() -> None:
+            peer = wire.Peer(listener.accept()[0])
+            peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2)
+            deadline = time.monotonic() + PATIENCE
+            while not any("beats" in message for message in peer.receive()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            peer.close()
+
+        threading.Thread(target=lose, daemon=True).start()
+        assert found.run() == 75
+        (worker,) = found._workers.values()
+        os.killpg(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        worker.status()
+
+
+def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
+    speaker, status = run(nodes=3, min_nodes=2)
+    speakers = [speaker(node) for node in range(3)]
+    for life in (1, 2):
+        assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
+        speakers[1].dies(life, (1, -signal.SIGBUS, 0))
+        speakers[2].dies(life, (2, -signal.SIGABRT, 0))
+        speakers[0].dies(life, (0, -signal.SIGKILL, signal.SIGKILL))
+    orders = [speakers[node].hears("start") for node in (0, 2)]
+    assert [(order["nodes"], order["first"]) for order in orders] == [(2, 0), (2, 1)]
+    time.sleep(0.3)
+    assert not any("end" in message for message in speakers[0].peer.receive()), "it is not taken back at once"
+    for process, node in enumerate((0, 2)):
+        speakers[node].dies(3, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
+    for each in speakers:
+        each.peer.close()
+    assert status() == 0
+
+
+def test_nothing_starts_without_node_0(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    speaker, status = run(nodes=2, min_nodes=1, start=0.5)
+    alone = speaker(1)
+    assert alone.hears("exit")["exit"] == 75
+    alone.peer.close()
+    assert status() == 75 and "node 0 did not come in 0.5 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [0, signal.SIGTERM, signal.SIGKILL])
+def test_sigterm_to_all_is_a_farewell(run: Run, sent: int) -> None:
+    """Slurm's may reach a worker before its launcher has passed it on."""
+    speaker, status = run(nodes=2)
+    speakers = [speaker(node) for node in range(2)]
+    for each in speakers:
+        each.hears("start")
+    speakers[1].peer.send(stop="SIGTERM")
+    speakers[1].dies(1, (1, -signal.SIGTERM, sent))
+    speakers[0].hears("end")
+    speakers[0].dies(1, (0, 99, signal.SIGTERM))
+    assert [each.hears("exit")["exit"] for each in speakers] == [99, 99]
+    for each in speakers:
+        each.peer.close()
+    assert status() == 99
+
+
+def test_who_comes_when_the_others_leave_is_told(run: Run) -> None:
+    speaker, status = run(nodes=2)
+    first, second = speaker(0), speaker(1)
+    first.hears("start")
+    second.hears("start")
+    second.peer.close()
+    first.dies(1, (0, 1, 0))
+    assert first.hears("exit")["exit"] == 1
+    late = speaker(1)
+    assert late.hears("exit")["exit"] == 1
+    first.peer.close()
+    late.peer.close()
+    assert status() == 1

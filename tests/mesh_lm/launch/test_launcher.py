@@ -1,0 +1,174 @@
+"""One launcher and its workers, which are dummies that speak the heartbeat's protocol: what it does when they die, stall or are told to."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import PATIENCE, ended, wait_for
+
+from tests.mesh_lm.launch.launchers import ROOT, SLOW, alive, dies, life, lives, outcome, start
+
+
+def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "--per-node=3 --devices=2", "saved=7 step=9 1@2:step=8 1@2:kill 1@deaf")
+    assert status == 0, out
+    assert "process 2 was killed by SIGKILL: out of memory, or killed by somebody" in out
+    assert "restart 1 of 3 from step 7, at once" in out
+    assert "process 2: step 8, step for" in out and "processes 0-1: step 9, step for" in out
+    first, second = lives(tmp_path)
+    assert first["MESH_LM_COORDINATOR"] != second["MESH_LM_COORDINATOR"], "every life has a port of its own"
+    assert first["MESH_LM_PROCESSES"] == "3" and first["JAX_NUM_CPU_DEVICES"] == "2" and first["JAX_PLATFORMS"] == "cpu"
+    assert 4 < second["at"] - first["at"] < 4 + 1 + SLOW, "the others have 2 s to end by themselves, and 2 more after SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "words"),
+    [
+        ("bus", 135, "was killed by SIGBUS: usual cause: a data file was cut short while it was mapped"),
+        ("exit=1", 1, "ended with status 1: it cannot run so; its error is above"),
+        ("exit=70", 70, "ended with status 70: an error that nobody foresaw; its traceback is above"),
+        ("exit=75", 75, "ended with status 75: its watchdog saw no progress; the stacks are above"),
+        ("exit=99", 99, "ended with status 99: it saved, as it was asked to"),
+    ],
+)
+def test_the_last_status_is_the_launchers(tmp_path: Path, action: str, status: int, words: str) -> None:
+    found, out = outcome(tmp_path, "--restarts=1", action)
+    assert found == status and words in out, out
+    assert len(lives(tmp_path)) == (1 if status in (1, 99) else 2), out
+    assert ("gives up after 1 restart" in out) == (status not in (1, 99))
+
+
+def test_the_mistake_of_one_process_is_an_accident_once_there_is_a_checkpoint(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "--per-node=2", "1:exit=1 wait")
+    assert status == 1 and len(lives(tmp_path)) == 1, out
+    status, out = outcome(tmp_path / "later", "--per-node=2 --restarts=1", "saved=5 saved=5 1:exit=1 wait")
+    assert status == 1 and len(lives(tmp_path / "later")) == 2 and "gives up after 1 restart" in out, out
+
+
+def test_a_victims_mistake_hides_no_accident(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "--per-node=2 --restarts=1", "0:exit=1 step=1 step=2 1:exit=70")
+    assert status == 70 and len(lives(tmp_path)) == 2, out
+
+
+def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
+    """Nor does it hold up a process that prints more than a pipe holds."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nfor _ in range(3000): print('x' * 100)\nsys.exit(os.environ['MESH_LM_GENERATION'] == '1' and 70)\n")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mesh_lm.launch", "--per-node=2", str(script)]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
+        assert subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=full, timeout=PATIENCE).returncode == 0
+
+
+def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> None:
+    """The third life saves something: what came before is forgotten."""
+    status, out = outcome(tmp_path, "--restarts=2", "1@saved=5 2@saved=5 3@saved=6 kill")
+    assert status == 137 and "gives up after 2 restarts without a new checkpoint" in out, out
+    begun = [each["at"] for each in lives(tmp_path)]
+    waits = [b - a for a, b in itertools.pairwise(begun)]
+    assert len(begun) == 5
+    assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
+        "1 of 2 from step 5, at once", "2 of 2 from step 5, in 1 s", "1 of 2 from step 6, at once", "2 of 2 from step 6, in 1 s",
+    ]  # fmt: skip
+    assert all(wait > 1 for wait in waits[1::2]), waits
+
+
+def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "--per-node=2 --heartbeat=1", "step=5 1@1:stop 1@deaf")
+    assert status == 0, out
+    assert re.search(r"process 1 was silent for \d s: it is stopped, or hangs outside of Python", out), out
+    assert re.search(r"  process 1: step 5, step for \d s   <- likely the culprit\n", out) and out.count("culprit") == 1, out
+    first, second = lives(tmp_path)
+    assert second["at"] - first["at"] < 1 + 5 + SLOW
+    assert not alive(first["pid"]) and not alive(lives(tmp_path, 1)[0]["pid"])
+
+
+def test_who_never_says_anything_has_longer(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(3)\n")
+    for limit, status in ((1, 75), (0, 0)):
+        command = [sys.executable, "-m", "mesh_lm.launch", f"--start={limit}", "--heartbeat=2", "--restarts=0", str(script)]
+        assert subprocess.run(command, cwd=ROOT, timeout=PATIENCE).returncode == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_lets_the_workers_save(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path, "--per-node=2", "step=3 wait")
+    life(tmp_path, 1, 0, process), life(tmp_path, 1, 1, process)
+    process.send_signal(number)
+    out = ended(process)
+    assert process.returncode == 99 and f"{signal.Signals(number).name}: the workers save and leave, in 120 s at most" in out, out
+    assert len(lives(tmp_path)) == 1
+
+
+def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "--grace=1", "deaf")
+    worker = life(tmp_path, 1, 0, process)
+    process.send_signal(signal.SIGTERM)
+    out = ended(process)
+    assert process.returncode == 137 and not alive(worker["pid"]), out
+    assert len(lives(tmp_path)) == 1, "a run that was told to end is not started again"
+
+
+def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:
+    process = start(tmp_path, "", "deaf")
+    life(tmp_path, 1, 0, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    before = time.monotonic()
+    out = ended(process)
+    assert process.returncode == 137 and time.monotonic() - before < 5 + SLOW and "the workers end at once" in out, out
+
+
+def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+    """Not even one that is stopped, and could not notice that its launcher is gone."""
+    process = start(tmp_path, "--per-node=2", "1:stop deaf")
+    workers = [life(tmp_path, 1, index, process)["pid"] for index in (0, 1)]
+    wait_for(lambda: Path(f"/proc/{workers[1]}/stat").read_text().rpartition(")")[2].split()[0] == "T", process)
+    process.kill()
+    assert all(dies(pid, 5) for pid in workers)
+    process.communicate()
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "", "child exit=0")
+    assert status == 0, out
+    assert dies(int((tmp_path / "child").read_text()), 5)
+
+
+def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:
+    """As Slurm's suspend or a paused virtual machine stops it, and its workers."""
+    process = start(tmp_path, "--heartbeat=1", "wait")
+    worker = life(tmp_path, 1, 0, process)["pid"]
+    time.sleep(0.5)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        process.send_signal(number)
+        os.kill(worker, number)
+        time.sleep(1.6)
+    process.send_signal(signal.SIGTERM)
+    out = ended(process)
+    assert process.returncode == 99 and len(lives(tmp_path)) == 1, out
+
+
+def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    from mesh_lm.launch.__main__ import main
+
+    for options, message in (
+        (["--heartbeat=0", "a.py"], "heartbeat=0 would count everybody as dead"),
+        (["--min-nodes=3", "a.py"], "min-nodes=3 must be at most nodes=1"),
+        (["--nodes=2", "a.py"], "several nodes need all of --nodes (or MESH_LM_NODES)"),
+        (["--nodes=2", "--node=2", "--rendezvous=a:1", "a.py"], "node=2 must be 0 to nodes - 1 = 1"),
+        (["--nodes=2", "--node=0", "--rendezvous=a", "a.py"], "rendezvous=a must be host:port of node 0"),
+    ):
+        assert main(options) == 1
+        assert message in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--per-node=0", "a.py"])
+    assert "0 must be at least 1" in capfd.readouterr().err

@@ -1,0 +1,192 @@
+"""Several launchers, each as on a node of its own, with dummy workers: nodes that die, hang, come back, or do not."""
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from processes import ended
+
+from tests.mesh_lm.launch.launchers import SLOW, dies, life, lives, nodes
+
+
+def test_two_nodes_are_one_run(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "--per-node=2", "exit=0") as ((first, second), _):
+        outs = [ended(first), ended(second)]
+        assert first.returncode == second.returncode == 0, outs
+    environments = [lives(tmp_path, process)[0] for process in range(4)]
+    assert [each["MESH_LM_PROCESS_INDEX"] for each in environments] == ["0", "1", "2", "3"]
+    assert len({each["MESH_LM_COORDINATOR"] for each in environments}) == 1
+    assert all(each["MESH_LM_PROCESSES"] == "4" and each["MESH_LM_NODES"] == "2" for each in environments)
+    assert not any("MESH_LM_NODE" in each or "MESH_LM_RENDEZVOUS" in each or "MESH_LM_ELASTIC" in each for each in environments)
+
+
+def test_a_worker_that_dies_on_one_node_ends_all_and_all_begin_again(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "saved=3 1@1:kill 1@wait") as ((first, second), _):
+        outs = [ended(first), ended(second)]
+        assert first.returncode == second.returncode == 0, outs
+        assert "process 1 on node 1 (" in outs[0] and "was killed by SIGKILL" in outs[0] and "restart 1 of 3 from step 3" in outs[0]
+    assert len(lives(tmp_path, 0)) == len(lives(tmp_path, 1)) == 2
+    begun = [each["at"] for each in lives(tmp_path)]
+    assert 2 < begun[1] - begun[0] < 2 + 1 + SLOW, "SIGTERM comes after 2 s, and is obeyed"
+
+
+def test_a_mistake_ends_all_nodes_for_good(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "exit=1") as ((first, second), _):
+        outs = [ended(first), ended(second)]
+        assert first.returncode == second.returncode == 1, outs
+    assert len(lives(tmp_path, 0)) == 1
+
+
+def test_a_launcher_that_is_killed_comes_back(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "step=4 1@wait exit=0") as ((first, second), again):
+        orphan = life(tmp_path, 1, 1, second)["pid"]
+        life(tmp_path, 1, 0, first)
+        second.kill()
+        assert dies(orphan, 5)
+        third = again(1)
+        outs = [ended(first), ended(third)]
+        assert first.returncode == third.returncode == 0, outs
+        assert "is gone: its launcher ended, or closed the connection" in outs[0] and "node 1 (" in outs[0] and ") is back" in outs[0]
+    assert len(lives(tmp_path, 1)) == 2
+
+
+def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """Its launcher has the controller: the other node ends its workers, waits, and joins the new one."""
+    with nodes(2, tmp_path, "", "1:wait exit=0") as ((first, second), again):
+        left = life(tmp_path, 1, 1, second)["pid"]
+        first.kill()
+        assert dies(left, 5)
+        (tmp_path / "life-1-1").unlink()
+        third = again(0)
+        again_left = life(tmp_path, 1, 1, second)["pid"]
+        assert again_left != left
+        third.send_signal(signal.SIGTERM)
+        outs = [ended(third), ended(second)]
+        assert third.returncode == second.returncode == 99, outs
+        assert "node 1: the controller on node 0 is gone; tries to come back, for 300 s at most" in outs[1]
+
+
+def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
+    """Silence is found by the heartbeat; the run goes on with one node, and with both again when the other wakes: nothing is lost."""
+    with nodes(2, tmp_path, "--heartbeat=1.5 --rejoin=1 --min-nodes=1", "1@wait 2@wait exit=0") as ((first, second), _):
+        before = life(tmp_path, 1, 1, second)
+        second.send_signal(signal.SIGSTOP)
+        alone = life(tmp_path, 2, 0, first)
+        assert alone["MESH_LM_PROCESSES"] == "1" and alone["MESH_LM_NODES"] == "1" and alone["MESH_LM_ELASTIC"] == "2"
+        assert alone["at"] - before["at"] < 1.5 + 5 + 1 + SLOW, "heartbeat + 5 s, and the second that it waits for the node"
+        second.send_signal(signal.SIGCONT)
+        assert dies(before["pid"], 5)
+        outs = [ended(first), ended(second)]
+        assert first.returncode == second.returncode == 0, outs
+        assert re.search(r"was silent for \d s: its machine, its launcher or the network is gone", outs[0])
+        assert "goes on with 1 of 2 nodes: 0" in outs[0]
+        assert "2 nodes are there, and 1 run: the workers save, and start again on more" in outs[0]
+        assert outs[0].count("restart ") == 1, "growing is no restart"
+    assert life(tmp_path, 3, 1, first)["MESH_LM_NODES"] == "2"
+
+
+def test_a_node_that_stays_away_ends_the_run(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "--rejoin=0.5", "wait") as ((first, second), _):
+        life(tmp_path, 1, 1, second)
+        second.kill()
+        out = ended(first)
+        assert first.returncode == 75 and "gives up: node 1 did not come in 0.5 s; 2 must be there" in out, out
+
+
+def test_a_node_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
+    """Each later restart would else wait for it again."""
+    with nodes(2, tmp_path, "--rejoin=3 --min-nodes=1", "1@wait 2@kill exit=0") as ((first, second), _):
+        life(tmp_path, 1, 0, first), life(tmp_path, 1, 1, second)
+        second.kill()
+        out = ended(first)
+        assert first.returncode == 0 and out.count("waits for node 1, for 3 s at most") == 1, out
+    begun = [each["at"] for each in lives(tmp_path)]
+    assert len(begun) == 3 and begun[1] - begun[0] > 3
+
+
+def test_a_controller_that_stays_away_ends_a_node(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "--rejoin=0.5", "wait") as ((first, second), _):
+        life(tmp_path, 1, 1, second)
+        first.kill()
+        out = ended(second)
+        assert second.returncode == 75 and "node 1 gives up: no answer from the controller at 127.0.0.1:" in out, out
+
+
+def test_fewer_nodes_are_enough(tmp_path: Path) -> None:
+    """Workers whose mesh fills two of three nodes say so once; from then on, and after a crash, two are started and one is spare."""
+    with nodes(3, tmp_path, "--min-nodes=1 --rejoin=1", "1@fewer=2 1@exit=76 2@1:kill 2@wait exit=0") as (launchers, _):
+        outs = [ended(launcher) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
+        assert "2 of 3 nodes are enough for the largest mesh; the others wait" in outs[0], outs[0]
+        assert "restart 1 of 3" in outs[0]
+    assert [len(lives(tmp_path, process)) for process in range(3)] == [3, 3, 1]
+    assert lives(tmp_path)[1]["MESH_LM_NODES"] == "2"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_signal_to_one_node_ends_all(tmp_path: Path, node: int) -> None:
+    with nodes(2, tmp_path, "", "wait") as (launchers, _):
+        life(tmp_path, 1, 0, launchers[0]), life(tmp_path, 1, 1, launchers[1])
+        launchers[node].send_signal(signal.SIGTERM)
+        outs = [ended(launcher) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [99, 99], outs
+
+
+def test_a_signal_before_the_run_begins(tmp_path: Path) -> None:
+    """To a node whose node 0 is not there yet, and to a node 0 whose others are not: nothing was lost."""
+    with nodes(2, tmp_path, "", "wait") as ((first, second), _):
+        first.kill()
+        time.sleep(0.5)
+        second.send_signal(signal.SIGTERM)
+        out = ended(second)
+        assert second.returncode in (99, -signal.SIGTERM), out  # the latter where Python had not even begun
+    with nodes(2, tmp_path, "", "wait") as ((first, second), _):
+        second.kill()
+        time.sleep(0.5)
+        first.send_signal(signal.SIGTERM)
+        out = ended(first)
+        assert first.returncode in (99, -signal.SIGTERM), out
+
+
+def test_nodes_that_differ_are_told(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "exit=0") as ((first, second), again):
+        second.kill()
+        other = again(1, "--per-node=2")
+        out = ended(other)
+        assert other.returncode == 1 and "node 1 does not run what node 0 runs, but per-node 2, not 1" in out, out
+        third = again(1)
+        outs = [ended(first), ended(third)]
+        assert first.returncode == third.returncode == 0, outs
+        assert "node 1 does not run what node 0 runs" in outs[0]
+
+
+def test_strangers_and_a_taken_port(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "exit=0") as ((first, second), again):
+        second.kill()
+        port = int(str(first.args).partition("--rendezvous=127.0.0.1:")[2].partition("'")[0])
+        deadline = time.monotonic() + 20
+        for data in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[]\n",
+            b'{"hello": "mesh_lm"}\n',
+            b'{"hello": "mesh_lm", "node": 1, "job": 3}\n',
+            b"\xff\n",
+            b"",
+        ):
+            while True:
+                try:
+                    with socket.create_connection(("127.0.0.1", port)) as stranger:
+                        stranger.sendall(data)
+                        time.sleep(0.1)
+                    break
+                except ConnectionRefusedError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        taken = again(0)
+        assert "choose a free port" in ended(taken) and taken.returncode == 1
+        third = again(1)
+        outs = [ended(first), ended(third)]
+        assert first.returncode == third.returncode == 0, outs

@@ -1,0 +1,141 @@
+"""The files that --template prints, as text: what reads them must be able to, and what they say must be what the launcher takes."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import PATIENCE
+from slurm import cluster, why_not
+
+from mesh_lm.launch.__main__ import _parse, main
+from mesh_lm.launch.job import VARIABLES, Job
+from tests.mesh_lm.launch.launchers import DUMMY, ROOT
+
+COMMAND = ["train.py", "--config=configs/llama3_8b.py", "--config.output=runs/my run"]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]):
+    def run(*options: str, command: list[str] = COMMAND) -> str:
+        assert main([*options, *command]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def job(words: list[str], **environment: str) -> Job:
+    """What the launcher makes of a command line of a template."""
+    assert words[:3] == ["python", "-m", "mesh_lm.launch"]
+    options, command = _parse(words[3:])
+    assert command == COMMAND
+    return Job.of(options, command, environment)
+
+
+def test_slurm(printed) -> None:
+    text = printed("--template=slurm", "--nodes=4", "--per-node=8", "--grace=90")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    directives = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
+    assert directives["nodes"] == "4" and directives["ntasks-per-node"] == "1" and directives["gpus-per-node"] == "8"
+    assert directives["signal"] == "TERM@150" and directives["mem"] == "0" and "requeue" in directives and "no-kill" not in directives
+    assert not any("#" in value for value in directives.values()), "sbatch would read a comment as part of the value"
+    (srun,) = re.findall(r"^srun --kill-on-bad-exit=0 --wait=0 (.*)$", text, re.MULTILINE)
+    place = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3", "SLURM_STEP_NODELIST": "n[1-4]"}
+    found = job(shlex.split(srun), **place)
+    assert (found.nodes, found.node, found.per_node, found.grace, found.address[0]) == (4, 3, 8, 90, "n1")
+    fewer = printed("--template=slurm", "--nodes=4", "--min-nodes=2", "--restarts=1000000")
+    assert "#SBATCH --no-kill" in fewer and "--wait=0 --no-kill python" in fewer and "--restarts=1000000" in fewer
+
+
+def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> None:
+    """The script itself, with commands of the same names in the place of Slurm's."""
+    text = printed("--template=slurm", "--nodes=1")
+    for status, before, requeued in (
+        (0, "", False), (1, "", False), (2, "", False),
+        (75, "", True), (137, "19", True), (75, "20", False), (99, "", True), (99, "20", True),
+    ):  # fmt: skip
+        (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho $@\n")
+        for name in ("srun", "scontrol"):
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": before}
+        ran = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+        assert ran.returncode == status and ran.stdout == ("requeue 17\n" if requeued else "")
+
+
+@pytest.mark.slow
+def test_slurm_for_real(printed, tmp_path: Path) -> None:
+    """Preempted, the job requeues itself, and its workers live again."""
+    if reason := why_not():
+        pytest.skip(reason)
+    for name in ("notes", "slurm"):
+        (tmp_path / name).mkdir()
+    text = printed("--template=slurm", "--nodes=2", command=[str(DUMMY), str(tmp_path / "notes"), "wait"])
+    (tmp_path / "job.sh").write_text("".join(line for line in text.splitlines(True) if "--gpus" not in line and "--exclusive" not in line))
+    with cluster(tmp_path / "slurm") as environment:
+        environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+
+        def slurm(*command: str) -> str:
+            return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+        job_id = slurm("sbatch", "--parsable", "job.sh").strip()
+        log, life = tmp_path / f"mesh_lm-{job_id}.log", tmp_path / "notes" / "life-1-1"
+
+        def wait_for(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + PATIENCE
+            while not condition():
+                assert time.monotonic() < deadline, log.read_text() + slurm("scontrol", "show", "job", job_id)
+                time.sleep(0.2)
+
+        wait_for(life.exists)
+        life.unlink()
+        slurm("scancel", "--signal=TERM", job_id)
+        wait_for(lambda: "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id)) and "Restarts=1" in shown)
+        assert log.read_text().count("Exited with exit code 99") == 2
+        slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm would wait for two minutes
+        wait_for(life.exists)
+
+
+def test_jobset(printed) -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load(printed("--template=jobset", "--nodes=3", "--per-node=2", "--gpus=4"))
+    assert found["kind"] == "JobSet" and found["spec"]["failurePolicy"]["maxRestarts"] == 3
+    (replicated,) = found["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == 3 and spec["completionMode"] == "Indexed"
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 150
+    assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == dict.fromkeys(
+        ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30
+    )
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
+    variables = {each["name"]: each.get("value", "2") for each in container["env"]}
+    assert {*variables} == {*VARIABLES.values()}
+    host = f"{found['metadata']['name']}-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
+    made = job(container["command"], **variables)
+    assert (made.nodes, made.node, made.per_node, made.rendezvous) == (3, 2, 2, f"{host}:9876") and made.start == made.rejoin == 1800
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert codes == {"FailJob": [1], "Ignore": [99]}
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "extra"), [("dockerfile", "ghcr.io/nvidia/jax:jax", "data"), ("dockerfile-pip", "python:3.11-slim", "cuda13")]
+)
+def test_containers(printed, name: str, base: str, extra: str) -> None:
+    text = printed(f"--template={name}", "--per-node=8")
+    lines = re.sub(r"\\\n", "", text).splitlines()
+    assert f"FROM {base}" in lines and extra in text
+    assert {line.split()[0] for line in lines} <= {"#", "FROM", "WORKDIR", "COPY", "RUN", "ENTRYPOINT", "CMD"}
+    start, rest = (json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD")))
+    assert job([*start, *rest]).per_node == 8
+    for line in lines:
+        if line.startswith("RUN "):
+            subprocess.run(["bash", "-n"], input=line[4:], text=True, check=True)

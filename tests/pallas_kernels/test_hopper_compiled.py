@@ -1,0 +1,83 @@
+"""The Hopper kernels as ptxas makes them, for an H100 that is not here: no spills, tensor cores kept busy, memory in proportion to S."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import BlockMask, flash_attention
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
+from pallas_kernels.attention.mosaic import HEAD_DIMS
+from pallas_kernels.resources import resources
+from sharding_rules.lab.targets import devices
+
+COMPILE_BUDGET = 60
+
+HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
+TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.rows() for name in KERNELS))
+
+
+def grad_of(**features):
+    """The gradients of attention with respect to q, k and v; its other array arguments come after those."""
+    names = [name for name, x in features.items() if isinstance(x, jax.ShapeDtypeStruct)]
+    static = {name: x for name, x in features.items() if name not in names}
+
+    def loss(q, k, v, *rest):
+        return flash_attention(q, k, v, **static, **dict(zip(names, rest, strict=True)), **HOPPER).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2)), [features[name] for name in names]
+
+
+def qkv(S: int, N: int, K: int, H: int, Hv: int, dtype="bfloat16", B: int = 2):
+    return [jax.ShapeDtypeStruct((B, S, heads, width), jnp.dtype(dtype)) for heads, width in ((N, H), (K, H), (K, Hv))]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.parametrize("candidate", TILES, ids=str)
+def test_every_entry_of_the_table_compiles_well(candidate: Candidate, reports: str) -> None:
+    for features in ({}, EVERYTHING):
+        passes, about = compiles_well(candidate, cache=reports, **features)
+        assert passes, about
+        assert about["wgmma"] > 0 and about["tma"] > 0
+
+
+def test_every_width_has_tiles() -> None:
+    assert set(tuning.head_dims()) == set(HEAD_DIMS)
+
+
+FEATURES = {
+    "full, fp16": {"causal": False, "dtype": "float16"},
+    "window, softcap": {"window": 300, "softcap": 30.0},
+    "traced offset": {"q_offset": jax.ShapeDtypeStruct((), jnp.int32)},
+    "sparse": {"block_mask": BlockMask.bigbird(1024)},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_cost_no_spills(name: str, reports: str) -> None:
+    features = dict(FEATURES[name])
+    dtype = features.pop("dtype", "bfloat16")
+    grad, rest = grad_of(**features)
+    found = resources(grad, *qkv(1024, 4, 2, 128, 128, dtype), *rest, cache=reports)
+    assert len(found) == 3
+    for kernel in found:
+        assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), kernel
+        assert not any("serialized" in warning for warning in kernel.warnings), kernel
+        assert kernel.wgmma and kernel.tma_loads and kernel.tma_stores
+
+
+@pytest.mark.deviceless
+def test_memory_is_in_proportion_to_the_length() -> None:
+    """Forward and backward of 128k tokens on one device: beside arguments and results less than five arrays of their size."""
+    place = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0])
+    temporaries = {}
+    for S in (65536, 131072):
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in qkv(S, 2, 2, 128, 128, B=1)]
+        grad, _ = grad_of()
+        temporaries[S] = jax.jit(grad).lower(*placed).compile().memory_analysis().temp_size_in_bytes
+    array = 131072 * 2 * 128 * 2
+    assert temporaries[131072] <= 5 * array, temporaries
+    assert temporaries[131072] == pytest.approx(2 * temporaries[65536], rel=0.02)
