@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 PATIENCE = 300.0
 """Seconds after which a process counts as hung: many times what it needs, because a busy machine is no error."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process with devices of its own: without the device count that the tests of one process set."""
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | more
 
 
 def ended(process: subprocess.Popen[str]) -> str:

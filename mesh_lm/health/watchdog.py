@@ -17,6 +17,9 @@ _BUSY = ("batch", "step")
 _MARGIN = 30.0
 """Seconds after which the stacks are dumped from outside Python, where something holds its lock and no thread of it runs."""
 
+_STDERR = 2
+"""The file descriptor: sys.stderr may have been replaced by something that has none."""
+
 
 class Watchdog:
     """A context in which a process ends with status 75, after dumping the stacks of all threads, when a phase takes too long.
@@ -39,7 +42,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # so that a bus error, as of a data file cut short, says where
+            faulthandler.enable(_STDERR)  # so that a bus error, as of a data file cut short, says where
         if self._config.stall:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -48,7 +51,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self._config.stall / 4)):
             phases, limit = self._phases, self.limit
-            faulthandler.dump_traceback_later(max(1.0, limit - phases.idle + _MARGIN), exit=True)  # with status 1: Python offers no other
+            late = max(1.0, limit - phases.idle + _MARGIN)
+            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)  # with status 1: Python offers no other
             if (idle := phases.idle) > limit:
                 self._end(idle, limit)
         faulthandler.cancel_dump_traceback_later()
@@ -62,7 +66,7 @@ class Watchdog:
             f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): {where}; {why}. The stacks of all threads:",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback(_STDERR, all_threads=True)
         sys.stdout.flush()
         os._exit(launch.EXIT_STALLED)
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from processes import ROOT, environment
+
 WORKER = Path(__file__).with_name("worker.py")
 STEPS, EVERY = 20, 5
 HEARTBEAT, STALL = 8, 6
@@ -44,13 +45,6 @@ def arguments(data: Path, output: Path, **changes: object) -> list[str]:
     return [f"--config={ROOT}/configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in values.items())]
 
 
-def environment(faults: Path, **more: str) -> dict[str, str]:
-    """Without the device count that the tests of one process set."""
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-    own = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "MESH_LM_FAULTS": str(faults)}
-    return os.environ | own | more
-
-
 class Job:
     """A launcher and its workers. A context manager that leaves nothing running."""
 
@@ -70,7 +64,7 @@ class Job:
             f"--heartbeat={HEARTBEAT}",
         ]
         self.process = subprocess.Popen(
-            [*command, *options, str(WORKER), *arguments], env=environment(faults, **variables), text=True,
+            [*command, *options, str(WORKER), *arguments], env=environment(MESH_LM_FAULTS=str(faults), **variables), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)

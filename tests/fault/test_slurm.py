@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from fault.job import PATIENCE, STEPS, WORKER, arguments, certificates, environment
+from fault.job import PATIENCE, STEPS, WORKER, arguments, certificates
+from processes import environment
 from slurm import cluster, why_not
 
 pytestmark = pytest.mark.fault
@@ -56,7 +57,9 @@ def test_f16_slurm(data: Path, undisturbed: dict[int, str], tmp_path: Path) -> N
     (tmp_path / "faults").mkdir()
     (directory := tmp_path / "slurm").mkdir()
     with cluster(directory) as slurm:
-        variables = environment(tmp_path / "faults", MESH_LM_PACE="0.3") | {name: slurm[name] for name in ("SLURM_CONF", "PATH")}
+        variables = environment(MESH_LM_FAULTS=str(tmp_path / "faults"), MESH_LM_PACE="0.3") | {
+            name: slurm[name] for name in ("SLURM_CONF", "PATH")
+        }
         batch = Batch(tmp_path, variables, [str(WORKER), *arguments(data, tmp_path / "run")])
         batch.wait("step  7/")
         batch.run("scancel", "--signal=TERM", batch.job)

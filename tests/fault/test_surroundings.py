@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault.job import ROOT, STEPS, Job, arguments, certificates
+from fault.job import STEPS, Job, arguments, certificates
+from processes import ROOT
 
 from mesh_lm.data.indexed import write_documents
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import PATIENCE, ended, wait_for
+from processes import PATIENCE, ROOT, ended, environment, wait_for
 from slurm import cluster, why_not
 
 from mesh_lm.launch.wire import free_port
 
-ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker.py")
 FIELDS = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
@@ -25,12 +24,6 @@ FIELDS = {
     "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.timeout": PATIENCE,
     "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
 }  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """Without the device count that the tests of one process set."""
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-    return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.fixture(scope="module")
