@@ -129,7 +129,13 @@ def fill(run: Run, chance: random.Random) -> str:
                 pass
         except OSError:
             pass
-    threading.Timer(30, lambda: ballast.unlink(missing_ok=True)).start()
+
+    def over() -> None:
+        ballast.unlink(missing_ok=True)
+        if run.process.poll():  # its last save did not fit
+            run.again()
+
+    threading.Timer(30, over).start()
     return "the disk filled for 30 s"
 
 
@@ -147,6 +153,8 @@ def disturbed(run: Run, faults: tuple[Callable[[Run, random.Random], str], ...],
             time.sleep(0.2)
         if run.process.poll() == 0:
             return rows
+        if (run.output / "ballast").exists():
+            continue
         if run.process.poll():  # a fault that ends it has it started again at once
             raise SystemExit(f"the launcher ended with {run.process.returncode}:\n" + "\n".join(run.lines[-40:]))
         if len(run.workers()) < 2 or not (run.output / "checkpoints").is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -75,12 +76,23 @@ def gradients(
 ) -> Outcome:
     """One call of the engine from the seed-0 initialisation; the layers of what it returns are in model order."""
     blueprint = Blueprint.of(config, shard, pipeline)
-    params = jax.jit(blueprint.init, out_shardings=blueprint.canonical_shardings("params"))(jax.random.key(0))
-    initial = jax.tree.map(np.asarray, params)
+    params = initial(blueprint)
     batch = on_devices(host_batch(microbatches, separate=separate), blueprint)
-    sums, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, initial), batch, jax.random.key(3))
+    sums, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, params), batch, jax.random.key(3))
     found = {name: np.asarray(x)[blueprint.stages.row_of_layer()] if name in blueprint.stacked else x for name, x in grads.items()}
-    return initial, {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, found)
+    return params, {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, found)
+
+
+_initial: dict[Hashable, dict[str, np.ndarray]] = {}
+
+
+def initial(blueprint: Blueprint) -> dict[str, np.ndarray]:
+    """Parameters of seed 0 in model order. Schedules and microbatches do not change the program that makes them."""
+    where = blueprint.canonical_shardings("params")
+    program = (blueprint.config, blueprint.shard.rules, *where.values())
+    if program not in _initial:
+        _initial[program] = jax.tree.map(np.asarray, jax.jit(blueprint.init, out_shardings=where)(jax.random.key(0)))
+    return _initial[program]
 
 
 def by_stage(blueprint: Blueprint, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
