@@ -1,9 +1,9 @@
 """Half an hour of bad luck: a run of two processes with a random fault every 60 to 120 seconds must end with the right parameters.
 
-First the run that nobody disturbs, then the same with faults: kill -9 of a worker (the first one is the coordinator), SIGSTOP of one,
-SIGTERM to the launcher and the same command again, kill -9 of launcher and workers and the same command again, a bit of the newest
-checkpoint flipped just before a kill, a full disk for a while. Both must have the same bits at their last step, and have read the same
-samples. Left behind: the log of the launcher and where the time went.
+Beside a run that nobody disturbs, which is load for it, the same with faults: kill -9 of a worker (the first one is the coordinator),
+SIGSTOP of one, SIGTERM to the launcher and the same command again, kill -9 of launcher and workers and the same command again, a bit of
+the newest checkpoint flipped just before a kill, a full disk for a while. Both must have the same bits at their last step, and have read
+the same samples. Left behind: the log of the launcher and where the time went.
 """
 
 from __future__ import annotations
@@ -182,11 +182,11 @@ def final(run: Run) -> str:
 
 def main() -> int:
     parser = options(__doc__ or "")
-    parser.add_argument("--minutes", type=float, default=30, help="length of the disturbed run without faults")
+    parser.add_argument("--minutes", type=float, default=30, help="about how long the disturbed run takes")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     minutes, between = (1.0, (10.0, 15.0)) if arguments.quick else (arguments.minutes, (60.0, 120.0))
-    steps = round(minutes * 60 / PACE * 0.6 / EVERY) * EVERY  # the rest is starting again, and steps done again
+    steps = round(minutes * 60 / PACE * 0.36 / EVERY) * EVERY  # the rest is load, starting again, and steps done again
     record = Record(f"soak{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         (disk := Path(directory) / "disturbed").mkdir()
@@ -195,11 +195,10 @@ def main() -> int:
         try:
             alone = Run(Path(directory) / "alone", steps, 0.0)
             alone.start()
-            alone.process.wait(steps)  # a second a step is many times what it needs
-            time.sleep(1)
             run = Run(disk, steps, PACE)
             rows = disturbed(run, (*FAULTS, fill) if mounted else FAULTS, between, arguments.seed)
-            time.sleep(1)
+            alone.process.wait(steps)  # a second a step is many times what it needs
+            time.sleep(1)  # for what it said last to be read
             found, wanted, spent = final(run), final(alone), goodput.total(disk / "goodput")
             log = "\n".join(line.replace(directory, "...").replace(str(ROOT), ".") for line in run.lines) + "\n"
         finally:

@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE
-
-ROOT = Path(__file__).parents[2]
+from processes import PATIENCE, ROOT, environment
 
 
 def run(name: str, output: Path) -> dict[str, list[dict]]:
     """Table title -> rows, of `python benchmarks/<name>.py --quick`."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--output={output}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (results,) = output.glob(f"{name}-quick_*.json")
     record, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()

@@ -10,17 +10,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from processes import PATIENCE
+from processes import PATIENCE, ROOT, environment
 
-ROOT = Path(__file__).parents[2]
 PARTS = ["headline", "correct", "peers", "end_to_end", "deviceless", "training", "autotune"]
 BY_NAME = ["losses", "resume", "rerun", "layouts"]
 
 
 def suite(*arguments: str, patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "benchmarks/gpu_suite.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=patience)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=patience)
 
 
 def rehearsed(tmp_path: Path, parts: list[str], *arguments: str) -> tuple[dict[str, list[dict]], dict]:

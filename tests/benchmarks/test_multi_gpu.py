@@ -13,21 +13,20 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from processes import PATIENCE
+from processes import PATIENCE, ROOT, environment
 
 from mesh_lm.check import check
 from sharding_rules import PRESETS, preset
 from sharding_rules.lab.targets import devices
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import gpu_lab  # noqa: E402
-import gpu_worker  # noqa: E402
-import multi_gpu  # noqa: E402
-import multi_gpu_worker as worker  # noqa: E402
-import strategies  # noqa: E402
-from strategies import ONE, Strategy  # noqa: E402
+import gpu_lab
+import gpu_worker
+import multi_gpu
+import multi_gpu_worker as worker
+import strategies
+from strategies import ONE, Strategy
 
 COMPILE_BUDGET = 30
 
@@ -165,9 +164,8 @@ def test_a_strategy_that_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> Non
 
 
 def rehearsal(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "benchmarks/multi_gpu.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=5 * PATIENCE)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=5 * PATIENCE)
 
 
 @pytest.mark.slow

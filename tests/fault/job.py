@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from processes import ROOT, environment
+from processes import PATIENCE, ROOT, environment
 
 WORKER = Path(__file__).with_name("worker.py")
 STEPS, EVERY = 20, 5
@@ -29,8 +29,6 @@ FIELDS: dict[str, object] = {
     "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp",
 }  # fmt: skip
 """Of a run on four devices, dropout and a mesh of two axes included."""
-PATIENCE = 180.0
-"""Seconds after which a test gives up: many times what anything here takes, because a busy machine is no error."""
 
 
 def corpus(directory: Path) -> Path:
@@ -54,17 +52,9 @@ class Job:
         faults.mkdir(exist_ok=True)
         self.faults, self.lines = faults, []
         self.moments: list[float] = []
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "mesh_lm.launch",
-            f"--per-node={workers}",
-            f"--devices={devices}",
-            f"--heartbeat={HEARTBEAT}",
-        ]
+        launch = [sys.executable, "-m", "mesh_lm.launch", f"--per-node={workers}", f"--devices={devices}", f"--heartbeat={HEARTBEAT}"]
         self.process = subprocess.Popen(
-            [*command, *options, str(WORKER), *arguments], env=environment(MESH_LM_FAULTS=str(faults), **variables), text=True,
+            [*prefix, *launch, *options, str(WORKER), *arguments], env=environment(MESH_LM_FAULTS=str(faults), **variables), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)

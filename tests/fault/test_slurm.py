@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from fault.job import PATIENCE, STEPS, WORKER, arguments, certificates
-from processes import environment
+from fault.job import STEPS, WORKER, arguments, certificates
+from processes import PATIENCE, environment
 from slurm import cluster, why_not
 
 pytestmark = pytest.mark.fault
