@@ -200,7 +200,9 @@ def main() -> int:
             alone.process.wait(steps)  # a second a step is many times what it needs
             time.sleep(1)  # for what it said last to be read
             found, wanted, spent = final(run), final(alone), goodput.total(disk / "goodput")
-            log = "\n".join(line.replace(directory, "...").replace(str(ROOT), ".") for line in run.lines) + "\n"
+            log = "\n".join(run.lines) + "\n"
+            for private, shown in ((directory, "..."), (str(ROOT), "."), (sys.prefix, "<environment>"), (sys.base_prefix, "<python>")):
+                log = log.replace(private, shown)
         finally:
             for each in filter(None, (alone, run)):
                 each.stop()
