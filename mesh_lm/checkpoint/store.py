@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -303,9 +305,22 @@ class Checkpoints:
             self.directory.parent.rmdir()
 
 
-def _open(directory: Path) -> None:
-    for name in ("absl", "asyncio"):  # what Orbax logs, over many lines, of a save or a restore that failed is said here in one
+@functools.cache
+def _quiet() -> None:
+    """What Orbax and TensorStore say of a save or a restore that failed, over hundreds of lines, is said here in one."""
+    for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    told = sys.unraisablehook
+
+    def hook(error: sys.UnraisableHookArgs) -> None:
+        if str(error.exc_value) != "Event loop is closed":  # each write that ends after the first one has failed
+            told(error)
+
+    sys.unraisablehook = hook
+
+
+def _open(directory: Path) -> None:
+    _quiet()
     with launch.together():
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
         job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose all since then: the newest checkpoint is step 5\.")
         ballast.unlink()
         assert job.ended() == 0, job.log
+    assert "Traceback" not in job.log, job.log
     assert certificates(job.log)[STEPS] == undisturbed[STEPS], job.log
     rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[:STEPS] == [*range(1, STEPS + 1)], "metrics that the disk did not take are written later"

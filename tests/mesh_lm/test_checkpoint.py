@@ -1,18 +1,21 @@
 """Checkpoints: a stable format, any mesh, clear refusals, nothing lost."""
 
+import asyncio
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
 from mesh_lm.blueprint import Blueprint
-from mesh_lm.checkpoint import Checkpoints, find
+from mesh_lm.checkpoint import Checkpoints, find, store
 from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
 
 COMPILE_BUDGET = 10
@@ -99,6 +102,27 @@ def test_policy(tmp_path: Path) -> None:
         checkpoints.save(8, state, {"position": 8}, blueprint)
     with Checkpoints(config) as checkpoints:
         assert checkpoints.latest() == 8
+
+
+def test_of_a_save_that_fails_nothing_is_told_by_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes that end when the first has failed, and closed its loop, have nobody to tell; other errors are told as before."""
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))
+    promise, future = ts.Promise.new()
+
+    async def never_waited_for() -> None:
+        next(future.__await__())
+
+    class Other:
+        def __del__(self) -> None:
+            raise ValueError
+
+    store._quiet.__wrapped__()
+    asyncio.run(never_waited_for())
+    promise.set_result(None)
+    assert told == []
+    Other()
+    assert told == [ValueError]
 
 
 def test_another_model_is_refused_before_any_array_is_read(copy: Path) -> None:
