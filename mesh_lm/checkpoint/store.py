@@ -313,7 +313,9 @@ def _quiet() -> None:
     told = sys.unraisablehook
 
     def hook(error: sys.UnraisableHookArgs) -> None:
-        if str(error.exc_value) != "Event loop is closed":  # each write that ends after the first one has failed
+        late = str(error.exc_value) == "Event loop is closed"  # a write that ends after the first one has failed
+        left = "orbax" in getattr(getattr(error.object, "cr_code", None), "co_filename", "")  # a read, after the first one has failed
+        if not (late or left):
             told(error)
 
     sys.unraisablehook = hook
