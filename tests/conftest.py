@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # What one test has compiled, another of this run, or a process that it starts, takes from here; MESH_LM_TEST_CACHE keeps it for later runs.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("MESH_LM_TEST_CACHE") or tempfile.mkdtemp(prefix="mesh_lm-tests-")
+if "MESH_LM_TEST_CACHE" not in os.environ:
+    os.environ["MESH_LM_TEST_CACHE"] = tempfile.mkdtemp(prefix="mesh_lm-tests-")  # before xdist's workers are made: they share it
+    atexit.register(shutil.rmtree, os.environ["MESH_LM_TEST_CACHE"], ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MESH_LM_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -22,8 +27,6 @@ import hypothesis
 import jax
 import pytest
 
-if not os.environ.get("MESH_LM_TEST_CACHE"):
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -42,8 +45,35 @@ def compile_budget(request: pytest.FixtureRequest) -> Iterator[None]:
     assert used <= budget, f"{request.module.__name__} compiled {used} programs, over its COMPILE_BUDGET of {budget}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker takes up to 3 GB."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share what they compile, so they stay together; files come as they were ordered below."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+def _work(items: list[pytest.Item]) -> int:
+    """Of a file's tests, roughly, in compilations of a small program for the CPU."""
+    marked = sum(5 if item.get_closest_marker("slow") or item.get_closest_marker("deviceless") else 0 for item in items)
+    return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked deviceless need XLA's compiler for CUDA. MESH_LM_DEVICELESS=required: its absence is a failure, as on CI."""
+    """Among several workers the files with most work go first: no one waits for the last.
+
+    Tests marked deviceless need XLA's compiler for CUDA. MESH_LM_DEVICELESS=required: its absence is a failure, as on CI.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+        items[:] = [item for file in sorted(files, key=_work, reverse=True) for item in file]
     if os.environ.get("MESH_LM_DEVICELESS") == "required" or importlib.util.find_spec("jax_cuda13_plugin"):
         return
     absent = pytest.mark.skip(reason="needs XLA's compiler for CUDA: pip install -e '.[aot]'")

@@ -21,6 +21,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_rules.lab import hlo
+from sharding_rules.lab.assembler import unassembled
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
 from sharding_rules.lab.places import Places
@@ -103,8 +104,8 @@ def compile_report(
 
 
 def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
-    asked = estimates(TARGETS.get(about["target"]))
     with tempfile.TemporaryDirectory(prefix="sharding_lab_") as dump:
+        asked = estimates(TARGETS.get(about["target"])) | unassembled(mesh.devices.flat[0], f"{dump}/cuda")
         begin = time.monotonic()
         with _ONE_AT_A_TIME, _standard_error() as said, _unkept():
             try:

@@ -204,8 +204,15 @@ class Module:
 
     def _lines(self, computation: str) -> int:
         """Of a computation and of what it calls."""
-        lines = self.computations.get(computation, ())
-        return len(lines) + sum(self._lines(name) for one in lines for name in (*one.called, *one.branches, one.body) if name)
+        if computation not in self._sizes:
+            lines = self.computations.get(computation, ())
+            inside = sum(self._lines(name) for one in lines for name in (*one.called, *one.branches, one.body) if name)
+            self._sizes[computation] = len(lines) + inside
+        return self._sizes[computation]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {}
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
