@@ -54,13 +54,14 @@ def main(argv: list[str]) -> int:
     with Watchdog(config.health, phases, launch.prefix()), launch.StopOnSigterm() as stop, Checkpoints(config, phases) as checkpoints:
         # 4. State: the newest checkpoint that is whole, restored onto whatever mesh this run has and verified; or none yet.
         saved, restored = checkpoints.restore(blueprint, optimizer)
+        n = saved.step if saved else 0
         read = weights(config.init_from, blueprint) if config.init_from and not saved else None
 
         # 5. Data: text, tokens, sequences. The position in them is one number.
         phases.at("data")
         with launch.together(), launch.first_before_others("data"):
             corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
-            batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None)
+            batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None, n)
             if read and (tokenizer := corpus.tokenizer()):
                 require_tokenizer(config.init_from, tokenizer)
         launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
@@ -68,7 +69,6 @@ def main(argv: list[str]) -> int:
             state = restored
         else:
             state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
-        n = saved.step if saved else 0
         with launch.together():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, blueprint, corpus, phases, n)

@@ -49,9 +49,9 @@ class Batches:
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus | Prefixes, sharding: NamedSharding, saved: dict[str, Any] | None = None
+        self, config: TrainConfig, corpus: Corpus | Prefixes, sharding: NamedSharding, saved: dict[str, Any] | None = None, done: int = 0
     ) -> None:
-        """saved: the `state` that a checkpoint holds; the training batches go on from there.
+        """saved: the `state` that a checkpoint holds; the training batches go on from there. done: its steps, of the config's.
 
         Raises ConfigError where the corpus is too small for one batch, lacks what the config asks for, or `saved` is a place in other data.
         """
@@ -77,7 +77,8 @@ class Batches:
         self._blended = None
         if isinstance(corpus, Prefixes):
             eod, held = corpus.eod, corpus.heldout(config.model.vocab_size)
-            self._blended = Blended(config, corpus, saved)
+            left = max(0, train.steps - done) * train.global_batch
+            self._blended = Blended(config, corpus, saved, self.position + left)
             order: Order = self._blended.order
         else:
             eod, held = corpus.tokenizer().eod, [Text(corpus.heldout(), vocab=config.model.vocab_size)]
@@ -130,12 +131,11 @@ def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
 
 
 class Blended:
-    """The training order of prefixes, and the plan that it follows."""
+    """The training order of prefixes, of n_samples as far as is known, and the plan that it follows."""
 
-    def __init__(self, config: TrainConfig, corpus: Prefixes, saved: dict[str, Any] | None) -> None:
+    def __init__(self, config: TrainConfig, corpus: Prefixes, saved: dict[str, Any] | None, n_samples: int) -> None:
         self._config, self._corpus = config, corpus
         self._texts = corpus.train(config.model.vocab_size)
-        n_samples = config.train.steps * config.train.global_batch
         packed = self._packed() if config.data.documents == "packed" else None
         seq_len, tokens = config.model.seq_len, [len(text.tokens) for text in self._texts]
         epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]

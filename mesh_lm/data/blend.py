@@ -87,7 +87,7 @@ class Blend:
     Args:
       members: an order each.
       weights: normalized.
-      size: samples; positions wrap around there.
+      size: samples that will be read, as far as is known; a run that skips batches reads on, and the order with it.
       consumed: samples that each member gave before position `start`.
       start: first position.
     """
@@ -96,24 +96,21 @@ class Blend:
         self, members: Sequence[Order], weights: Sequence[float], size: int, *, consumed: Sequence[int], start: int, cache: IndexCache
     ) -> None:
         self.seq_len, self._members, self._size, self._start = members[0].seq_len, members, max(1, size), start
-        self._consumed = np.array(consumed, np.int64)
-        if len(members) == 1:
-            self._index = None
-        else:
-            twice = normalized(weights)  # as Megatron does
-            key = {"weights": twice, "size": self._size}
-            self._index = cache.get("blend", key, lambda: blend_index(np.array(twice), self._size), size=self._size)
+        self._consumed, self._cache = np.array(consumed, np.int64), cache
+        self._weights = normalized(weights)  # twice, as Megatron does
+        self._index = self._made(self._size) if len(members) > 1 else None
 
     def __len__(self) -> int:
         return self._start + self._size
 
     def read(self, indices: np.ndarray) -> Windows:
         """The windows at the positions int64 [B]; raises ConfigError for a token id that the model lacks."""
-        here = (indices - self._start) % self._size
+        here = indices - self._start
         if self._index is None:
             return self._members[0].read(self._consumed[0] + here)
-        which = self._index["members"][here].astype(np.int64)
-        numbers = self._consumed[which] + self._index["counts"][here // BLOCK, which] + self._index["ranks"][here]
+        index = self._reaching(int(here.max(initial=-1)) + 1)
+        which = index["members"][here].astype(np.int64)
+        numbers = self._consumed[which] + index["counts"][here // BLOCK, which] + index["ranks"][here]
         return merged(which, lambda i, rows: self._members[i].read(numbers[rows]))
 
     def consumed(self, position: int) -> list[int]:
@@ -121,14 +118,22 @@ class Blend:
         n = position - self._start
         if self._index is None:
             return [int(self._consumed[0]) + n]
-        rounds, n = divmod(n, self._size)
-        whole = self._counted(self._size) * rounds if rounds else 0
-        return (self._consumed + whole + self._counted(n)).tolist()
+        index, block = self._reaching(n), n // BLOCK
+        here = np.bincount(index["members"][block * BLOCK : n], minlength=len(self._members))
+        return (self._consumed + index["counts"][block] + here).tolist()
 
-    def _counted(self, n: int) -> np.ndarray:
-        assert self._index is not None
-        block = n // BLOCK
-        return self._index["counts"][block] + np.bincount(self._index["members"][block * BLOCK : n], minlength=len(self._members))
+    def _made(self, size: int) -> Arrays:
+        return self._cache.get(
+            "blend", {"weights": self._weights, "size": size}, lambda: blend_index(np.array(self._weights), size), size=size
+        )
+
+    def _reaching(self, n: int) -> Arrays:
+        """The index, of n samples at least: a longer one begins as the shorter."""
+        index = self._index
+        assert index is not None
+        while (size := len(index["members"])) < n:
+            index = self._index = self._made(2 * size)
+        return index
 
 
 def blend_index(weights: np.ndarray, size: int) -> Arrays:

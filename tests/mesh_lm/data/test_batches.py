@@ -41,10 +41,11 @@ def config(data: Path, *blend: object, steps: int = 10, seed: int = 1, seq_len: 
     )
 
 
-def batches(of: TrainConfig, saved: dict | None = None) -> Batches:
+def batches(of: TrainConfig, saved: dict | None = None, done: int | None = None) -> Batches:
     sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
     saved = json.loads(json.dumps(saved))  # as from a checkpoint
-    return Batches(of, prepare(of.data, vocab=of.data.tokenizer_vocab), sharding, saved)
+    done = saved["position"] // of.train.global_batch if saved and done is None else done or 0
+    return Batches(of, prepare(of.data, vocab=of.data.tokenizer_vocab), sharding, saved, done)
 
 
 def read(of: Batches, steps: int) -> list[bytes]:
@@ -126,6 +127,30 @@ def test_a_longer_run_finishes_its_order_before_it_appends_another(data: Path):
     assert longer.changed == [] and longer.state(20)["blend"]["members"][0]["orders"] == (20, 82)
     shorter = batches(config(data, "a", steps=6), longer.state(40))  # what was appended stays
     assert shorter.state(40)["blend"]["members"][0]["orders"] == (20, 82)
+
+
+@pytest.mark.parametrize("blend", [("a",), (0.5, "a", 0.3, "b", 0.2, "c")])
+def test_a_run_that_skips_batches_reads_on_after_its_blend(data: Path, blend: tuple):
+    """Eight steps are 32 samples; two rewinds of three steps leave 24 more to read."""
+    of = config(data, *blend, steps=8)
+    first = batches(of)
+    whole = read(first, 14)
+    assert len(set(whole)) == 56
+    for position, done in ((28, 4), (44, 5), (52, 7)):
+        state = first.state(position)
+        resumed = batches(of, state, done)
+        assert resumed.changed == [] and read(resumed, (56 - position) // BATCH) == whole[position:]
+        assert sum(member["consumed_now"] for member in state["blend"]["members"]) == position
+        assert resumed.state(56)["blend"]["members"][0]["consumed_now"] == first.state(56)["blend"]["members"][0]["consumed_now"]
+
+
+def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
+    """Four steps of 2 samples, four of 4: the blend lasts for 24, not for 8 steps of either."""
+    of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
+    small = dataclasses.replace(of, train=dataclasses.replace(of.train, global_batch=BATCH // 2))
+    state = batches(small).state(4 * BATCH // 2)
+    index = batches(of, state, 4)._blended.order
+    assert len(index) == 4 * BATCH // 2 + 4 * BATCH
 
 
 def test_moved_files_are_the_same_data(data: Path, tmp_path: Path):
