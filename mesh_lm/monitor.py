@@ -71,6 +71,8 @@ class Monitor:
 
     def go_back(self, step: int) -> None:
         """Forgets what came after this step: the run goes on from there."""
+        if self._goodput:
+            self._goodput.go_back(step)
         self._late, self._phases.step = None, step
         self._progress.go_back(step)
         try:

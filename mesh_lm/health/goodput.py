@@ -21,22 +21,36 @@ _EVERY = 2.0
 
 
 class Goodput:
-    """The record of one life of a run's process 0, written again and again so that a killed one leaves it behind."""
+    """The record of one life of a run's process 0, written again and again so that a killed one leaves it behind.
+
+    A life ends with its process, or where the run goes back to an earlier step: in both cases another one does its last steps again.
+    """
 
     def __init__(self, output: Path, phases: Phases, first: int) -> None:
         """first: the step that this life continues from."""
         self._phases, self._first = phases, first
         self._directory = output / "goodput"
-        self._born = time.time() - phases.age
+        self._begin(time.time() - phases.age, dict.fromkeys(phases.seconds(), 0.0), went_back=False)
+
+    def _begin(self, born: float, before: dict[str, float], *, went_back: bool) -> None:
+        """before: seconds that this process spent in earlier lives."""
+        self._born, self._before, self._went_back = born, before, went_back
         self._kept = -_EVERY
-        self._path = self._directory / f"{self._born:.3f}-{os.getpid()}.json"
+        self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from this step: another life of the same process. To be called while the phases still have the last one."""
+        self.keep(now=True)
+        self._first, spent = step, self._phases.seconds()
+        self._begin(self._born + sum(spent.values()) - sum(self._before.values()), spent, went_back=True)
 
     def keep(self, *, now: bool = False) -> None:
         """Writes down where the time went so far, every few seconds unless `now`. What the disk does not take is not worth a run."""
         if not now and self._phases.age - self._kept < _EVERY:
             return
-        self._kept, seconds = self._phases.age, self._phases.seconds()
-        life = {"born": self._born, "first": self._first, "step": max(self._phases.step, self._first), "seconds": seconds}
+        self._kept, step = self._phases.age, max(self._phases.step, self._first)
+        seconds = {phase: value - self._before[phase] for phase, value in self._phases.seconds().items()}
+        life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
             (part := self._path.with_suffix(".part")).write_text(json.dumps(life))
@@ -66,8 +80,9 @@ def total(directory: Path) -> dict[str, Any]:
             seconds["lost"] += share
             seconds["down"] += max(0.0, after["born"] - life["born"] - sum(life["seconds"].values()))
     everything = sum(seconds.values())
+    starts = sum(not life.get("went_back") for life in lives)
     return {
-        "seconds": seconds, "starts": len(lives), "lost_steps": lost_steps, "goodput": seconds["step"] / everything if everything else 0.0,
+        "seconds": seconds, "starts": starts, "lost_steps": lost_steps, "goodput": seconds["step"] / everything if everything else 0.0,
     }  # fmt: skip
 
 
@@ -75,7 +90,8 @@ def describe(found: dict[str, Any]) -> str:
     """A line for people."""
     seconds = found["seconds"]
     parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
-    starts = f", {found['starts']} starts, {found['lost_steps']} steps done again" if found["starts"] > 1 else ""
+    starts = f", {found['starts']} starts" if found["starts"] > 1 else ""
+    starts += f", {found['lost_steps']} steps done again" if found["starts"] > 1 or found["lost_steps"] else ""
     return f"goodput {found['goodput']:.1%} of {_clock(sum(seconds.values()))}{starts}: {', '.join(parts)}"
 
 

@@ -175,3 +175,25 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     assert total(tmp_path / "goodput")["starts"] == 1
     phases.step = 9
     assert kept.total()["starts"] == 1, "the same life is written again"
+
+
+def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
+    """One start: 10 steps of 2 s, back to step 6 after a restore of 3 s, and on to step 12."""
+    clock = Clock()
+    phases = Phases(clock)
+    kept = Goodput(tmp_path, phases, first=0)
+
+    def spend(phase: str, seconds: float, step: int) -> None:
+        phases.at(phase)
+        phases.step = step
+        clock.now += seconds
+
+    spend("step", 20.0, 10)
+    spend("restore", 3.0, 10)
+    kept.go_back(6)
+    spend("step", 12.0, 12)
+    found = kept.total()
+    assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(24 / 35)
+    spent = {phase: seconds for phase, seconds in found["seconds"].items() if seconds > 1e-6}
+    assert spent == pytest.approx({"step": 24.0, "lost": 8.0, "restore": 3.0})
+    assert ", 4 steps done again: steps 24.0 s, steps done again 8.0 s, restoring 3.0 s" in describe(found)
