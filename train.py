@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
         with launch.together(), launch.first_before_others("data"):
             corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
             batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None, n)
-            if read and (tokenizer := corpus.tokenizer()):
-                require_tokenizer(config.init_from, tokenizer)
+        if read and (tokenizer := corpus.tokenizer()):
+            require_tokenizer(config.init_from, tokenizer)
         launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
         if restored is not None:
             state = restored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,8 @@ import jax
 from mesh_lm import launch
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.health.heartbeat import VARIABLE as HEARTBEAT
+from mesh_lm.health.heartbeat import Heartbeat
+from mesh_lm.health.phases import Phases
 from mesh_lm.launch.agent import ELASTIC, LEAST
 from mesh_lm.launch.job import VARIABLES
 from sharding_rules import MeshConfig, MeshError, axes_of
@@ -37,7 +37,7 @@ def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> Tra
         raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
     found, enough = on_nodes(config, whole, nodes, per_node)
     if enough < nodes:
-        os.write(int(environment[HEARTBEAT]), json.dumps({"nodes": enough}).encode() + b"\n")
+        Heartbeat(Phases(), environment).send({"nodes": enough})
         raise launch.FewerNodes
     if nodes < whole:
         launch.say(f"elastic: {nodes} of {whole} nodes: {found.mesh}, train.microbatches={found.train.microbatches}")

@@ -48,7 +48,8 @@ class Monitor:
         except OSError as error:
             raise ConfigError(f"cannot write metrics to {error.filename or self.output}: {error.strerror}; set another output") from error
         self._profile = Profile(config.profile, self.output / "profile", first_step)
-        self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._told: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
+        self._late = self._told  # the same, until it is read
         self._unwritten = ""
         self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
         n_params = sum(math.prod(shape.shape) for shape in blueprint.shapes.values())
@@ -61,19 +62,21 @@ class Monitor:
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
         """Takes the metrics of a step just dispatched, and returns those of the one before, which is done; None at the first step."""
-        late, self._late = self._late, (step, metrics)
+        told, self._told = self._told, (step, metrics)
         self._phases.step = step
         if self._goodput:
             self._goodput.keep()
         self._profile.step(step, metrics, self._phases)
-        self._read(late)
-        return late
+        self._flush()
+        self._late = self._told
+        return told
 
     def go_back(self, step: int) -> None:
         """Forgets what came after this step: the run goes on from there."""
         if self._goodput:
             self._goodput.go_back(step)
-        self._late, self._phases.step = None, step
+        self._told = self._late = None
+        self._phases.step = step
         self._progress.go_back(step)
         try:
             self._writer.go_back(step)
@@ -119,13 +122,17 @@ class Monitor:
         self._progress.note(text)
 
     def finish(self, sample: str | None) -> None:
-        """Draws the loss curve and keeps the generated text."""
+        """Draws the loss curve and keeps the generated text; a full disk makes no finished run fail."""
         if not self.speaks:
             return
-        loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", self._yardsticks())
-        self.note(f"loss curve: {self.output / 'loss.png'}")
+        try:
+            loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", self._yardsticks())
+            self.note(f"loss curve: {self.output / 'loss.png'}")
+            if sample is not None:
+                (self.output / "sample.txt").write_text(sample)
+        except OSError as error:
+            self.note(f"warning: {error.filename or self.output} cannot be written: {error.strerror}")
         if sample is not None:
-            (self.output / "sample.txt").write_text(sample)
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
     def _flush(self) -> None:

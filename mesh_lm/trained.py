@@ -75,7 +75,7 @@ class Trained:
         blueprint = folded(config.model, Shard(rules, make_mesh(mesh)))
         mesh, rules = MeshConfig(**blueprint.shard.mesh.shape), blueprint.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
-        return cls(config, blueprint, weights(path, blueprint)(), words, saved.step if saved else 0)
+        return cls(config, blueprint, _weights(saved, path, blueprint)(), words, saved.step if saved else 0)
 
 
 def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
@@ -83,7 +83,11 @@ def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
 
     Raises ConfigError at once where there are none, or those of another model.
     """
-    if saved := checkpoint.find(path):
+    return _weights(checkpoint.find(path), path, blueprint)
+
+
+def _weights(saved: checkpoint.Saved | None, path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
+    if saved:
         saved.require(blueprint.shapes)
         return lambda: saved.params(blueprint)
     if huggingface.is_huggingface(path):

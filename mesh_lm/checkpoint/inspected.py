@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -70,14 +72,21 @@ class Entry:
 
     @property
     def written(self) -> float:
-        """Seconds since 1970 at which its description was written, or else the directory."""
-        described = self.path / "metadata" / "metadata"
-        return (described if described.exists() else self.path).stat().st_mtime
+        """Seconds since 1970 at which its description was written, or else the directory; 0: a run has just removed it."""
+        for path in (self.path / "metadata" / "metadata", self.path):
+            with contextlib.suppress(FileNotFoundError):
+                return path.stat().st_mtime
+        return 0.0
 
     @property
     def nbytes(self) -> int:
-        """Of all its files."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        """Of all its files; of a save in flight, or of a step that is being removed, those that were met."""
+        total = 0
+        for directory, _, files in os.walk(self.path):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(directory, file)).st_size
+        return total
 
 
 def at(path: Path | str) -> list[Entry]:

@@ -171,10 +171,11 @@ class Local:
     def _warn(self, reason: str) -> None:
         """Once, until a save succeeds again."""
         if not self._failed:
-            print(
-                f"{launch.prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
-                "and a crash now goes back to the newest one in the output", flush=True,
-            )  # fmt: skip
+            with contextlib.suppress(OSError):  # its log may be on the same disk
+                print(
+                    f"{launch.prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
+                    "and a crash now goes back to the newest one in the output", flush=True,
+                )  # fmt: skip
         self._failed = True
 
     def _steps(self) -> list[int]:

@@ -122,6 +122,8 @@ class Saved:
 def find(path: Path | str) -> Saved | None:
     """The checkpoint that a path names: a run's output (its newest step), the `checkpoints` in it, or one step there; None for any other.
 
+    All processes must call it, and get the same: a run may be saving meanwhile.
+
     Raises ConfigError for a run's directory without a complete checkpoint, and Damaged for a damaged one.
     """
     path = Path(path).expanduser().absolute()
@@ -129,7 +131,7 @@ def find(path: Path | str) -> Saved | None:
     directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if directory.name != "checkpoints" or not directory.is_dir():
         return None
-    if step is None and (step := max(steps_in(directory), default=None)) is None:
+    if step is None and (step := launch.from_first(max(steps_in(directory), default=None))) is None:
         raise ConfigError(f"no complete checkpoint in {directory}")
     return Saved.read(directory, step)
 

@@ -27,7 +27,7 @@ from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, cert
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.health.digest import digests
 from mesh_lm.health.phases import Phases
-from mesh_lm.launch.agent import GENERATION
+from mesh_lm.launch.agent import BEGUN
 from mesh_lm.optimizer import AdamW
 from mesh_lm.step import State
 
@@ -48,8 +48,8 @@ class Checkpoints:
     def __init__(self, config: TrainConfig, phases: Phases | None = None) -> None:
         """Raises ConfigError where the directory cannot be written, or holds other checkpoints than `checkpoint.resume` allows."""
         self.config, self.policy, self._phases = config, config.checkpoint, phases or Phases()
-        if self.policy.resume == "never" and int(os.environ.get(GENERATION, 1)) > 1:
-            self.policy = dataclasses.replace(self.policy, resume="auto")  # the launcher started it again: what is there is its own
+        if self.policy.resume == "never" and int(os.environ.get(BEGUN, 0)):
+            self.policy = dataclasses.replace(self.policy, resume="auto")  # it was here before: what is there is its own
         try:
             json.dumps(as_dict(config))
         except TypeError as error:
@@ -85,10 +85,6 @@ class Checkpoints:
         left = ", ".join(sorted(path.name for path in self.directory.glob("*.damaged*")))
         fix = "repair one and take .damaged from its name, or set another output to begin anew"
         return f"no checkpoint in {self.directory} is whole: {left}; {fix}"
-
-    def latest(self) -> int | None:
-        """Newest complete step."""
-        return self._saved
 
     def newest(self) -> Saved | None:
         """The newest checkpoint's descriptions; None where there is none. Raises Damaged."""

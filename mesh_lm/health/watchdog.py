@@ -62,13 +62,15 @@ class Watchdog:
         why = (
             f"median step {self._phases.median_step:.2f} s, health.stall={self._config.stall:g}, health.patience={self._config.patience:g}"
         )
-        print(
-            f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): {where}; {why}. The stacks of all threads:",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        faulthandler.dump_traceback(_STDERR, all_threads=True)
-        sys.stdout.flush()
-        os._exit(launch.EXIT_STALLED)
+        try:
+            print(
+                f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): {where}; {why}. The stacks of all threads:",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+            sys.stdout.flush()
+        finally:  # also where the log takes no more
+            os._exit(launch.EXIT_STALLED)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()

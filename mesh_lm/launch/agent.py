@@ -26,6 +26,8 @@ LEAST = "MESH_LM_LEAST"
 """Variable with how many those are at least (--min-nodes)."""
 GENERATION = "MESH_LM_GENERATION"
 """Variable with how often the workers have been started, this time included."""
+BEGUN = "MESH_LM_BEGUN"
+"""Variable with how many of those starts before this one came as far as the run's checkpoints."""
 _TICK = 0.05
 _RETRY = 0.5
 
@@ -148,6 +150,7 @@ class Agent:
             place.VARIABLES["coordinator"]: order["coordinator"],
             place.VARIABLES["processes"]: str(order["count"]),
             GENERATION: str(self._generation),
+            BEGUN: str(order["begun"]),
             JOB_VARIABLES["nodes"]: str(order["nodes"]),
         }
         if self._job.devices:

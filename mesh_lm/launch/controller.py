@@ -77,6 +77,7 @@ class Controller:
         self._callers: list[Peer] = []
         self._now: Generation | None = None
         self._count = 0
+        self._begun = 0  # generations that came as far as their checkpoints
         self._vain = 0  # restarts in a row that brought no new checkpoint
         self._failed = Counter[int]()  # node -> how often its workers failed first since there was a new checkpoint
         self._newest = self._saved = -1  # the newest checkpoint, now and when the last generation ended
@@ -157,7 +158,8 @@ class Controller:
             return
         for process, beat in message.get("beats", {}).items():
             now.beats[int(process)] = beat | {"heard": time.monotonic() - beat["age"]}
-            self._newest = max(self._newest, beat["saved"])
+            if int(process) == 0 and beat["saved"] >= 0:  # it falls where a run goes back
+                self._newest = beat["saved"]
         now.fewer = message.get("fewer", 0) or now.fewer
         if "silent" in message:
             self._silent(now, number, message["silent"], message["seconds"])
@@ -243,11 +245,13 @@ class Controller:
 
     def _conclude(self, now: Generation) -> None:
         """All its workers are gone: done, or what next."""
+        self._begun += any(beat["phase"] != "start" for beat in now.beats.values())
         statuses = {*now.statuses.values()}
         if statuses == {0} and len(now.statuses) == self._processes(now):
             self._status = 0
         elif self._stop:
-            saved = now.failure is None and statuses <= {0, EXIT_PREEMPTED, -signal.SIGTERM} and len(now.statuses) == self._processes(now)
+            orderly = statuses <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
+            saved = now.failure is None and orderly and len(now.statuses) == self._processes(now)
             self._status = EXIT_PREEMPTED if saved else words.exit_status(-signal.SIGKILL if now.failure is None else now.failure)
         elif now.failure is None and now.stopping == "grow":
             self._again(0.0)
@@ -264,7 +268,7 @@ class Controller:
 
     def _retry(self, now: Generation) -> None:
         """Another try, unless the last ones brought nothing."""
-        if self._newest > self._saved:
+        if self._newest != self._saved:
             self._saved, self._vain = self._newest, 0
             self._failed.clear()
         if now.culprit is not None:
@@ -311,7 +315,7 @@ class Controller:
         for rank, number in enumerate(members):
             self._nodes[number].peer.send(
                 start=self._count, coordinator=coordinator, count=len(members) * self._job.per_node, first=rank * self._job.per_node,
-                nodes=len(members),
+                nodes=len(members), begun=self._begun,
             )  # fmt: skip
 
     # Small questions.

@@ -41,23 +41,37 @@ class FewerNodes(Exception):
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
     try:
-        return main(argv)
+        status = main(argv)
+        _let_go()
+        return status
     except (ConfigError, ShardingRuleError) as error:
-        print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
         status = EXIT_UNEXPECTED if isinstance(error, rendezvous.Absent) else EXIT_CANNOT
     except FewerNodes:
         status = EXIT_FEWER
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         status = EXIT_UNEXPECTED
     if jax.distributed.is_initialized():
         # JAX's own exit waits minutes for processes that may themselves wait for this one.
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()
         farewell.join(_FAREWELL)
-        sys.stdout.flush()
+        _let_go()
         os._exit(status)
+    _let_go()
     return status
+
+
+def _let_go() -> None:
+    """What a full disk, or a pipe without a reader, did not take of the log is given up: Python would end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None) -> None:
@@ -112,9 +126,10 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """Prints on process 0 only."""
+    """Prints on process 0 only. A log that takes no more, on a full disk or without a reader, ends nothing."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
 
 def prefix() -> str:

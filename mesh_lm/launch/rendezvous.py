@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from mesh_lm.config import ConfigError
+from mesh_lm.errors import listed
 from mesh_lm.launch.place import Place
 from mesh_lm.launch.wire import listen
 from mesh_lm.launch.words import some
@@ -160,9 +161,8 @@ def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     lines = _compare(mine["description"], theirs["description"], "")
     if not lines:
         return ""
-    more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
     head = f"process {theirs['index']} on {theirs['host']} does not run what process 0 on {mine['host']} runs"
-    return "\n  - ".join([head, *lines[:8], *more]) + "\nstart all of them from the same files with the same arguments"
+    return listed(head, lines) + "\nstart all of them from the same files with the same arguments"
 
 
 def _compare(a: Any, b: Any, path: str) -> list[str]:

@@ -30,9 +30,6 @@ class Peer:
         """Seconds since it last said anything."""
         return time.monotonic() - self.heard
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def send(self, **message: Any) -> None:
         """Sends it now, or with a later call where the other end does not keep up."""
         self._outgoing += json.dumps(message).encode() + b"\n"

@@ -161,7 +161,8 @@ class _Lines(_Silent):
         self.note(f"step {step:>{len(str(self._total))}}/{self._total}  {text}  {tail}")
 
     def note(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        with contextlib.suppress(OSError):  # a log that takes no more ends nothing
+            print(text, file=self._file, flush=True)
 
 
 class _Screen(_Silent):

@@ -22,6 +22,7 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.__main__ import main
 from mesh_lm.checkpoint.arrays import Arrays, Leaf
+from mesh_lm.checkpoint.inspected import Entry
 from mesh_lm.config import TrainConfig
 from mesh_lm.health.digest import combined, host_digest
 
@@ -192,6 +193,11 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "5.removed": "being removed",
         "10.orbax-checkpoint-tmp-1": "not complete: a save in flight, or what is left of one",
     }
+
+
+def test_what_a_run_removes_meanwhile_is_no_error(tmp_path: Path) -> None:
+    gone = Entry(tmp_path / "4")
+    assert (gone.nbytes, gone.written, gone.described, gone.complete) == (0, 0.0, ("-", "-", "-"), False)
 
 
 def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

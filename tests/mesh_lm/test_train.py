@@ -1,6 +1,7 @@
 """train.py as a user runs it: on 8 devices, killed and continued, stopped by SIGTERM, and given bad input."""
 
 import argparse
+import errno
 import inspect
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from processes import ended, wait_for
 
 import train
-from mesh_lm import launch
+from mesh_lm import launch, monitor
 from mesh_lm.config import ConfigError
 from mesh_lm.trained import Trained
 
@@ -194,6 +195,22 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
     assert train.main(arguments(tmp_path)) == 0
     assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [4]
+
+
+def test_bad_steps_are_noticed_however_often_is_evaluated(arguments, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step 2 skipped, .*health.skip_limit=1"):
+        train.main(arguments(tmp_path, train__steps=6, train__eval_every=1, optimizer__learning_rate=1e30, health__skip_limit=1))
+
+
+def test_a_disk_that_is_full_at_the_very_end(
+    arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*about: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "loss.png")
+
+    monkeypatch.setattr(monitor, "loss_curve", full)
+    assert train.main(arguments(tmp_path, train__steps=1)) == 0
+    assert "warning: loss.png cannot be written: No space left on device" in capsys.readouterr().out
 
 
 def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:

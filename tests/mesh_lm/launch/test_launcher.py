@@ -79,6 +79,33 @@ def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> 
     assert all(wait > 1 for wait in waits[1::2]), waits
 
 
+def test_a_checkpoint_after_one_that_was_put_aside_is_new(tmp_path: Path) -> None:
+    """Step 9 was damaged, or had numbers that were not finite: the run goes on from before it."""
+    status, out = outcome(tmp_path, "--restarts=1", "1@saved=9 1@kill 2@saved=7 2@kill 3@saved=8 3@kill step=1")
+    assert status == 0 and len(lives(tmp_path)) == 4, out
+    assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
+        f"1 of 1 from step {step}, at once" for step in (9, 7, 8)
+    ]
+
+
+BEGINNING = """
+import json, os, sys
+life = int(os.environ["MESH_LM_GENERATION"])
+print(f"life {life} after {os.environ['MESH_LM_BEGUN']}", flush=True)
+beat = {"phase": ["start", "restore", "step"][life - 1], "saved": -1}
+os.write(int(os.environ["MESH_LM_HEARTBEAT"]), json.dumps(beat).encode() + b"\\n")
+sys.exit(70 if life < 3 else 0)
+"""
+
+
+def test_a_life_that_did_not_come_to_its_checkpoints_is_none_before(tmp_path: Path) -> None:
+    """It has not found out yet whether checkpoint.resume=never refuses what is there."""
+    (script := tmp_path / "script.py").write_text(BEGINNING)
+    command = [sys.executable, "-m", "mesh_lm.launch", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and re.findall(r"life \d after \d", done.stdout) == ["life 1 after 0", "life 2 after 0", "life 3 after 1"]
+
+
 def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path) -> None:
     status, out = outcome(tmp_path, "--per-node=2 --heartbeat=1", "step=5 1@1:stop 1@deaf")
     assert status == 0, out

@@ -148,6 +148,27 @@ def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list
     out = ended(process)
     assert process.returncode == 0 and f"resumed at step {step}" in out, out
 
+    process = local(2, 4, ROOT / "train.py", *fields(output=tmp_path / "tuned", train__steps=1, init_from=tmp_path))
+    out = ended(process)
+    assert process.returncode == 0 and "step 1/1" in out, out
+
+
+ENDS = """
+import sys
+from mesh_lm import launch
+def main(argv):
+    launch.say("a line")
+    return 1 // int(argv[0]) - 1
+sys.exit(launch.run(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("divisor", "status"), [("1", 0), ("0", 70)])
+def test_a_log_that_takes_no_more_changes_no_status(divisor: str, status: int) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", ENDS, divisor], env=environment(), stdout=full, stderr=full, timeout=PATIENCE)
+    assert done.returncode == status
+
 
 def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
     """Before any device is used. The script gives each process another seed."""
