@@ -113,9 +113,15 @@ def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
             except Exception as error:
                 emit(**shape, peer=name, error=f"{type(error).__name__}: {error}"[:600])
         with measuring():
-            ways = {(name, way): f for name, timed in built.items() for way, f in timed.warm().items()}
+            ways: dict[tuple[str, str], Callable[[], Any]] = {}
+            for name, timed in [*built.items()]:
+                try:
+                    ways |= {(name, way): f for way, f in timed.warm().items()}
+                except Exception as error:
+                    emit(**shape, peer=name, error=f"{type(error).__name__}: {error}"[:600])
+                    del built[name]
             began = time.time()
-            times = rounds(ways, 1 if dry_run else 0)
+            times = rounds(ways, 1 if dry_run else 0) if ways else {}
             ended = time.time()
     for name, timed in built.items():
         found = {way: times[other, way] for other, way in times if other == name}

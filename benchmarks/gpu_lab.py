@@ -89,7 +89,7 @@ class Lab:
             problem = self._wait(process, out, patience, lambda out=out, done=done: tell(done + self.rows(out)))
             rows += self._noted(task, new := self.rows(out))
             tell(rows)
-            if process.returncode == RESTART and new and "error" in new[-1]:
+            if process.returncode == RESTART and new and {"error", "unserved"} & new[-1].keys():
                 continue
             if self.left() < 0 and not needed:
                 break

@@ -265,5 +265,5 @@ def layouts(lab: Lab) -> Iterator[Table]:
     variants = [variants[0], *variants[3:]] if lab.dry_run else variants
     variants = [{"microbatches": 1, "remat": "none", "attention": "auto"} | variant for variant in variants]
     rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
-    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in rows]  # not cold
+    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in with_power(lab, rows)]  # not cold
     yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew."

@@ -120,7 +120,7 @@ class Suite:
                 rate = row.get("tokens_per_s", 0.0) / n
                 alone = alone if strategy.mesh else rate
                 scaling = {"weak_scaling": rate / alone} if rate and alone else {}
-                rows.append({key: row[key] for key in row if key not in ("program_gib", "temp_gib")} | scaling)
+                rows.append({key: row[key] for key in row if key not in ("program_gib", "temp_gib", "began", "ended")} | scaling)
             if strategy.mesh:
                 self.keep([strategy], rows[len(rows) - len(found) :], "speed")
         yield "Speed", rows, f"{_said(self.speed)} Model: {self.sized(lab.directory, 1)['changes']['model']}."

@@ -68,12 +68,12 @@ def attention(variants: list[Row], dry_run: bool) -> None:
 
 def _attention(variant: Row, dry_run: bool) -> Row:
     B, S, N, K, H = (variant[name] for name in ("batch", "seq", "heads", "kv_heads", "head_dim"))
-    generator = torch.Generator(DEVICE).manual_seed(S + H)
     sizes = [(B, n, S, H) for n in (N, K, K, N)]
-    q, k, v, dout = (torch.randn(size, generator=generator, device=DEVICE).to(torch.bfloat16) for size in sizes)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    forward, dout = _forward(variant, q, k, v, dout)
     with compiling():
+        generator = torch.Generator(DEVICE).manual_seed(S + H)
+        q, k, v, dout = (torch.randn(size, generator=generator, device=DEVICE).to(torch.bfloat16) for size in sizes)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        forward, dout = _forward(variant, q, k, v, dout)
         out = forward()
         grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         wait()
@@ -156,10 +156,11 @@ def train(variants: list[Row], steps: int, dry_run: bool) -> None:
 def _train(variant: Row, steps: int, dry_run: bool) -> Row:
     fields, batch, warm_up = variant["fields"], variant["batch"], 3
     torch.manual_seed(0)
-    model = Decoder(fields).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda")
-    loss_of = torch.compile(model, backend="eager" if dry_run else "inductor")
-    tokens = torch.randint(0, fields["vocab_size"], (4, batch, fields["seq_len"] + 1), device=DEVICE)
+    with compiling():
+        model = Decoder(fields).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda")
+        loss_of = torch.compile(model, backend="eager" if dry_run else "inductor")
+        tokens = torch.randint(0, fields["vocab_size"], (4, batch, fields["seq_len"] + 1), device=DEVICE)
 
     def step(i: int) -> float:
         with torch.autocast(DEVICE, torch.bfloat16):

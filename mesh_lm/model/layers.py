@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
-from pallas_kernels import capability_of, flash_attention
+from pallas_kernels import Unsupported, capability_of, flash_attention
 from sharding_rules import Shard, ShardingRuleError
 
 
@@ -180,14 +182,19 @@ class Attention(nnx.Module):
             past = past.put(k, v, shard)
             if not (isinstance(past.start, int) and past.start == 0):  # else these tokens are all there is
                 (k, v), kv_segment_ids, start = past.keys_and_values(), past.cache["segment_ids"], jnp.asarray(past.start)
-        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start)
+        # What was chosen for training need not serve a text that is written on.
+        chosen = None if self.config.attention == "auto" or past is not None else self.config.attention
+        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, chosen)
         return self.out(shard(y, "batch", "seq", "heads", "head_dim")), past
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None,
-        kv_segment_ids: jax.Array | None, start: jax.Array | None,
+        kv_segment_ids: jax.Array | None, start: jax.Array | None, implementation: Literal["mosaic", "cudnn", "xla"] | None,
     ) -> jax.Array:  # fmt: skip
-        """The kernel, on each device's own sequences and heads. start: the key that query 0 is, where it is not key 0."""
+        """The kernel, on each device's own sequences and heads. start: the key that query 0 is, where it is not key 0.
+
+        Raises ConfigError where the implementation cannot serve.
+        """
         config, shard = self.config, self.shard
         heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
@@ -205,12 +212,14 @@ class Attention(nnx.Module):
                 # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
-            return flash_attention(
-                q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
-                sinks=sinks, q_offset=0 if start is None else start,
-                implementation=None if config.attention == "auto" else config.attention,
-                platform=device.platform, capability=capability_of(device),
-            )  # fmt: skip
+            try:
+                return flash_attention(
+                    q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
+                    sinks=sinks, q_offset=0 if start is None else start, implementation=implementation,
+                    platform=device.platform, capability=capability_of(device),
+                )  # fmt: skip
+            except Unsupported as error:
+                raise ConfigError(f"model.attention={config.attention}: {error}") from error
 
         q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))
         kv_spec = shard.spec("activations", ("batch", "seq", "kv_heads", "head_dim"))

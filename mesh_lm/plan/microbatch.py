@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from mesh_lm.check import check
-from mesh_lm.config import TrainConfig
+from mesh_lm.config import ConfigError, TrainConfig
 from sharding_rules import axes_of
 from sharding_rules.lab import Report
 
@@ -17,12 +17,13 @@ def largest(
 ) -> tuple[tuple[str, str], ...]:
     """How many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
 
-    Each try is compiled. It has as many microbatches as the config, two at most: more change nothing in memory but the tokens themselves.
+    Each try is compiled. It has as many microbatches as the config; without a pipeline two at most, because more change nothing in memory
+    but the tokens themselves.
     """
     config = check(config, n_devices)
     mesh = config.mesh.sizes()
     ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
-    count = min(2, config.train.microbatches)
+    count = config.train.microbatches if mesh["pipeline"] > 1 else min(2, config.train.microbatches)
     peaks: dict[int, int] = {}
     hbm = 0
 
@@ -47,9 +48,19 @@ def largest(
         return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
     found = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
     each = config.train.global_batch // ways
-    best = max(b for b in range(1, low + 1) if each % b == 0)
+    best = next((b for b in range(low, 0, -1) if each % b == 0 and _can_run(config, each // b, n_devices)), None)
+    if best is None:
+        return (("largest microbatch", found),)
     advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
     return (("largest microbatch", found), ("for this batch", advice))
+
+
+def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
+    try:
+        check(dataclasses.replace(config, train=dataclasses.replace(config.train, microbatches=microbatches)), n_devices)
+    except ConfigError:
+        return False
+    return True
 
 
 def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:

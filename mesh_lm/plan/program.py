@@ -55,8 +55,9 @@ class Program:
         config, blueprint = self.config, self.blueprint
         optimizer = AdamW(config.optimizer, config.train.steps)
         arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
+        step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
         return compile_report(
-            train_step(blueprint, optimizer, config.seed), *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
+            step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
             slots=stages.slots(blueprint, config.train.microbatches),
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper.backward import dkv, dq, parts
@@ -235,8 +234,9 @@ def time_of(candidate: Candidate, length: int, causal: bool) -> float:
     H, V = candidate.head_dims
     N, B = max(1, 2048 // V), max(1, 32768 // length)
     spec = Spec(length, length, 1 / math.sqrt(H), causal=causal)
-    rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in shapes(candidate, length, B, N, N, "bfloat16")]
+    wanted = shapes(candidate, length, B, N, N, "bfloat16")
+    keys = jax.random.split(jax.random.key(0), len(wanted))
+    arrays = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)]
     return milliseconds(jax.jit(lambda *x: run(spec, candidate, {}, *x)), *arrays)
 
 

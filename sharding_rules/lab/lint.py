@@ -206,8 +206,8 @@ def microbatch_reductions(subject: Subject) -> Iterator[Finding]:
             return None
         along = " and ".join(axes)
         fix = (
-            f"make {along} manual around the loop over microbatches and sum once after it (mesh_lm/step.py: MANUAL, value_and_grad), "
-            f"or cut parameters along it: rules.params"
+            f"make {along} manual around the loop over microbatches and sum once after it "
+            f"(mesh_lm/pipeline/engine.py: MANUAL, value_and_grad), or cut parameters along it: rules.params"
         )
         return f"gradients are summed over {along} in each of {M} microbatches ({one.kind} over {' and '.join(one.axes)})", fix
 

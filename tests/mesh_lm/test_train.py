@@ -266,6 +266,11 @@ def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, 
     assert not tmp_path.exists() or not list(tmp_path.iterdir()), "something half-made is left"
 
 
+def test_attention_that_cannot_serve_is_the_users_mistake(arguments, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.attention=mosaic: .*implementation='mosaic' cannot serve this call"):
+        train.main(arguments(tmp_path, model__attention="mosaic"))
+
+
 def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> None:
     process = spawn(arguments(tmp_path, data__path="/no/such/text"))
     out = ended(process)

@@ -96,6 +96,13 @@ def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, i
     assert len({token for row in tokens for token in row}) > 10, "the texts say nothing: larger weights are needed"
 
 
+def test_attention_named_for_training_need_not_serve_generation() -> None:
+    """cuDNN has no segment ids, and is not here at all."""
+    blueprint = Blueprint.of(dataclasses.replace(MODELS["gpt"], attention="cudnn"), shard_on("ddp"))
+    made = Engine(blueprint, placed("gpt", blueprint), GREEDY).start(PROMPTS, NEW, seed=5).advance()
+    assert [[token for token, _ in row] for row in made] == reference("gpt", GREEDY)[0]
+
+
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
     model = Blueprint.of(MODELS[name], shard_on("ddp"))

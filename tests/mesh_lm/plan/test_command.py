@@ -119,6 +119,25 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
     assert len(tried) <= 5 or bend
 
 
+def test_the_largest_microbatch_in_stages() -> None:
+    """What a pipeline keeps grows with its microbatches, and their number must suit its schedule: of what is tried, and what is advised."""
+    n_devices, config = 1024, load("configs/gpt_175b.py")
+    mesh = check(config, n_devices).mesh
+
+    def compiled(tried):
+        check(tried, n_devices)
+        counts.add(tried.train.microbatches)
+        b = tried.train.global_batch // tried.train.microbatches // (mesh.data * mesh.fsdp)
+        return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
+
+    counts: set[int] = set()
+    facts = dict(largest(config, n_devices, compiled, say=lambda text: None))
+    assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
+    field, advised = facts["for this batch"].split(":")[0].split("=")
+    assert field == "--config.train.microbatches"
+    check(replace(config, train=replace(config.train, microbatches=int(advised))), n_devices)
+
+
 def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
     """Names, shapes and dtypes: the program that was compiled is the one that will run."""
     import jax
