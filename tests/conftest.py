@@ -66,11 +66,15 @@ def _work(items: list[pytest.Item]) -> int:
     return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Among several workers the files with most work go first: no one waits for the last.
+    """What is exhaustive is slow, too. Among several workers the files with most work go first: no one waits for the last.
 
     Tests marked deviceless need XLA's compiler for CUDA. MESH_LM_DEVICELESS=required: its absence is a failure, as on CI.
     """
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" in os.environ:
         files = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
         items[:] = [item for file in sorted(files, key=_work, reverse=True) for item in file]

@@ -67,7 +67,7 @@ def test_generate(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["tokens_as_with_cache"] == 1 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_start_time(tmp_path: Path) -> None:
     tables = run("start_time", tmp_path)
     rows = {row["case"]: row for row in tables["Command to first step"]}

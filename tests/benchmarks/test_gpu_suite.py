@@ -52,7 +52,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dry_run_of_the_trainers_parts(tmp_path: Path) -> None:
     tables, _ = rehearsed(tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
     assert all(tables.values())

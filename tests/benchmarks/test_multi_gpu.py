@@ -168,7 +168,7 @@ def rehearsal(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=5 * PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rehearsal(tmp_path: Path) -> None:
     done = rehearsal("--cpu", "--quick", "--devices=4", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.benchmarks.test_benchmarks import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.deviceless]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.deviceless]
 
 
 def test_rows_and_resuming(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_model_that_is_not_ours() -> None:
 
 
 @ELSEWHERE
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 def test_a_change_of_rules(here: str, capsys: pytest.CaptureFixture) -> None:
     (line,) = [line for line in ANSWERS if line.startswith("-m sharding_rules diff")]

@@ -54,7 +54,7 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_cost_no_spills(name: str, reports: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine equals one device: loss and every gradient, by any schedule on any mesh. A covering array is fast, the product is slow."""
+"""The engine equals one device: loss and every gradient, by any schedule on any mesh. A covering array is fast; the product exhaustive."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ def test_every_pair_is_covered() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "P", "V", "M", "axes", "model", "stash", "idle"),
-    [*CASES, *(pytest.param(*row, marks=pytest.mark.slow) for row in product())],
+    [*CASES, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in product())],
 )
 def test_equals_one_device(schedule: str, P: int, V: int, M: int, axes: str, model: str, stash: str, idle: str) -> None:
     pipeline = PipelineConfig(schedule, V, stash=stash, idle=idle)  # pyright: ignore[reportArgumentType]

@@ -52,7 +52,7 @@ def test_a_page_that_cannot_be_written_is_one_error(plan) -> None:
         plan("gpt_175b", "--plan=/proc/report.html", "--devices=8", **SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_too_large_is_refused_with_a_fix_that_fits(plan, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten per cent over the memory: what is in the way, fixes of at least four kinds, and the first of them, typed in, fits.
 
