@@ -90,7 +90,7 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
 
         def lose() -> None:
             peer = wire.Peer(listener.accept()[0])
-            peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2)
+            peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2, begun=0)
             deadline = time.monotonic() + PATIENCE
             while not any("beats" in message for message in peer.receive()) and time.monotonic() < deadline:
                 time.sleep(0.01)
