@@ -91,7 +91,7 @@ class FreeAttention(Attention):
 
     def __call__(self, x_BSD: jax.Array, rope: Any, segment_ids: Any, window: Any, past: Any = None) -> tuple[jax.Array, Any]:
         qkv = self.shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
-        y = self._attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], segment_ids, window, None, None)
+        y = self._attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], segment_ids, window, None, None, None)
         y = self.shard(y, "batch", "seq_resid", None, None)
         return jnp.einsum("bsnh,dnh->bsd", y, self.out.weight[...].astype(x_BSD.dtype)), past
 
