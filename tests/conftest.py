@@ -48,7 +48,7 @@ def compile_budget(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a worker takes up to 3 GB."""
-    return min(len(os.sched_getaffinity(0)), 8)
+    return min(os.cpu_count() or 1, 8)
 
 
 @pytest.hookimpl(optionalhook=True)

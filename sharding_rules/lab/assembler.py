@@ -1,4 +1,4 @@
-"""Compiling without assembling: a report is of XLA's program, and machine code that nothing will run is a third of the time to it."""
+"""Compiling without assembling: a report is of XLA's program, and machine code that nothing will run only takes time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ done
 def unassembled(device: Any, folder: str) -> dict[str, str]:
     """The compiler option by which XLA finds, in the folder, pip's CUDA with scripts in place of its assembler and linker.
 
-    What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code will run, and where pip
+    device: a `jax.Device`, here or not. folder: a path where nothing is yet, kept until the compilation is done; raises FileExistsError
+    where it has been used. What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code will run, and where pip
     installed no CUDA: XLA then looks for one itself.
     """
     if device.client.local_device_count() or not (toolkit := _toolkit()):
