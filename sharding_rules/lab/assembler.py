@@ -21,8 +21,8 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
     """The compiler option by which XLA finds, in the folder, pip's CUDA with scripts in place of its assembler and linker.
 
     device: a `jax.Device`, here or not. folder: a path where nothing is yet, kept until the compilation is done; raises FileExistsError
-    where it has been used. What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code will run, and where pip
-    installed no CUDA: XLA then looks for one itself.
+    where it has been used. What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code
+    will run, and where pip installed no CUDA: XLA then looks for one itself.
     """
     if device.client.local_device_count() or not (toolkit := _toolkit()):
         return {}
