@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def _text(arguments: Arguments) -> dict[str, Any]:
-    beside = compressors(read(arguments.text))  # first, for what is wrong with the text
+    next(read(arguments.text), None)  # first, for what is wrong with the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
@@ -104,6 +104,7 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     start = document_start(trained.tokenizer, arguments.start)
     found = measure(scorer, trained.tokenizer, read(arguments.text), stride=stride, start=start)
     summary = found.summary()
+    beside = compressors(read(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
     launch.say(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import os
@@ -135,8 +136,15 @@ def _model_class() -> type:
             if requests is None:
                 from mesh_lm.arguments import ModelArguments, document_start
 
-                trained = ModelArguments(checkpoint, **options).load()
+                known = [field.name for field in dataclasses.fields(ModelArguments)]
+                if unknown := [name for name in options if name not in known]:
+                    near = difflib.get_close_matches(unknown[0], known, 1)
+                    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, start and batch_size"
+                    raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument; {hint}")
                 size = int(batch_size) if str(batch_size).isdigit() else 8
+                if size < 1:
+                    raise ConfigError(f"batch_size={batch_size} must be at least 1")
+                trained = ModelArguments(checkpoint, **options).load()
                 requests = Requests(trained, size, document_start(trained.tokenizer, start))
             self.requests = requests
 

@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from pallas_kernels.attention.api import Choice, Unsupported
 from pallas_kernels.attention.cost import counted
-from pallas_kernels.attention.problem import DTYPES, capability_of
+from pallas_kernels.attention.problem import DTYPES, target_of
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 KNOWN = ("0.10.", "0.11.")
@@ -65,10 +65,7 @@ def describe(x: Any, w: Any, group_sizes: Any, *, platform: str | None = None, c
         faults.append(f"group_sizes must be integers, got {group_sizes.dtype}")
     if faults:
         raise ValueError("grouped_matmul: " + "; ".join(faults))
-    platform = jax.default_backend() if platform is None else platform
-    platform = {"cuda": "gpu"}.get(platform, platform)
-    if capability is None:
-        capability = capability_of(jax.local_devices()[0]) if jax.default_backend() == "gpu" else (8, 0)
+    platform, capability = target_of(platform, capability)
     E, D, F = w.shape
     return Problem(platform, capability, str(x.dtype), tokens=x.shape[0], d_in=D, d_out=F, groups=E)
 

@@ -152,7 +152,8 @@ class Blended:
         weights = list(self.plan.weights or normalized(epoch_sizes))
         consumed = [share.consumed for share in self.plan.members]
         size = max(1, n_samples - self.plan.start)
-        self.order = Blend(orders, weights, size, consumed=consumed, start=self.plan.start, cache=corpus.cache)
+        ahead = (config.data.prefetch + 2) * config.train.global_batch
+        self.order = Blend(orders, weights, size, ahead=ahead, consumed=consumed, start=self.plan.start, cache=corpus.cache)
 
     def _packed(self) -> list[Packed]:
         config, corpus = self._config, self._corpus

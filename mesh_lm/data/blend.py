@@ -87,18 +87,20 @@ class Blend:
     Args:
       members: an order each.
       weights: normalized.
-      size: samples that will be read, as far as is known; a run that skips batches reads on, and the order with it.
+      size: samples that will be used, as far as is known; a run that skips batches reads on, and the order with it.
+      ahead: samples behind them that are read before it is known that nobody wants them.
       consumed: samples that each member gave before position `start`.
       start: first position.
     """
 
     def __init__(
-        self, members: Sequence[Order], weights: Sequence[float], size: int, *, consumed: Sequence[int], start: int, cache: IndexCache
-    ) -> None:
+        self, members: Sequence[Order], weights: Sequence[float], size: int, *, ahead: int = 0, consumed: Sequence[int], start: int,
+        cache: IndexCache,
+    ) -> None:  # fmt: skip
         self.seq_len, self._members, self._size, self._start = members[0].seq_len, members, max(1, size), start
         self._consumed, self._cache = np.array(consumed, np.int64), cache
         self._weights = normalized(weights)  # twice, as Megatron does
-        self._index = self._made(self._size) if len(members) > 1 else None
+        self._index = self._made(self._size + ahead) if len(members) > 1 else None
 
     def __len__(self) -> int:
         return self._start + self._size
@@ -132,7 +134,7 @@ class Blend:
         index = self._index
         assert index is not None
         while (size := len(index["members"])) < n:
-            index = self._index = self._made(2 * size)
+            index = self._index = self._made(n + size // 8)
         return index
 
 

@@ -96,15 +96,13 @@ def prepare(
         be read or has more ids than the model, cache full or not writable.
     """
     if config.blend:
-        return Prefixes(config, progress)
+        prefixes = Prefixes(config, progress)
+        _require_ids(prefixes.tokenizer(), prefixes.eod, model_vocab, "the tokenizer of data.blend")
+        return prefixes
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
-    if tokenizer and model_vocab is not None and tokenizer.vocab_size > model_vocab:
-        raise ConfigError(
-            f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, which model.vocab_size={model_vocab} does not "
-            f"have; set model.vocab_size={tokenizer.vocab_size} or more"
-        )
+    _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
     source = sources.find(config.path, config.text_field)
     made_by = tokenizer.fingerprint if tokenizer else vocab
     settings = {
@@ -128,6 +126,14 @@ def prepare(
             "the path must be readable, and the cache writable with space left"
         ) from error
     return _load(directory)
+
+
+def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
+    """Raises ConfigError where the model lacks an id that the tokenizer makes, or the end-of-document token of data that has none."""
+    last = tokenizer.vocab_size - 1 if tokenizer else -1 if eod is None else eod
+    if model_vocab is not None and last >= model_vocab:
+        what = f"{name} has ids up to {last}" if tokenizer else f"the data's end-of-document token is {last}"
+        raise ConfigError(f"{what}, which model.vocab_size={model_vocab} does not have; set model.vocab_size={last + 1} or more")
 
 
 def _rename(unfinished: Path, directory: Path) -> None:

@@ -22,6 +22,8 @@ class Codec(Protocol):
     """What is needed of a tokenizer."""
 
     eod: int
+    joins: bool
+    """Whether text that was encoded in parts decodes to the text."""
 
     def decode(self, ids: np.ndarray) -> str: ...
 
@@ -34,12 +36,18 @@ class FillInMiddle:
     """Rearranges a part `rate` of the documents in a window: prefix-suffix-middle, or suffix-prefix-middle for `spm_rate` of them.
 
     Raises:
-      ConfigError: no tokenizer, or one without the three special tokens (<|fim_prefix|>, <fim_prefix> or <fim-prefix>, and so on).
+      ConfigError: no tokenizer, one that puts spaces before the parts of a text, or one without the three special tokens (<|fim_prefix|>,
+        <fim_prefix> or <fim-prefix>, and so on).
     """
 
     def __init__(self, tokenizer: Codec | None, *, rate: float, spm_rate: float, seed: int) -> None:
         if tokenizer is None:
             raise ConfigError(f"data.fim_rate={rate} cuts documents between characters, which needs data.tokenizer; set it, or 0")
+        if not tokenizer.joins:
+            raise ConfigError(
+                f"data.fim_rate={rate}: the tokenizer puts a space before each part of a document that is cut, which is then learnt; "
+                "use a byte-level one, or data.fim_rate=0"
+            )
         spelled = [[tokenizer.special(spelling.format(part)) for part in _PARTS] for spelling in _SPELLINGS]
         known = next((ids for ids in spelled if None not in ids), None)
         if known is None:

@@ -17,6 +17,11 @@ from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, Text
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 
+_COUNTED = 10**7
+"""Tokens that are decoded to count the bytes of held-out text, about: a quarter of a minute."""
+_LONGEST = 10**6
+"""Tokens of one document among them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:
@@ -96,13 +101,14 @@ class Prefixes:
         return fingerprint, found.pop() if len(found) == 1 else None
 
     def _bytes(self, texts: list[Text]) -> int | None:
-        """Of the held-out text: in proportion to the tokens where <prefix>.json knows the whole, else counted (once, then cached)."""
+        """Of the held-out text, in proportion to the tokens: of the whole where <prefix>.json knows it, else of what `_count` decodes."""
         total = 0
         for member, text in zip(self.members, texts, strict=True):
             if member.about.get("bytes") and member.about.get("tokens"):
                 total += round(member.about["bytes"] * len(text.tokens) / member.about["tokens"])
             elif self._tokenizer:
                 key = {"data": member.fingerprint, "documents": [text.first, len(text)], "tokenizer": self._tokenizer.fingerprint}
+                key["counted"] = [_COUNTED, _LONGEST]
                 counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=len(text.tokens), slow=10**6)
                 total += int(counted["n"])
             else:
@@ -110,10 +116,16 @@ class Prefixes:
         return total
 
     def _count(self, text: Text) -> np.ndarray:
-        tokenizer = self._tokenizer
+        """Bytes, exact for a text of up to _COUNTED tokens; beyond, every so many of its documents stand for all."""
+        tokenizer, total = self._tokenizer, len(text.tokens)
         assert tokenizer is not None
-        documents = (text.tokens[start:stop] for start, stop in zip(text.offsets[:-1], text.offsets[1:], strict=True))
-        return np.array(sum(len(tokenizer.decode(ids[ids != tokenizer.eod]).encode()) for ids in documents))
+        every = max(1, -(-total // _COUNTED))
+        n_bytes = n_tokens = 0
+        for start, stop in zip(text.offsets[:-1:every], text.offsets[1::every], strict=True):
+            ids = text.tokens[start : min(stop, start + _LONGEST)]
+            n_tokens += len(ids)
+            n_bytes += len(tokenizer.decode(ids[ids != tokenizer.eod]).encode())
+        return np.array(n_bytes * total // n_tokens if n_tokens else 0)
 
 
 def _tokenizer(config: DataConfig, first: Member) -> Tokenizer | None:

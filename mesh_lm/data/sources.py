@@ -94,10 +94,10 @@ def find(path: str, field: str = "text") -> Source:
     .jsonl has one object with a string under `field` per line, a .parquet a column of that name. A .txt is one document, read whole: text
     that does not fit into memory should be one of the others. .txt and .jsonl may be compressed: .gz, .zst. A directory gives the documents
     of every such file below it, and every other file that is valid UTF-8 as a document, whatever its name, save hidden files and
-    directories (names with a leading dot); others are skipped in silence.
+    directories (names with a leading dot); others are skipped in silence. Links are followed; a directory is read once.
 
     Raises:
-      ConfigError: no such path, another kind of file, no files.
+      ConfigError: no such path, another kind of file, no files, a directory that cannot be read.
     """
     if path == "stdlib":
         return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
@@ -122,14 +122,30 @@ def is_heldout(key: str) -> bool:
 
 
 def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
-    """The files below a directory, as sorted posix paths, without hidden ones and what is neither file nor link to one."""
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
+    """The files below a directory, as sorted posix paths, without hidden ones and what is neither file nor link to one.
+
+    Raises ConfigError for a directory that cannot be read.
+    """
+    files, seen = [], set()
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
+        if (here := _identity(folder)) in seen:  # by a link, perhaps to a directory that it is in
+            folders.clear()
+            continue
+        seen.add(here)
+        folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
         for path in (Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")):
             if path.is_file():  # neither a pipe nor a dangling link
                 files.append(path.relative_to(root).as_posix())
     return sorted(files)
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    found = os.stat(folder)
+    return found.st_dev, found.st_ino
+
+
+def _unreadable(error: OSError) -> None:
+    raise formats.unreadable(Path(error.filename), error) from error
 
 
 def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
@@ -141,13 +157,15 @@ def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozen
 
 
 def _text(path: Path) -> str | None:
-    """The file as text, line ends untouched; None where it cannot be read or is not UTF-8."""
+    """The file as text, line ends untouched; None where it is not UTF-8, unless its name says that it is text. Raises ConfigError."""
     try:
         with formats.opened(path) as (file, _):
             start = file.read(4096)
             codecs.getincrementaldecoder("utf-8")().decode(start)  # spares reading a large binary file whole
             return (start + file.read()).decode()
-    except (ConfigError, UnicodeDecodeError):
+    except UnicodeDecodeError as error:
+        if formats.kind_of(path):
+            raise ConfigError(f"{path} is not UTF-8; convert it, or leave it out") from error
         return None
 
 

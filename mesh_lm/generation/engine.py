@@ -75,7 +75,7 @@ class Engine:
         Raises:
           ConfigError: no or an empty prompt, a token that the vocabulary lacks, or a prompt that leaves no room for the new tokens.
         """
-        self._check(prompts, max_new_tokens, seed)
+        self.check(prompts, max_new_tokens, seed)
         lengths = [len(prompt) for prompt in prompts]
         P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
         T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
@@ -94,7 +94,8 @@ class Engine:
             self._run = jax.jit(self._run_until, donate_argnums=1, out_shardings=jax.tree.map(lambda x: x.sharding, state))
         return Session(self, state, len(prompts), P, P + max_new_tokens)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
+        """Raises ConfigError as `start` does, before anything is compiled."""
         vocab_size = self.blueprint.config.vocab_size
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed} must be at least 0 and below 2^32")

@@ -65,6 +65,8 @@ class Generator:
         Raises ConfigError as `Engine.start` does.
         """
         ids = [self.prompt(prompt) for prompt in prompts]
+        if ids:  # all of them: a mistake in the last must not cost the work on the others
+            self.engine.check(ids, max_new_tokens, seed)
         done: list[Completion] = []
         for first in range(0, len(ids), self.batch):
             group = ids[first : first + self.batch]

@@ -38,8 +38,7 @@ class Place:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), int(port)
+        return host_and_port(self.coordinator)
 
     @classmethod
     def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -83,6 +82,12 @@ class Place:
             int(environment["SLURM_PROCID"]),
             _share(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
         )
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """node1:9876 or [fd00::1]:9876, as a socket takes it."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def first_host(nodelist: str) -> str:

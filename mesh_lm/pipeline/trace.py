@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.pipeline.cost import Clock, Durations, Timeline, timeline
-from mesh_lm.pipeline.schedules import WORDS, Schedule
+from mesh_lm.pipeline.cost import Timeline
+from mesh_lm.pipeline.schedules import WORDS
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "W": "thread_state_runnable"}
 """Of chrome://tracing, which has names for them; Perfetto colours by the name of an event."""
-
-
-def trace(schedule: Schedule, durations: Durations, clock: Clock = "lockstep", *, drop_last_forward: bool = False) -> dict[str, Any]:
-    """The trace of a schedule whose `durations` are in seconds."""
-    return of([timeline(schedule, durations, clock, drop_last_forward=drop_last_forward)])
 
 
 def of(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:

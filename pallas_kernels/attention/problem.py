@@ -73,10 +73,10 @@ def describe(
         faults += _block_faults(q.shape, k.shape, block_mask)
     if faults:
         raise ValueError("flash_attention: " + "; ".join(faults))
-    platform = jax.default_backend() if platform is None else platform
+    platform, capability = target_of(platform, capability)
     return Problem(
-        platform={"cuda": "gpu"}.get(platform, platform),
-        capability=_capability() if capability is None else capability,
+        platform=platform,
+        capability=capability,
         dtype=str(q.dtype),
         q_shape=q.shape,
         k_shape=k.shape,
@@ -100,8 +100,13 @@ def capability_of(device: Any) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _capability() -> tuple[int, int]:
-    return capability_of(jax.local_devices()[0]) if jax.default_backend() == "gpu" else (8, 0)
+def target_of(platform: str | None, capability: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
+    """Both as a `Problem` has them; what is None is this process's own, as `describe` says."""
+    here = jax.default_backend()
+    if capability is None:
+        capability = capability_of(jax.local_devices()[0]) if here == "gpu" else (8, 0)
+    platform = here if platform is None else platform
+    return {"cuda": "gpu"}.get(platform, platform), capability
 
 
 def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:

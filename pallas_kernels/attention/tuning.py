@@ -58,11 +58,6 @@ def rows() -> tuple[Row, ...]:
     return tuple(Row.of(row) for row in json.loads(PATH.read_text())["rows"])
 
 
-def head_dims() -> tuple[tuple[int, int], ...]:
-    """Every pair of head dims that has tiles."""
-    return tuple(dict.fromkeys(row.head_dims for row in rows()))
-
-
 def tiling(problem: Problem, device: str | None = None) -> Tiling:
     """The tiles for `problem`. device: its name; None: the first GPU of this process, or none in particular.
 

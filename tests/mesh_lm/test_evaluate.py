@@ -12,7 +12,7 @@ import tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh_lm import evaluate
+from mesh_lm import evaluate, perplexity
 from mesh_lm.config import ConfigError
 from mesh_lm.perplexity import windows
 from mesh_lm.trained import Trained
@@ -44,6 +44,16 @@ def cost(run: Path):
         return -sum(float(scores[row, len(context) - 1, token]) for row, (context, token) in enumerate(cases))
 
     return nats
+
+
+def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "_COMPRESSED", 2**20)
+    random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()
+    texts = iter([random[: 2**19], random[: 2**19 + 1], "never read"])
+    found = perplexity.compressors(texts)
+    assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(texts) == "never read"
+    whole = random[: 2**19] * 2
+    assert found["gzip -9 of the first 1 MiB"] == 8 * len(gzip.compress(whole.encode(), 9)) / 2**20
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.data())

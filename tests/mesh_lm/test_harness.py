@@ -12,7 +12,7 @@ import pytest
 import tiny_run
 from processes import PATIENCE
 
-from mesh_lm import evaluate
+from mesh_lm import evaluate, harness
 from mesh_lm.config import ConfigError
 from mesh_lm.generation import Sampling
 from mesh_lm.harness import Requests
@@ -183,6 +183,16 @@ def test_scores(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path
         evaluate.main([*arguments, "--tasks=chioce"])
     with pytest.raises(ConfigError, match="--include-path=no/such: no such directory"):
         evaluate.main([*arguments, "--tasks=choice", "--include-path=no/such"])
+
+
+@pytest.mark.slow
+def test_mistakes_in_model_args(run: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    made = harness._model_class()
+    with pytest.raises(ConfigError, match=r"--model_args rule=fsdp: there is no such argument; did you mean rules\?"):
+        made(str(run), rule="fsdp")
+    with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
+        made(str(run), batch_size=0)
 
 
 @pytest.mark.slow

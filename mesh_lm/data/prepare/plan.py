@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -88,8 +89,8 @@ class Plan:
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
-def make(inputs: Sequence[str], field: str) -> Plan:
-    """The plan for files and directories, in the order given.
+def make(inputs: Sequence[str], field: str, output: str = "") -> Plan:
+    """The plan for files and directories, in the order given; files of the prefix `output` are left out of directories.
 
     Raises:
       ConfigError: a path that is missing, empty, unreadable or of a type that is not read.
@@ -98,7 +99,8 @@ def make(inputs: Sequence[str], field: str) -> Plan:
     for given in inputs:
         path = Path(given).expanduser()
         if path.is_dir():
-            if not (names := [name for name in sources.below(path) if (path / name).stat().st_size]):
+            names = [name for name in sources.below(path) if (path / name).stat().st_size and not _is_of(output, path / name)]
+            if not names:
                 raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
             for name in names:
                 planner.add(path / name, inside=True)
@@ -116,12 +118,19 @@ def make(inputs: Sequence[str], field: str) -> Plan:
     return planner.plan()
 
 
+def _is_of(output: str, path: Path) -> bool:
+    """Whether a file is what an earlier, perhaps unfinished run left for this output."""
+    prefix, name = f"{os.path.abspath(output)}.", os.path.abspath(path)
+    return name.startswith(prefix) and name[len(prefix) :].split(os.sep)[0] in ("bin", "idx", "json", "parts", "tokenizer")
+
+
 class _Planner:
     def __init__(self, field: str) -> None:
         self._field = field
         self._units: list[Unit] = []
         self._files: list[tuple[str, int, int]] = []
-        self._small: list[tuple[Segment, int, int]] = []
+        self._small: list[tuple[Segment, int]] = []
+        self._small_size = 0
         self._not_text = 0
 
     def add(self, file: Path, inside: bool) -> None:
@@ -155,14 +164,15 @@ class _Planner:
                 self._add_small(Segment(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
 
     def _add_small(self, segment: Segment, size: int, on_disk: int) -> None:
-        self._small.append((segment, size, on_disk))
-        if sum(size for _, size, _ in self._small) >= SHARD:
+        self._small.append((segment, on_disk))
+        self._small_size += size
+        if self._small_size >= SHARD:
             self._flush()
 
     def _flush(self) -> None:
         if self._small:
-            self._units.append(Unit(tuple(segment for segment, _, _ in self._small), sum(size for _, _, size in self._small)))
-            self._small = []
+            self._units.append(Unit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
+            self._small, self._small_size = [], 0
 
     def plan(self) -> Plan:
         self._flush()

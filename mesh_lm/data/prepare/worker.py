@@ -147,7 +147,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, bytes]]:
     """(its place, a line) for the lines that start in the segment."""
     if segment.start:
         file.seek(segment.start - 1)
-        file.readline()
+        file.readline(segment.stop - segment.start + 1)  # no further: a line may be longer than many segments
     place = file.tell()
     while place < segment.stop and (line := file.readline()):
         yield place, line

@@ -12,9 +12,11 @@ import pytest
 
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, DataConfig, TrainConfig, TrainLoop
+from mesh_lm.data import prefixes
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.indexed import Documents, idx_path, write_documents
+from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.model import DecoderConfig
 
 SEQ, BATCH, VOCAB = 8, 4, 1000
@@ -144,6 +146,18 @@ def test_a_run_that_skips_batches_reads_on_after_its_blend(data: Path, blend: tu
         assert resumed.state(56)["blend"]["members"][0]["consumed_now"] == first.state(56)["blend"]["members"][0]["consumed_now"]
 
 
+def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
+    """The last batch of a run of 10^9 samples must not wait for the order of 10^9 more."""
+    for threads in (0, 2):
+        of = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
+        of = dataclasses.replace(of, data=dataclasses.replace(of.data, threads=threads, prefetch=3))
+        made = batches(of)
+        index = made._blended.order._index
+        read(made, 10)
+        assert made._blended.order._index is index
+        assert len(index["members"]) <= 10 * BATCH + (3 + 2) * BATCH
+
+
 def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
     """Four steps of 2 samples, four of 4: the blend lasts for 24, not for 8 steps of either."""
     of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
@@ -261,6 +275,34 @@ def test_heldout_bytes_by_decoding(tmp_path: Path):
     write_documents(tmp_path / "x", [np.array([*text.encode(), 256]) for text in texts], vocab=257)
     of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
     assert prepare(of, vocab=300).heldout_bytes == len("".join(texts[10:]).encode())
+
+
+def test_heldout_bytes_of_much_text_by_decoding_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Documents of 10 tokens and 9 bytes, of which a few stand for all; and one, of which its start does."""
+    monkeypatch.setattr(prefixes, "_COUNTED", 100)
+    monkeypatch.setattr(prefixes, "_LONGEST", 50)
+    documents = [np.array([*b"nine byte", 256])] * 1000
+    write_documents(tmp_path / "x", documents, vocab=257)
+    of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
+    decoded = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    assert prepare(of, vocab=300).heldout_bytes == 500 * 9
+    assert sum(decoded) <= 100
+    write_documents(tmp_path / "y", [np.array([*b"nine byte", 256]), np.array([*b"x" * 999, 256])], vocab=257)
+    assert prepare(dataclasses.replace(of, blend=(str(tmp_path / "y"),)), vocab=300).heldout_bytes == 1000
+
+
+def test_a_model_without_all_ids_of_the_tokenizer(data: Path):
+    """Else the run ends with an error at its last step, where it writes a sample, or learns from ids that are not there."""
+    of = config(data, "a", tokenizer="bytes").data
+    with pytest.raises(ConfigError, match=r"the tokenizer of data\.blend has ids up to 256, which model\.vocab_size=256 does not"):
+        prepare(of, vocab=0, model_vocab=256)
+    assert prepare(of, vocab=0, model_vocab=257).eod == 256
+    write_about(data, "a", eod=7)
+    with pytest.raises(ConfigError, match=r"the data's end-of-document token is 7, which model\.vocab_size=7 does not have; set .*=8"):
+        prepare(config(data, "a").data, vocab=0, model_vocab=7)
+    remove_about(data)
 
 
 def test_errors(data: Path, tmp_path: Path):

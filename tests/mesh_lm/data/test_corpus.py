@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import gzip
 import hashlib
 import json
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
         # Held-out files repeat something that the training text lacks, to see which the vocabulary was learnt from.
         (root / name).write_bytes(f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode())
     (root / "empty.txt").touch()
-    (root / "binary.txt").write_bytes(b"\xff\xfe\x00abc")
+    (root / "binary.dat").write_bytes(b"\xff\xfe\x00abc")
     (root / ".hidden.txt").write_text("secret")
     (root / "sub" / ".hidden" / "x.txt").write_text("secret")
     os.mkfifo(root / "pipe")
@@ -244,7 +245,7 @@ def test_errors(tmp_path: Path):
         fails(tmp_path / name, message)
     (tmp_path / "folder").mkdir()
     fails(tmp_path / "folder", "no files")
-    (tmp_path / "folder" / "x.txt").write_bytes(b"\xff")
+    (tmp_path / "folder" / "x.dat").write_bytes(b"\xff")
     fails(tmp_path / "folder", "no text")
     (tmp_path / "ok.txt").write_text("a\nb\n")
     fails(tmp_path / "ok.txt", "data.cache=.*Not a directory", cache=tmp_path / "a.txt" / "cache")
@@ -302,6 +303,41 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str):
     if suffix == "parquet":
         with pytest.raises(ConfigError, match='column "n" holds int64, not strings'):
             list(sources.find(str(path), "n").documents())
+
+
+def test_a_directory_loses_nothing_in_silence(tmp_path: Path):
+    """But what is no text."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("one")
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "root" / "b.bin").write_bytes(b"\xff\xfe")
+    (tmp_path / "root" / "b.md").write_text("two")
+    (tmp_path / "root" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "root" / "sub" / "up").symlink_to(tmp_path / "root")
+    root = str(tmp_path / "root")
+    assert [document.text for document in sources.find(root).documents()] == ["two", "one"]
+    (tmp_path / "root" / "c.txt.gz").write_bytes(gzip.compress(b"three" * 100)[:-9])
+    with pytest.raises(ConfigError, match=r"c\.txt\.gz is damaged or cut short"):
+        list(sources.find(root).documents())
+    (tmp_path / "root" / "c.txt.gz").unlink()
+    (tmp_path / "root" / "d.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"d\.txt is not UTF-8; convert it, or leave it out"):
+        list(sources.find(root).documents())
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    scan = os.scandir
+
+    def denied(path: str):
+        if str(path).endswith("sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(ConfigError, match=r"cannot read .*/sub: Permission denied; make it readable, or leave it out"):
+        sources.find(str(tmp_path))
 
 
 def test_a_given_tokenizer(folder: Path, tmp_path: Path):

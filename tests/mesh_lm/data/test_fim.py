@@ -17,7 +17,7 @@ EOD, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
 class Codec:
     """Bytes, and the three special tokens in one spelling."""
 
-    eod = EOD
+    eod, joins = EOD, True
 
     def __init__(self, spelling: str = "<|fim_{}|>") -> None:
         self._ids = {spelling.format(part): i for part, i in (("prefix", PREFIX), ("middle", MIDDLE), ("suffix", SUFFIX))}
@@ -129,5 +129,9 @@ def test_special_tokens():
         ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer lacks the special tokens <\|fim_prefix\|>, <\|fim_middle\|>"
     ):
         make(codec=Codec("<{}>"))
+    spaced = Codec()
+    spaced.joins = False
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a document"):
+        make(codec=spaced)
     with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 cuts documents between characters, which needs data\.tokenizer"):
         FillInMiddle(None, rate=1.0, spm_rate=0.5, seed=0)

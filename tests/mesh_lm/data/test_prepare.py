@@ -17,7 +17,7 @@ import zstandard
 
 from mesh_lm.config import ConfigError
 from mesh_lm.data.indexed import Documents
-from mesh_lm.data.prepare import plan
+from mesh_lm.data.prepare import plan, worker
 from mesh_lm.data.prepare.__main__ import main
 from mesh_lm.data.prepare.plan import Plan, Shard
 from mesh_lm.data.prepare.progress import Display
@@ -70,6 +70,50 @@ def test_a_line_longer_than_shards(tmp_path: Path, tokenizer_file: str, monkeypa
     ids = load_tokenizer(tokenizer_file)
     stream = np.concatenate([each.tokens for _, each in shards])
     assert stream[-1] == ids.eod and ids.decode(stream[:-1]) == "a\n" + "b" * 500
+
+
+def test_a_line_is_read_once(tmp_path: Path):
+    """Not from the start of every shard in it to its end."""
+    (tmp_path / "x").write_bytes(b"a" * 10_000 + b"\nb\n")
+    size = (tmp_path / "x").stat().st_size
+
+    class Counted(io.FileIO):
+        n = 0
+
+        def readinto(self, into: Any) -> int:
+            got = super().readinto(into)
+            Counted.n += got
+            return got
+
+    found = []
+    for start in range(0, size, 100):
+        segment = plan.Segment(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
+        with io.BufferedReader(Counted(str(tmp_path / "x")), 1) as file:
+            found += worker._lines(file, segment)
+    assert found == [(0, b"a" * 10_000 + b"\n"), (10_001, b"b\n")]
+    assert Counted.n < 3 * size
+
+
+def test_an_output_inside_the_inputs(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
+    """What a killed run left there, and what a finished one did, is no input."""
+    for name in ("a.txt", "mix.txt", "mix.more.txt"):
+        (tmp_path / name).write_text(name * 20)
+    append = Appender.append
+
+    def dies(self: Appender, shard: Shard, encoded: Encoded) -> Totals:
+        append(self, shard, encoded)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Appender, "append", dies)
+        with pytest.raises(KeyboardInterrupt):
+            prepare((str(tmp_path),), str(tmp_path / "mix"), tokenizer_file, workers=1, output=io.StringIO())
+    assert (tmp_path / "mix.parts").exists()
+    said = io.StringIO()
+    facts = prepare((str(tmp_path),), str(tmp_path / "mix"), tokenizer_file, workers=1, output=said)
+    assert [Path(each["path"]).name for each in facts["inputs"]] == ["a.txt", "mix.more.txt", "mix.txt"]
+    prepare((str(tmp_path),), str(tmp_path / "mix"), tokenizer_file, workers=1, output=said)
+    assert "mix is already prepared from these inputs" in said.getvalue()
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:

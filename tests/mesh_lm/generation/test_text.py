@@ -104,6 +104,12 @@ def test_the_sample_at_the_end_of_a_run() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ConfigError, match="an empty stop string ends every text before it starts"):
         generator().complete(["a"], 2, stop=("b", ""))
+    started = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(generator().engine), "start", lambda *_, **__: started.append(1))
+        with pytest.raises(ConfigError, match="prompt 4 has 47 tokens and 2 are to follow"):
+            generator().complete([*"abcd", "e" * 47], 2)
+    assert not started, "the first of many prompts are not answered before the last is known to be wrong"
     small = Blueprint.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
     with pytest.raises(ConfigError, match="the tokenizer makes 257 ids and the model knows 256: they do not belong together"):
         Generator(small, {}, BYTES)

@@ -14,11 +14,10 @@ from pipeline_schedules import schedules
 from rich.console import Console
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.pipeline import custom, gantt
+from mesh_lm.pipeline import custom, gantt, trace
 from mesh_lm.pipeline.__main__ import main
 from mesh_lm.pipeline.cost import Durations, timeline
 from mesh_lm.pipeline.schedules import Schedule, schedule
-from mesh_lm.pipeline.trace import trace
 
 
 def shown(*argv: str, width: int = 120) -> str:
@@ -88,7 +87,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 def test_a_trace() -> None:
     """Two ops of one stage do not overlap; microseconds; what needs what comes first."""
-    events = trace(schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")["traceEvents"]
+    events = trace.of([timeline(schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")])["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(0, 0): "stage 0", (0, 1): "stage 1"}
     ops = [e for e in events if e["ph"] == "X"]
