@@ -34,8 +34,7 @@ def _fields(config: TrainConfig) -> Iterator[str]:
     yield from config.model.problems()
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
-        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.clip_norm": 0,
-        "optimizer.eps": 0, "optimizer.weight_decay": 0,
+        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0,
         "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
         "checkpoint.local_every": 0,
         "profile.start_step": 0, "profile.steps": 0,
@@ -45,13 +44,16 @@ def _fields(config: TrainConfig) -> Iterator[str]:
     }  # fmt: skip
     for field, least in at_least.items():
         section, name = field.split(".")
-        if (value := getattr(getattr(config, section), name)) < least:
+        if (value := getattr(getattr(config, section), name)) < least or math.isnan(value):
             yield f"{field}={value} must be at least {least}"
     for name, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("final_fraction", 0, 1.0001), ("decay_fraction", 0, 1.0001)):
         if not low <= (value := getattr(config.optimizer, name)) < high:
             yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
-    if not (math.isfinite(config.optimizer.learning_rate) and config.optimizer.learning_rate >= 0):
-        yield f"optimizer.learning_rate={config.optimizer.learning_rate} must be a number of at least 0"
+    for name in ("learning_rate", "weight_decay", "clip_norm"):
+        if not 0 <= (value := getattr(config.optimizer, name)) < math.inf:
+            yield f"optimizer.{name}={value} must be a number of at least 0"
+    if not 0 < config.optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
+        yield f"optimizer.eps={config.optimizer.eps} must be a number above 0"
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     if config.health.rewinds and config.checkpoint.keep < 2:
@@ -116,6 +118,8 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
         "seq": "attention needs all of a sequence",
         "head_dim": "attention needs whole heads",
     }
+    if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):
+        yield f"rules.activations['batch']={entry!r}: every stage needs the whole batch; leave 'pipeline' out"
     for logical, reason in reasons.items():
         if entry := config.rules.activations.get(logical):
             yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"

@@ -95,7 +95,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Shape after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
     warmup_steps: int = 100
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly from 0; a shorter run ends below the peak."""
     final_fraction: float = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
     decay_fraction: float = 0.2
@@ -188,7 +188,7 @@ class ProfileConfig:
     """A jax.profiler trace of a few steps, under <output>/profile (open it in Perfetto or XProf)."""
 
     start_step: int = 10
-    """First step traced, counted from the start of this process."""
+    """First step traced, counted from the start of this process; 2 at least, as the first one compiles."""
     steps: int = 0
     """Steps traced; 0: no trace."""
 

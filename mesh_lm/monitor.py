@@ -168,6 +168,8 @@ class Monitor:
         if kind is None:
             self._flush()
         self._profile.stop()
+        if kind is None and self._profile.missed:
+            self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")
         if self._goodput:
             self.note(describe(self._goodput.total()))
         self._progress.__exit__(kind, value, trace)
@@ -179,8 +181,8 @@ class Profile:
     """A jax.profiler trace of some steps; the model's named scopes appear in it."""
 
     def __init__(self, config: ProfileConfig, directory: Path, first_step: int) -> None:
-        self.directory, self._tracing = directory, False
-        self._start = first_step + max(1, config.start_step) if config.steps else None
+        self.directory, self._tracing, self._began = directory, False, False
+        self._start = first_step + max(2, config.start_step) if config.steps else None
         self._stop = (self._start or 0) + config.steps
 
     def step(self, step: int, metrics: dict[str, jax.Array], phases: Phases) -> None:
@@ -191,7 +193,12 @@ class Profile:
             self.stop()
         elif step + 1 == self._start:
             jax.profiler.start_trace(str(self.directory))
-            self._tracing = True
+            self._tracing = self._began = True
+
+    @property
+    def missed(self) -> int | None:
+        """The step that was to be traced first, where none came to it."""
+        return None if self._began else self._start
 
     def stop(self) -> None:
         if self._tracing:

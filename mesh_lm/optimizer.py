@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ Moments = dict[str, Params]
 """{"mu": first moments, "nu": second moments}, each keyed and shaped like the parameters, fp32."""
 
 UNDECAYED = ("bias", "scale", "sinks")
-"""Last parts of the names of parameters that are not decayed; vectors are not either."""
+"""Last parts of the names of parameters that are not decayed, whatever their shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,13 @@ class AdamW:
         return {"mu": cast(Params, state.mu), "nu": cast(Params, state.nu)}
 
     def update(
-        self, grads: Params, norm: jax.Array, moments: Moments, params: Params, step: jax.Array, count: jax.Array
-    ) -> tuple[Params, Moments]:
-        """New parameters and moments. norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far."""
+        self, grads: Params, norm: jax.Array, moments: Moments, params: Params, step: jax.Array, count: jax.Array, *,
+        decayed: Container[str],
+    ) -> tuple[Params, Moments]:  # fmt: skip
+        """New parameters and moments.
+
+        norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far; decayed: names, see `decayed`.
+        """
         c = self.config
         if c.clip_norm:
             scale = jnp.minimum(1.0, c.clip_norm / jnp.maximum(norm, 1e-30))
@@ -42,7 +47,7 @@ class AdamW:
         adam = optax.ScaleByAdamState(count, cast(Any, moments["mu"]), cast(Any, moments["nu"]))
         direction, after = cast(tuple[Params, optax.ScaleByAdamState], self._adam().update(cast(Any, grads), adam))
         rate = self.learning_rate(step)
-        new = {name: p - rate * (direction[name] + (c.weight_decay * p if decays(name, p) else 0)) for name, p in params.items()}
+        new = {name: p - rate * (direction[name] + (c.weight_decay * p if name in decayed else 0)) for name, p in params.items()}
         return new, {"mu": cast(Params, after.mu), "nu": cast(Params, after.nu)}
 
     def learning_rate(self, step: jax.Array | int) -> jax.Array:
@@ -63,6 +68,8 @@ class AdamW:
         return optax.scale_by_adam(self.config.beta1, self.config.beta2, self.config.eps)
 
 
-def decays(name: str, param: jax.Array) -> bool:
-    """Whether weight decay applies: matrices only."""
-    return param.ndim > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
+def decayed(axes: Mapping[str, Sequence[str | None]]) -> frozenset[str]:
+    """The parameters, of all with their logical axes, that weight decay applies to: matrices only. A stack of vectors is none."""
+    return frozenset(
+        name for name, each in axes.items() if len(each) - ("layers" in each) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
+    )  # fmt: skip

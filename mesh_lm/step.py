@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.health import recent
 from mesh_lm.model import Batch
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optimizer import AdamW, decayed
 from mesh_lm.pipeline.engine import value_and_grad
 
 State = dict[str, Any]
@@ -42,7 +42,9 @@ def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float
             # The update runs where the moments live, so that ZeRO gathers each new weight once.
             params = blueprint.constrain(state["params"], "optimizer")
             moments = {"mu": state["mu"], "nu": state["nu"]}
-            new = optimizer.update(grads, norm, moments, params, state["step"], state["step"] - state["skipped"])
+            new = optimizer.update(
+                grads, norm, moments, params, state["step"], state["step"] - state["skipped"], decayed=decayed(blueprint.axes)
+            )
             new, old = (*new, recent.updated(state["recent"], now)), (params, moments, state["recent"])
             new_params, new_moments, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}

@@ -93,7 +93,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def padded_vocab(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return -(-self.vocab_size // max(1, self.vocab_multiple)) * self.vocab_multiple
 
     def windows(self) -> tuple[int | None, ...]:
         """One period of the per-layer window pattern (None: full attention); the stack is whole periods."""

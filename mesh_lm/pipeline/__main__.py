@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -98,7 +99,11 @@ def _comparable(chosen: Schedule) -> list[Schedule]:
     if "B" not in chosen.kinds:
         return []
     able = [(name, chunks) for name in _COMPARED for chunks in dict.fromkeys((1, chosen.chunks)) if chunks == 1 or NAMES[name].chunked]
-    return [schedule(name, chosen.stages, chosen.microbatches, chunks) for name, chunks in able]
+    found = []
+    for name, chunks in able:
+        with contextlib.suppress(ConfigError):  # one's own schedule may have sizes that a named one cannot have
+            found.append(schedule(name, chosen.stages, chosen.microbatches, chunks))
+    return found
 
 
 def _show(console: Console, one: Timeline, options: Arguments) -> None:

@@ -17,11 +17,11 @@ from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.plan import attention, stages
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
-from mesh_lm.plan.program import Program, compile_config, devices_for
+from mesh_lm.plan.program import Program, compile_config, devices_for, flags_of
 from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
-from sharding_rules.lab.flags import FLAG_SETS, auto, options
+from sharding_rules.lab.flags import FLAG_SETS, options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.page import page
 from sharding_rules.lab.summary import alike, whose
@@ -45,7 +45,7 @@ class Plan:
     max_microbatch: bool = False
     """Find by compiling how many sequences a microbatch can have on each device."""
     flags: str = "auto"
-    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the one that train.py takes on such a GPU."""
+    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the run's own (launch.xla_flags)."""
 
     def __post_init__(self) -> None:
         for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
@@ -89,7 +89,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     n_devices = devices_for(config, plan.devices)
-    flags = auto(TARGETS[plan.target].capability, config.mesh.pipeline != 1) if plan.flags == "auto" else plan.flags
+    flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
 
     def compiled(changed: TrainConfig) -> Report:
         try:

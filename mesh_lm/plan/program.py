@@ -23,7 +23,8 @@ from mesh_lm.plan.attention import compilable
 from mesh_lm.step import abstract_state, train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
-from sharding_rules.lab.targets import NODE
+from sharding_rules.lab.flags import auto, options
+from sharding_rules.lab.targets import NODE, TARGETS
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
@@ -68,8 +69,19 @@ def compile_config(config: TrainConfig, target: str, n_devices: int, options: Ma
     return Program.of(config, target, n_devices).compile(options)
 
 
+def flags_of(config: TrainConfig, target: str) -> str:
+    """The set of XLA's flags that a run of this config takes on such a GPU."""
+    match config.launch.xla_flags:
+        case "auto":
+            return auto(TARGETS[target].capability, config.mesh.pipeline != 1)
+        case "none":
+            return "default"
+        case name:
+            return name
+
+
 def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:
     """For `python -m sharding_rules diff`: the config that train.py's words mean, under these rules. Raises as `compile_config`."""
     config = dataclasses.replace(cli.parse(argv), rules=rules)
-    report = compile_config(config, target, devices_for(config, devices))
+    report = compile_config(config, target, devices_for(config, devices), options(flags_of(config, target)))
     return dataclasses.replace(report, name=f"{report.name} under {rules.name}")

@@ -6,6 +6,7 @@ from sharding_rules.lab.targets import TARGETS
 
 PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756e12),
+    ("H100 NVL", 835.5e12),
     ("GB200", 2500e12),
     *((name, target.flops["bf16"]) for name, target in TARGETS.items()),
 )

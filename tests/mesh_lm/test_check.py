@@ -1,6 +1,7 @@
 """Bad configs: every problem at once, each with what would work."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,10 @@ def test_all_problems_at_once() -> None:
         (["model.n_kv_heads=3"], "model.n_heads=4 is not divisible by model.n_kv_heads=3"),
         (["model.n_heads=0"], "model.n_heads=0 must be at least 1"),
         (["model.window=-3,0"], "model.window=(-3, 0) must be widths of at least 1, or 0 for all earlier tokens"),
-        (["optimizer.eps=-1"], "optimizer.eps=-1.0 must be at least 0"),
+        (["optimizer.eps=0"], "optimizer.eps=0.0 must be a number above 0"),
+        (["optimizer.weight_decay=nan"], "optimizer.weight_decay=nan must be a number of at least 0"),
+        (["health.outlier=nan"], "health.outlier=nan must be at least 0"),
+        (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be at least 1"),
         (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate=nan must be a number of at least 0"),
@@ -115,10 +119,11 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     [
         ("params", {"embed": "data"}, "weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'"),
         ("activations", {"seq": "tensor"}, "attention needs all of a sequence; set it to None"),
+        ("activations", {"batch": ("data", "pipeline")}, "every stage needs the whole batch; leave 'pipeline' out"),
         ("activations", {"embed": "tensor"}, "the residual stream is cut along batch and seq_resid only; set it to None"),
     ],
 )
-def test_rules_that_would_train_wrongly(column: str, rows: dict[str, str], problem: str) -> None:
+def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], problem: str) -> None:
     config = load(TINY)
     config = dataclasses.replace(config, rules=config.rules.replace(**{column: rows}))
     with pytest.raises(ConfigError) as caught:

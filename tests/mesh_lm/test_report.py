@@ -10,10 +10,14 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+from mesh_lm.config import ProfileConfig
+from mesh_lm.health.phases import Phases
+from mesh_lm.monitor import Profile
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.report.memory import Memory, device_memory_gib
 from mesh_lm.report.plot import loss_curve
@@ -68,6 +72,7 @@ def test_mfu_by_hand() -> None:
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H200", 989.4),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
@@ -75,6 +80,21 @@ def test_mfu_by_hand() -> None:
 )
 def test_peaks(kind: str, tera: float) -> None:
     assert peak_flops(kind) == tera * 1e12
+
+
+@pytest.mark.parametrize(("start_step", "first"), [(0, 2), (1, 2), (2, 2), (4, 4), (9, None)])
+def test_which_steps_are_traced(start_step: int, first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the start of the process, here at step 20, which runs five; a step is traced that starts between start and stop."""
+    said: list[tuple[str, int]] = []
+    done = 20
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: said.append(("start", done)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: said.append(("stop", done)))
+    profile = Profile(ProfileConfig(start_step=start_step, steps=2), tmp_path, 20)
+    for done in range(21, 26):
+        profile.step(done, {}, Phases())
+    profile.stop()
+    assert said == ([("start", 20 + first - 1), ("stop", min(25, 20 + first + 1))] if first else [])
+    assert profile.missed == (None if first else 29)
 
 
 def test_memory_says_whose() -> None:

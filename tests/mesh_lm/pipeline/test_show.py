@@ -97,6 +97,18 @@ def test_a_trace() -> None:
     assert {e["args"]["virtual stage"] % 2 == e["tid"] for e in ops} == {True}
 
 
+def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
+    """Three microbatches in two chunks: compared with the schedules of one chunk only."""
+    order = [
+        [f"{v}F{m}" for v in (p, p + 2) for m in range(3)] + [f"{v}B{m}" for v in (p + 2, p) for m in range(3)]
+        for p in range(2)
+    ]  # fmt: skip
+    (tmp_path / "own.json").write_text(json.dumps({"order": order}))
+    text = shown(f"--schedule={tmp_path / 'own.json'}")
+    assert text.startswith("own, 2 chunks: 2 stages, 3 microbatches")
+    assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1
+
+
 def test_files_of_the_command(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.csv", tmp_path / "out.json"
     shown("--stages=2", "--microbatches=4", f"--csv={file}", f"--trace={out}")
