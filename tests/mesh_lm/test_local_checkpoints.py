@@ -150,6 +150,7 @@ def test_a_damaged_part_means_the_step_before_it_or_the_durable_one(
     assert "not used" not in capsys.readouterr().out, "said once: they are removed"
 
 
+@pytest.mark.slow
 def test_another_layout_means_the_durable_step(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.save(10, 12)
     kept = shutil.copytree(run.places[0], tmp_path / "kept")

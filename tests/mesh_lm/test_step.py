@@ -99,6 +99,7 @@ def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tu
     return seen, state
 
 
+@pytest.mark.slow
 def test_losses_over_steps_do_not_depend_on_the_mesh() -> None:
     """Losses, not leaves: a K bias has no gradient, and Adam amplifies its noise."""
     alone, _ = run_steps("ddp", {})

@@ -140,6 +140,7 @@ def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) 
     np.testing.assert_allclose(losses(moved), losses(whole)[4:], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
     process = spawn(arguments(tmp_path, train__steps=100_000))
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
@@ -151,6 +152,7 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
     assert leaves(tmp_path, step)["['step']"] == step
 
 
+@pytest.mark.slow
 def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
     due = train.Checkpoints.due
@@ -161,6 +163,7 @@ def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path,
     assert leaves(tmp_path, 3)["['step']"] == 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(train, "mean_loss", lambda *args: 1 / 0)
@@ -213,6 +216,7 @@ def test_a_disk_that_is_full_at_the_very_end(
     assert "warning: loss.png cannot be written: No space left on device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
     """Its weights, and only with its tokenizer; the same for whoever uses it later."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -271,6 +275,7 @@ def test_attention_that_cannot_serve_is_the_users_mistake(arguments, tmp_path: P
         train.main(arguments(tmp_path, model__attention="mosaic"))
 
 
+@pytest.mark.slow
 def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> None:
     process = spawn(arguments(tmp_path, data__path="/no/such/text"))
     out = ended(process)

@@ -76,6 +76,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for workers in /proc")
 def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
     root, documents = inputs
@@ -173,6 +174,7 @@ def test_a_worker_that_dies(inputs: Any, tmp_path: Path, tokenizer_file: str):
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk(inputs: Any, tmp_path: Path, tokenizer_file: str):
     """A limit on the size of files stands in for it: the write fails in the same place."""
     import resource

@@ -140,6 +140,7 @@ def test_old_steps_are_forgotten() -> None:
     np.testing.assert_allclose(state, [[1300, 3 + old * (5 - 3), variance]] * 2, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_the_same_on_a_mesh() -> None:
     mesh = trainer("hsdp", data=2, fsdp=2)
     batches = [*GOOD[:55], strange_batch(), nan_batch()]

@@ -44,6 +44,7 @@ def test_the_last_status_is_the_launchers(tmp_path: Path, action: str, status: i
     assert ("gives up after 1 restart" in out) == (status not in (1, 99))
 
 
+@pytest.mark.slow
 def test_the_mistake_of_one_process_is_an_accident_once_there_is_a_checkpoint(tmp_path: Path) -> None:
     status, out = outcome(tmp_path, "--per-node=2", "1:exit=1 wait")
     assert status == 1 and len(lives(tmp_path)) == 1, out

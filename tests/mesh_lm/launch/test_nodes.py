@@ -69,6 +69,7 @@ def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
         assert "node 1: the controller on node 0 is gone; tries to come back, for 300 s at most" in outs[1]
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
     """Silence is found by the heartbeat; the run goes on with one node, and with both again when the other wakes: nothing is lost."""
     with nodes(2, tmp_path, "--heartbeat=1.5 --rejoin=1 --min-nodes=1", "1@wait 2@wait exit=0") as ((first, second), _):
@@ -96,6 +97,7 @@ def test_a_node_that_stays_away_ends_the_run(tmp_path: Path) -> None:
         assert first.returncode == 75 and "gives up: node 1 did not come in 0.5 s; 2 must be there" in out, out
 
 
+@pytest.mark.slow
 def test_a_node_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
     """Each later restart would else wait for it again."""
     with nodes(2, tmp_path, "--rejoin=3 --min-nodes=1", "1@wait 2@kill exit=0") as ((first, second), _):

@@ -172,6 +172,7 @@ def test_a_log_that_takes_no_more_changes_no_status(divisor: str, status: int) -
     assert done.returncode == status
 
 
+@pytest.mark.slow
 def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
     """Before any device is used. The script gives each process another seed."""
     script = tmp_path / "script.py"
@@ -205,7 +206,8 @@ def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int
     return [(process.returncode, out) for process, out in zip(running, outs, strict=True)]
 
 
-@pytest.mark.parametrize("absent", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1])
 def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path: Path, absent: int) -> None:
     """Long before JAX would give up waiting, and with the reason on both."""
     homes = [tmp_path / "a", tmp_path / "b"]

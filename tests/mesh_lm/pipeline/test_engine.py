@@ -109,6 +109,7 @@ def test_unequal_stages_equal_one_device() -> None:
     assert_equal(model, "megatron", {"pipeline": 2, "tensor": 2}, 4, pipeline, separate=True)
 
 
+@pytest.mark.slow
 def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
     """FSDP cuts what goes from layer to layer, padding or not; masks of dropout go by the layer's number in the model."""
     assert_equal(MODELS["tied"], "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, PipelineConfig(layers=(5, 3)))

@@ -42,7 +42,8 @@ def initial(blueprint: Blueprint) -> tuple[Params, dict[str, np.ndarray]]:
     return blueprint.by_stage(params, "params"), host
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "chunks" else pytest.mark.slow) for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
     blueprint, wanted = blueprint_of(case)
     params, host = initial(blueprint)
