@@ -20,6 +20,7 @@ from mesh_lm.config import ConfigError
 from mesh_lm.generation import Generator, Sampling, Scorer
 from mesh_lm.perplexity import windows
 from mesh_lm.trained import Trained
+from sharding_rules.rules import did_you_mean
 
 _MAX_NEW = 256
 """Tokens of an answer where the task names no number: the harness's own default."""
@@ -136,11 +137,10 @@ def _model_class() -> type:
             if requests is None:
                 from mesh_lm.arguments import ModelArguments, document_start
 
-                known = [field.name for field in dataclasses.fields(ModelArguments)]
+                known = [*(field.name for field in dataclasses.fields(ModelArguments)), "start", "batch_size"]
                 if unknown := [name for name in options if name not in known]:
-                    near = difflib.get_close_matches(unknown[0], known, 1)
-                    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, start and batch_size"
-                    raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument; {hint}")
+                    hint = did_you_mean(unknown[0], known)
+                    raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument{hint}")
                 size = int(batch_size) if str(batch_size).isdigit() else 8
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")

@@ -18,7 +18,7 @@ from mesh_lm.data.indexed import Documents, Text
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 
 _COUNTED = 10**7
-"""Tokens that are decoded to count the bytes of held-out text, about: a quarter of a minute."""
+"""Tokens that are decoded to count the bytes of held-out text, about."""
 _LONGEST = 10**6
 """Tokens of one document among them."""
 

@@ -189,7 +189,7 @@ def test_scores(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path
 def test_mistakes_in_model_args(run: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
     made = harness._model_class()
-    with pytest.raises(ConfigError, match=r"--model_args rule=fsdp: there is no such argument; did you mean rules\?"):
+    with pytest.raises(ConfigError, match=r"--model_args rule=fsdp: there is no such argument; did you mean 'rules'\?"):
         made(str(run), rule="fsdp")
     with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
         made(str(run), batch_size=0)
