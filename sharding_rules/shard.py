@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,8 +90,11 @@ class Shard:
         if used[-1]:
             fix = f"cut rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
             raise ShardingRuleError(f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: the rows of a table are used whole; {fix}")
-        batch = axes_of(self.spec("activations", ("batch",))[0])
-        return StoredWeight(spec, used, tuple(gathered), tuple(a for a in batch if not any(a in names for names in gathered)))
+        batch = self.cut("batch")
+        if clash := [a for a in axes_of(used[0]) if a in batch]:
+            fix = f"a table is gathered over the axes of the batch; leave {clash[0]!r} out"
+            raise ShardingRuleError(f"rules.gathered[{axes[0]!r}]={used[0]!r} has {clash[0]!r}, which cuts the batch: {fix}")
+        return StoredWeight(spec, used, tuple(gathered), batch)
 
     def cut(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that cut this axis of the activations here: those a `local` function must reduce or gather over."""
@@ -112,20 +116,36 @@ class StoredWeight:
     """As stored: what goes into `local`, and the gradient's spec on the way out."""
     used: PartitionSpec
     """As used by the layer."""
-    _gathered: tuple[tuple[str, ...], ...]
-    _rest: tuple[str, ...]
+    gathered: tuple[tuple[str, ...], ...]
+    """The mesh axes that each dimension is gathered over."""
+    _batch: tuple[str, ...]
 
     def gather(self, w: jax.Array) -> jax.Array:
         """A device's shard as stored -> as used."""
-        for dim, names in enumerate(self._gathered):
+        for dim, names in enumerate(self.gathered):
             w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
         return w
 
     def scatter(self, dw: jax.Array) -> jax.Array:
-        """A gradient shaped as used, of this device's part of the batch -> the whole batch's, a shard as stored."""
-        for dim, names in enumerate(self._gathered):
-            dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
-        return lax.psum(dw, self._rest) if self._rest else dw
+        """A gradient shaped as used, of all tokens of this device's part of the batch -> the whole batch's, a shard as stored.
+
+        Along an axis that does not cut the batch the devices hold the same gradient already: there it is cut, not summed.
+        """
+        for dim, names in enumerate(self.gathered):
+            for summed, run in itertools.groupby(names, lambda axis: axis in self._batch):
+                over = tuple(run)
+                if summed:
+                    dw = lax.psum_scatter(dw, over, scatter_dimension=dim, tiled=True)
+                else:
+                    dw = part_of(dw, over, dim)
+        rest = tuple(a for a in self._batch if not any(a in names for names in self.gathered))
+        return lax.psum(dw, rest) if rest else dw
+
+
+def part_of(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Inside `Shard.local`: this device's block of x, which all devices along `axes` hold whole, cut along one dimension."""
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
 
 
 def _manual() -> frozenset[str]:

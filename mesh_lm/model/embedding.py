@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding_rules import Shard, axes_of
+from sharding_rules.shard import part_of
 
 
 def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str, str], dtype: str) -> jax.Array:
@@ -62,13 +63,20 @@ def add_positions(x_BSD: jax.Array, table_VD: jax.Array, shard: Shard, axes: tup
     if stored.spec[0]:  # a device does not have all rows of its part
         return x_BSD + lookup(table_VD, jnp.broadcast_to(jnp.arange(S), x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
 
+    # Where one axis cuts both, its devices gather columns of the same rows only before they part.
+    crossed = any(axis in seq_by for axis in stored.gathered[1])
+
     def forward(x: jax.Array, table_Vd: jax.Array) -> jax.Array:
-        mine_Sd = sum_into(table_Vd[None, :S].astype(x.dtype), (), seq_by)[0]
-        return x + stored.gather(mine_Sd)
+        table_Sd = table_Vd[:S].astype(x.dtype)
+        table_SD = stored.gather(table_Sd) if crossed else table_Sd
+        mine_Sd = sum_into(table_SD[None], (), seq_by)[0]
+        return x + (mine_Sd if crossed else stored.gather(mine_Sd))
 
     def backward(dout: jax.Array) -> jax.Array:
-        mine_Sd = stored.scatter(dout.astype(jnp.float32).sum(0))
-        whole_Sd = lax.all_gather(mine_Sd, seq_by, axis=0, tiled=True) if seq_by else mine_Sd
+        mine_SD = dout.astype(jnp.float32).sum(0)
+        part = mine_SD if crossed else stored.scatter(mine_SD)
+        whole = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
+        whole_Sd = stored.scatter(whole) if crossed else whole
         return jnp.pad(whole_Sd, [(0, rows - S), (0, 0)])
 
     @jax.custom_vjp
@@ -80,11 +88,8 @@ def add_positions(x_BSD: jax.Array, table_VD: jax.Array, shard: Shard, axes: tup
 
 
 def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:
-    """Inside `Shard.local`: partial results summed over mesh axes, and cut along S where the residual stream is."""
-    for axis in over:
-        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in seq_by else lax.psum(x_BSD, axis)
+    """Inside `Shard.local`: partial results summed over mesh axes, and cut along S like the residual stream, in the order of its spec."""
     for axis in seq_by:
-        if axis not in over:
-            size = x_BSD.shape[1] // lax.axis_size(axis)
-            x_BSD = lax.dynamic_slice_in_dim(x_BSD, lax.axis_index(axis) * size, size, axis=1)
-    return x_BSD
+        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in over else part_of(x_BSD, (axis,), 1)
+    rest = tuple(axis for axis in over if axis not in seq_by)
+    return lax.psum(x_BSD, rest) if rest else x_BSD
