@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 from mesh_lm.blueprint import divided
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
-from mesh_lm.pipeline.engine import MANUAL, training_schedule
-from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of
+from mesh_lm.pipeline.engine import training_schedule
+from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting
+from sharding_rules.rules import Column, Kind
 
 
 def check(config: TrainConfig, n_devices: int) -> TrainConfig:
@@ -21,9 +23,10 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
         problems.append(str(error))
-        mesh = MeshConfig(**{axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
+        mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
     config = dataclasses.replace(config, mesh=mesh)
-    problems += [*_unused_axes(config), *_rows_that_cannot_be_cut(config), *_sizes(config), *_batch(config), *_pipeline(config)]
+    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _sizes, _batch, _pipeline):
+        problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
@@ -91,26 +94,44 @@ def _data(config: TrainConfig) -> Iterator[str]:
         yield f"data.fim_rate={data.fim_rate} makes documents longer, which packed ones have no room for; set data.documents=separate"
 
 
+def _mesh_axes(config: TrainConfig) -> Iterator[str]:
+    """Names of mesh axes that only one of mesh and rules knows."""
+    rules, sizes = config.rules, config.mesh.sizes()
+    for axis, size in sizes.items():
+        if axis not in rules.order():
+            fix = f"declare it, as in rules.replace(axes={{{axis!r}: 'auto'}})"
+            yield f"{setting(axis, size)}: rules {rules.name!r} declare no mesh axis {axis!r}; {fix}"
+    for axis in rules.axes:
+        if axis not in sizes:
+            yield f"rules {rules.name!r} declare the mesh axis {axis!r}, which this mesh does not have; give it a size: mesh.extra={axis}=2"
+    for axis in sorted(rules.mesh_axes() - set(rules.order())):
+        kind, row = next((k, r) for k in get_args(Kind) for r, entry in rules.column(k).items() if axis in axes_of(entry))
+        fix = did_you_mean(axis, rules.order())
+        yield f"rules.{kind}[{row!r}]: mesh axis {axis!r} is neither one of every mesh nor declared in rules.axes{fix}"
+
+
 def _unused_axes(config: TrainConfig) -> Iterator[str]:
     """A mesh axis that cuts no activation repeats the same work on each of its devices, and makes XLA permute arrays along it."""
     used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
     for axis, size in config.mesh.sizes().items():
-        if axis == "pipeline":
-            continue  # cuts the layers, not an activation
+        if axis == "pipeline" or axis not in config.rules.order():
+            continue  # the first cuts the layers, not an activation
         if size > 1 and axis in ("expert", "sequence"):
             yield f"mesh.{axis}={size}: no model of this version is cut along {axis}; set mesh.{axis}=1"
         elif size > 1 and axis not in used:
             fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
             names = " or ".join(f"{config.rules.name.removesuffix(' (changed)')}+{name}" for name in fits[:2])
-            problem = f"mesh.{axis}={size}, but rules {config.rules.name!r} cut no activation along {axis}"
-            yield f"{problem}; set mesh.{axis}=1 or rules such as {names}"
+            problem = f"{setting(axis, size)}, but rules {config.rules.name!r} cut no activation along {axis}"
+            fix = f"rules such as {names}" if fits else f"a row of rules.activations to {axis!r}"
+            yield f"{problem}; set {setting(axis, 1)} or {fix}"
 
 
 def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
     """What would be trained wrongly rather than slowly."""
+    manual = config.rules.manual_axes()
     for logical, entry in config.rules.params.items():
         for axis in axes_of(entry):
-            if axis in MANUAL and (logical, axis) != ("layers", "pipeline"):
+            if axis in manual and (logical, axis) != ("layers", "pipeline"):
                 fix = "to cut them along the batch use the mesh axis 'fsdp'"
                 yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
     reasons = {
@@ -120,23 +141,33 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
     }
     if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):
         yield f"rules.activations['batch']={entry!r}: every stage needs the whole batch; leave 'pipeline' out"
-    for logical, reason in reasons.items():
-        if entry := config.rules.activations.get(logical):
+    for logical, entry in config.rules.activations.items():
+        if entry and (reason := reasons.get(logical.rpartition("/")[2])):
             yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
+        elif logical != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
+            yield f"rules.activations[{logical!r}]={entry!r}: along {axis} the batch alone is cut; leave {axis!r} out"
 
 
 def _sizes(config: TrainConfig) -> Iterator[str]:
     mesh, seen = config.mesh.sizes(), set()
     for kind in ("params", "activations", "gradients", "optimizer"):
         column = config.rules.column(kind)
-        for logical, (field, size) in config.model.sizes().items():
-            axes = tuple(a for a in axes_of(column.get(logical)) if mesh.get(a, 1) > 1)
+        for logical, field, size in _rows_with_sizes(column, config.model.sizes()):
+            axes = tuple(a for a in axes_of(column[logical]) if mesh.get(a, 1) > 1)
             ways = math.prod(mesh[a] for a in axes)
             if size % ways and (field, axes) not in seen:
                 seen.add((field, axes))
-                product = " x ".join(f"mesh.{a}={mesh[a]}" for a in axes)
-                hint = f"; mesh.{axes[0]} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
+                product = " x ".join(setting(a, mesh[a]) for a in axes)
+                hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
                 yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
+
+
+def _rows_with_sizes(column: Column, sizes: dict[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
+    """Every row of a logical axis whose size is known, scoped ones too, with the field of the size."""
+    for logical in dict.fromkeys([*sizes, *column]):
+        known = sizes.get(logical, sizes.get(logical.rpartition("/")[2]))
+        if known and (row := row_of(column, logical)):
+            yield row, *known
 
 
 def _batch(config: TrainConfig) -> Iterator[str]:
@@ -144,7 +175,7 @@ def _batch(config: TrainConfig) -> Iterator[str]:
     axes = [a for a in axes_of(config.rules.activations.get("batch")) if mesh.get(a, 1) > 1]
     unit = train.microbatches * math.prod(mesh[a] for a in axes)
     if train.microbatches > 0 and train.global_batch % unit:
-        product = " x ".join([f"train.microbatches={train.microbatches}", *(f"mesh.{a}={mesh[a]}" for a in axes)])
+        product = " x ".join([f"train.microbatches={train.microbatches}", *(setting(a, mesh[a]) for a in axes)])
         below = train.global_batch // unit * unit
         fits = f"{below} or {below + unit}" if below else str(unit)
         yield f"train.global_batch={train.global_batch} is not divisible by {product}; it can be {fits}"
@@ -168,6 +199,11 @@ def _pipeline(config: TrainConfig) -> Iterator[str]:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _field(axis: str) -> str:
+    """Where a config has the size of a mesh axis."""
+    return setting(axis, 0).removesuffix("=0")
 
 
 def _few(numbers: list[int]) -> str:

@@ -101,8 +101,8 @@ def _microbatches(config: TrainConfig, mesh: MeshConfig) -> Iterator[int]:
     """Numbers that divide the global batch over this mesh, from the least that needs no more memory than the config's own."""
     batch, train = config.train.global_batch, config.train
     axes = axes_of(config.rules.activations.get("batch"))
-    before, after = (math.prod(max(1, m.sizes()[axis]) for axis in axes) for m in (config.mesh, mesh))
-    before = after if any(config.mesh.sizes()[axis] == -1 for axis in axes) else before
+    before, after = (math.prod(max(1, m.sizes().get(axis, 1)) for axis in axes) for m in (config.mesh, mesh))
+    before = after if any(config.mesh.sizes().get(axis) == -1 for axis in axes) else before
     for microbatches in range(train.microbatches, batch // after + 1):
         if batch % (microbatches * after) == 0 and microbatches * after >= train.microbatches * before:
             yield microbatches

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jax
 
@@ -18,6 +18,7 @@ from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.pipeline.unpiped import folded
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
+from sharding_rules.rules import Kind
 
 TOKENIZER = "tokenizer"
 """The directory beside a run's checkpoints in which its tokenizer is kept."""
@@ -73,7 +74,7 @@ class Trained:
         # First what can be wrong cheaply.
         words = _tokenizer(tokenizer, saved, Path(path))
         blueprint = folded(config.model, Shard(rules, make_mesh(mesh)))
-        mesh, rules = MeshConfig(**blueprint.shard.mesh.shape), blueprint.shard.rules
+        mesh, rules = MeshConfig.of(blueprint.shard.mesh.shape), blueprint.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
         return cls(config, blueprint, _weights(saved, path, blueprint)(), words, saved.step if saved else 0)
 
@@ -128,12 +129,15 @@ def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None
 
 
 def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:
+    """Mesh axes that the rules declare, and the mesh does not have, are of size 1."""
+    rules = rules or config.rules
     try:
-        return (mesh or config.mesh).resolve(jax.device_count()), rules or config.rules
+        found = (mesh or config.mesh).resolve(jax.device_count())
     except MeshError as error:
         if mesh is not None:
             raise ConfigError(str(error)) from error
-        return MeshConfig(data=-1).resolve(jax.device_count()), rules or config.rules
+        found = MeshConfig(data=-1).resolve(jax.device_count())
+    return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **found.sizes()}), rules
 
 
 def _tokenizer(spec: str, saved: checkpoint.Saved | None, path: Path) -> Tokenizer:
@@ -168,10 +172,9 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
 
 def _rules(plain: dict[str, Any]) -> Rules:
     """The inverse of `Rules.as_dict`."""
-    columns = {
-        kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in plain.items() if kind != "name"
-    }
-    return Rules(plain["name"], **columns)
+    given = {kind: plain[kind] for kind in get_args(Kind)}
+    columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
+    return Rules(plain["name"], **columns, axes=plain.get("axes", {}))
 
 
 def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:

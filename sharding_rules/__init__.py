@@ -1,9 +1,11 @@
 """Sharding rules as data, the mesh they map to, and what binds the two. Imports jax and numpy, nothing else of this project."""
 
 from sharding_rules.mesh import AXES as AXES
+from sharding_rules.mesh import MANUAL as MANUAL
 from sharding_rules.mesh import MeshConfig as MeshConfig
 from sharding_rules.mesh import MeshError as MeshError
 from sharding_rules.mesh import make_mesh as make_mesh
+from sharding_rules.mesh import setting as setting
 from sharding_rules.presets import PRESETS as PRESETS
 from sharding_rules.presets import preset as preset
 from sharding_rules.presets import product as product
@@ -11,4 +13,6 @@ from sharding_rules.rules import Rules as Rules
 from sharding_rules.rules import ShardingRuleError as ShardingRuleError
 from sharding_rules.rules import axes_of as axes_of
 from sharding_rules.rules import did_you_mean as did_you_mean
+from sharding_rules.rules import row_of as row_of
+from sharding_rules.rules import unknown_scopes as unknown_scopes
 from sharding_rules.shard import Shard as Shard

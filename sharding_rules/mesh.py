@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,10 @@ from jax.sharding import AxisType, Mesh
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 """Outermost to innermost: neighbours along the last axis are neighbours in a node, inside the NVLink domain."""
+
+
+MANUAL = frozenset({"pipeline", "data", "sequence", "expert"})
+"""The axes among them that a step is manual over; rules may declare more (`Rules.manual_axes`)."""
 
 
 class MeshError(ValueError):
@@ -35,9 +39,30 @@ class MeshConfig:
     """Parts of each sequence (context parallelism)."""
     tensor: int = 1
     """Parts of each matmul; keep it inside a node."""
+    extra: tuple[str, ...] = ()
+    """Sizes of mesh axes that the rules declare, innermost of all: tensor_y=2, or several with commas between them."""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for word in self.extra:
+            axis, _, size = word.partition("=")
+            if not (axis.isidentifier() and size.removeprefix("-").isdecimal()):
+                raise MeshError(f"mesh.extra={word!r} is not an axis and its size, as in tensor_y=2")
+            if axis in AXES or axis in seen:
+                fix = f"set mesh.{word}" if axis in AXES else "give it one size"
+                raise MeshError(f"mesh.extra={word!r}: the mesh has an axis {axis!r} already; {fix}")
+            seen.add(axis)
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> MeshConfig:
+        """From sizes by name, as `sizes` gives them."""
+        extra = tuple(f"{axis}={size}" for axis, size in sizes.items() if axis not in AXES)
+        return cls(**{axis: size for axis, size in sizes.items() if axis in AXES}, extra=extra)
 
     def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in AXES}
+        """By name, outermost first."""
+        words = (word.partition("=") for word in self.extra)
+        return {axis: getattr(self, axis) for axis in AXES} | {axis: int(size) for axis, _, size in words}
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "1 device"
@@ -45,14 +70,14 @@ class MeshConfig:
     def resolve(self, n_devices: int) -> MeshConfig:
         """The same mesh with -1 replaced. Raises MeshError, with the nearest sizes that would work, where it cannot hold n_devices."""
         sizes = self.sizes()
-        if wrong := [f"mesh.{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]:
+        if wrong := [setting(axis, size) for axis, size in sizes.items() if size < 1 and size != -1]:
             raise MeshError(f"{', '.join(wrong)}: sizes are 1 or more, or -1 on one axis for whatever is left")
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise MeshError(f"only one mesh axis can be -1, not {' and '.join(free)}")
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if free and n_devices % fixed == 0:
-            return dataclasses.replace(self, **{free[0]: n_devices // fixed})
+            return MeshConfig.of(sizes | {free[0]: n_devices // fixed})
         if fixed == n_devices and not free:
             return self
         raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible{self._nearest(n_devices)}")
@@ -67,8 +92,13 @@ class MeshConfig:
                 continue
             left = n_devices // others
             fits = [d for d in range(1, left + 1) if left % d == 0] if is_open else [left]
-            choices += [f"mesh.{axis}={d}" for d in sorted(fits, key=lambda d: abs(d - size))[:2]]
+            choices += [setting(axis, d) for d in sorted(fits, key=lambda d: abs(d - size))[:2]]
         return f"; {' or '.join(choices)} would fit" if choices else ""
+
+
+def setting(axis: str, size: int) -> str:
+    """The size of a mesh axis as a config spells it."""
+    return f"mesh.{axis}={size}" if axis in AXES else f"mesh.extra={axis}={size}"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

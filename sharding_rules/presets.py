@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import get_args
 
 from sharding_rules.mesh import AXES
-from sharding_rules.rules import Column, Kind, MeshAxes, Rules, ShardingRuleError, axes_of, did_you_mean
+from sharding_rules.rules import Column, Kind, MeshAxes, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
 
 _WHOLE: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
 _WEIGHTS: Column = {**_WHOLE, "layers": "pipeline"}  # a stage holds its own layers, whatever else is cut
@@ -52,20 +52,29 @@ def preset(name: str) -> Rules:
 
 
 def product(a: Rules, b: Rules) -> Rules:
-    """Both strategies at once: each row is cut over the mesh axes of either."""
+    """Both strategies at once: each row is cut over the mesh axes of either. A scoped row of one meets the plain one of the other."""
 
     def both(kind: Kind) -> Column | None:
         if getattr(a, kind) is None and getattr(b, kind) is None:
             return None
         left, right = a.column(kind), b.column(kind)
-        return {row: union(row, left, right, first=() if kind == "activations" else params[row]) for row in {**left, **right}}
+        return {row: union(row, left, right, first=() if kind == "activations" else held(row, params)) for row in {**left, **right}}
 
     def union(row: str, left: Column, right: Column, first: MeshAxes) -> MeshAxes:
         # Mesh order, but moments and gradients refine the cut of their weight: the other order costs two permutes a step (measured).
-        used = {*axes_of(left.get(row)), *axes_of(right.get(row))}
-        axes = sorted(used, key=lambda axis: (axis not in axes_of(first), AXES.index(axis)))
+        used = {*axes_of(held(row, left)), *axes_of(held(row, right))}
+        axes = sorted(used, key=lambda axis: (axis not in axes_of(first), order.index(axis)))
         return axes[0] if len(axes) == 1 else tuple(axes) or None
 
+    def held(row: str, column: Column) -> MeshAxes:
+        return column[found] if (found := row_of(column, row)) else None
+
+    if clash := [axis for axis, kind in a.axes.items() if b.axes.get(axis, kind) != kind]:
+        kinds = f"as {a.axes[clash[0]]} and as {b.axes[clash[0]]}"
+        raise ShardingRuleError(f"{a.name} and {b.name} declare the mesh axis {clash[0]!r} {kinds}; call one of them otherwise")
+    axes = {**a.axes, **b.axes}
+    used = a.mesh_axes() | b.mesh_axes()
+    order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # what nobody declared is refused where there is a mesh
     params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
-    return Rules(f"{a.name}+{b.name}", params=params, **columns)  # pyright: ignore[reportArgumentType]
+    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, **columns)  # pyright: ignore[reportArgumentType]

@@ -1,17 +1,30 @@
-"""A sharding strategy is a table: logical axis -> mesh axes, with one column per kind of tensor."""
+"""A sharding strategy is a table: logical axis -> mesh axes, with one column per kind of tensor.
+
+A row may be scoped: "moe/mlp" is the mlp of the part of the model that is called moe, and "mlp" that of all others. `Shard.within` makes
+the scoped names. There is one level of scopes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding_rules.mesh import AXES, MANUAL
+
 Kind = Literal["params", "gathered", "gradients", "optimizer", "activations"]
 MeshAxes = str | tuple[str, ...] | None
 Column = Mapping[str, MeshAxes]
+AxisType = Literal["auto", "manual"]
+
+
+_UNSCOPED = {
+    "batch": "the batch is cut once for the whole model",
+    "layers": "all stacks of layers are cut into the same stages",
+}
 
 
 class ShardingRuleError(ValueError):
@@ -37,10 +50,27 @@ class Rules:
     """Gradients when they reach the optimizer. None: as `params`."""
     optimizer: Column | None = None
     """Adam's moments. None: as `params`."""
+    axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
+    """Mesh axes that these rules have beside those of every mesh; `MeshConfig.extra` sizes them.
+
+    auto: XLA cuts along it and inserts the collectives, as along fsdp and tensor. manual: it cuts the batch alone, weights are whole along
+    it, and gradients are summed over it once a step, as along data.
+    """
 
     def __post_init__(self) -> None:
         if "batch" not in self.activations:
             raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that cut the batch, or None")
+        for axis, kind in self.axes.items():
+            if axis in AXES:
+                raise ShardingRuleError(f"rules.axes[{axis!r}]: every mesh has an axis of that name; choose another")
+            if kind not in get_args(AxisType):
+                raise ShardingRuleError(f"rules.axes[{axis!r}]={kind!r}: a mesh axis is one of {', '.join(get_args(AxisType))}")
+        for row in self._rows():
+            scope, _, name = row.rpartition("/")
+            if "/" in scope or (not (scope and name) and "/" in row):
+                raise ShardingRuleError(f"rules have a row {row!r}: a row is a logical axis or scope/axis, as in 'moe/mlp'")
+            if scope and name in _UNSCOPED:
+                raise ShardingRuleError(f"rules have a row {row!r}: {_UNSCOPED[name]}; leave the scope out")
 
     def column(self, kind: Kind) -> Column:
         """The rows for one kind of tensor, with the defaults of the optional columns filled in."""
@@ -51,19 +81,38 @@ class Rules:
             return {name: tuple(a for a in axes_of(entry) if a not in batch) or None for name, entry in self.params.items()}
         return self.params
 
-    def replace(self, name: str | None = None, **columns: Column) -> Rules:
-        """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`."""
+    def row(self, kind: Kind, logical: str) -> str | None:
+        """The row of a column that holds for a logical axis: its own, else that of its name without the scope; None where there is none."""
+        return row_of(self.column(kind), logical)
+
+    def scopes(self) -> set[str]:
+        """The scopes that some row has."""
+        return {scope for scope, slash, _ in (row.partition("/") for row in self._rows()) if slash}
+
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes that a step is manual over: it sums gradients over them once, by itself. All others are XLA's."""
+        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"}
+
+    def order(self) -> tuple[str, ...]:
+        """Every mesh axis that these rules may use, outermost first."""
+        return (*AXES, *self.axes)
+
+    def replace(self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, **columns: Column) -> Rules:
+        """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
+
+        axes: mesh axes to declare beside those that these rules have.
+        """
         if unknown := set(columns) - set(get_args(Kind)):
             raise ShardingRuleError(
                 f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
             )
         changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
-        return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
+        return dataclasses.replace(self, name=name or f"{self.name} (changed)", axes={**self.axes, **(axes or {})}, **changed)
 
     def spec(
         self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), mesh: Mesh | None = None, name: str = "tensor"
     ) -> PartitionSpec:
-        """The PartitionSpec of a tensor whose dimensions are named `axes` (None: never sharded).
+        """The PartitionSpec of a tensor whose dimensions are named `axes` (None: never sharded). Scoped names fall back to plain ones.
 
         Raises ShardingRuleError for an unknown logical axis, one mesh axis on two dimensions, a mesh axis that `mesh` does not have,
         and, where `shape` is given, a size that does not divide.
@@ -77,24 +126,25 @@ class Rules:
             if logical is None:
                 entries.append(None)
                 continue
-            if logical not in column:
+            row = row_of(column, logical)
+            if row is None:
                 raise ShardingRuleError(f"{name}{tuple(axes)}: no {kind} rule for logical axis {logical!r}{did_you_mean(logical, column)}")
             ways = 1
-            for axis in axes_of(column[logical]):
+            for axis in axes_of(column[row]):
                 if axis in owner:
                     raise ShardingRuleError(
-                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and {logical!r}; "
+                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and {row!r}; "
                         f"set one of them to None in rules.{kind}"
                     )
-                owner[axis] = logical
+                owner[axis] = row
                 if mesh is not None and axis not in mesh.shape:
-                    raise ShardingRuleError(f"rules.{kind}[{logical!r}]: mesh axis {axis!r} is not in mesh {dict(mesh.shape)}")
+                    raise ShardingRuleError(f"rules.{kind}[{row!r}]: mesh axis {axis!r} is not in mesh {dict(mesh.shape)}")
                 ways *= mesh.shape[axis] if mesh is not None else 1
             if shape and shape[dim] % ways:
                 raise ShardingRuleError(
-                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide over {column[logical]!r} ({ways} ways)"
+                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide over {column[row]!r} ({ways} ways)"
                 )
-            entries.append(column[logical])
+            entries.append(column[row])
         return PartitionSpec(*entries)
 
     def sharding(
@@ -110,9 +160,15 @@ class Rules:
     def as_dict(self) -> dict[str, Any]:
         """Plain and JSON-ready."""
         plain = {kind: getattr(self, kind) for kind in get_args(Kind)}
-        return {"name": self.name} | {
-            kind: None if column is None else {row: list(axes_of(entry)) for row, entry in column.items()} for kind, column in plain.items()
+        return {
+            "name": self.name,
+            **{k: None if column is None else {row: list(axes_of(entry)) for row, entry in column.items()} for k, column in plain.items()},
+            **({"axes": dict(self.axes)} if self.axes else {}),
         }
+
+    def _rows(self) -> set[str]:
+        """Of all columns that are given."""
+        return {row for kind in get_args(Kind) for row in getattr(self, kind) or ()}
 
     def __hash__(self) -> int:
         return hash(repr(self.as_dict()))
@@ -123,6 +179,25 @@ def axes_of(entry: MeshAxes) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
+def row_of(column: Column, logical: str) -> str | None:
+    """The row of a column for a logical axis, "moe/mlp" before "mlp"; None where there is none."""
+    plain = logical.rpartition("/")[2]
+    return logical if logical in column else plain if plain in column else None
+
+
+def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
+    """A sentence for each scope of the rules that is not among the model's `known` ones: its rows would hold for nothing."""
+    has = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
+    unknown = sorted(rules.scopes() - set(known))
+    rows = {scope: sorted(row for row in rules._rows() if row.startswith(f"{scope}/")) for scope in unknown}
+    return [
+        f"rules have the scope {scope!r} ({', '.join(rows[scope])}), which is no part of the model; "
+        + (f"did you mean {near[0]!r}?" if (near := difflib.get_close_matches(scope, known, n=1)) else has)
+        for scope in unknown
+    ]
+
+
 def did_you_mean(word: str, known: Sequence[str] | Column) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    tries = dict.fromkeys((word.rpartition("/")[2], word))  # the name of a scoped one may be wrong, or its scope
+    near = next(filter(None, (difflib.get_close_matches(each, list(known), n=1, cutoff=0.6) for each in tries)), [])
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"

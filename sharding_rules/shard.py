@@ -33,6 +33,17 @@ class Shard:
 
     rules: Rules
     mesh: Mesh
+    scope: str = ""
+    """The part of the model that this one is for: its rows come first. "": none."""
+
+    def within(self, scope: str) -> Shard:
+        """The same for one part of the model: a logical axis "mlp" is looked up as "moe/mlp", then as "mlp", in every column.
+
+        Parts are one level deep: within a part, `within` names another one. Raises ShardingRuleError for a name with a slash.
+        """
+        if "/" in scope:
+            raise ShardingRuleError(f"Shard.within({scope!r}): a scope is one name, without a slash")
+        return dataclasses.replace(self, scope=scope)
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrains an activation to its rules. Raises ShardingRuleError as `Rules.spec` does."""
@@ -44,7 +55,7 @@ class Shard:
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
         """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
-        spec = self.spec(kind, axes)
+        spec, axes = self.spec(kind, axes), self._scoped(axes)
         if len(axes) != x.ndim:
             raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {len(axes)} logical axes for {x.ndim} dimensions {x.shape}")
         for dim, (logical, entry) in enumerate(zip(axes, spec, strict=True)):
@@ -56,11 +67,11 @@ class Shard:
 
     def sharding(self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), name: str = "tensor") -> NamedSharding:
         """Where a whole array of this kind lives, for use outside any manual region."""
-        return self.rules.sharding(kind, axes, self.mesh, shape, name)
+        return self.rules.sharding(kind, self._scoped(axes), self.mesh, shape, name)
 
     def spec(self, kind: Kind, axes: Sequence[str | None]) -> PartitionSpec:
         """The rules' spec without the axes that are manual where this is called, and without those of size 1."""
-        return self.only(self.rules.spec(kind, axes, mesh=self.mesh, name=_NOUN[kind]), self._auto())
+        return self.only(self.rules.spec(kind, self._scoped(axes), mesh=self.mesh, name=_NOUN[kind]), self._auto())
 
     def only(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
         """`spec` restricted to some mesh axes, those of size 1 left out."""
@@ -80,6 +91,7 @@ class Shard:
     def stored(self, *axes: str | None) -> StoredWeight:
         """How a table's shards [rows, width] become the table as used, by explicit collectives inside `local`. Call it outside."""
         spec, used = self.spec("params", axes), self.spec("gathered", axes)
+        axes = self._scoped(axes)
         gathered = []
         for logical, have, want in zip(axes, map(axes_of, spec), map(axes_of, used), strict=True):
             if have[: len(want)] != want:
@@ -103,6 +115,9 @@ class Shard:
     def ways(self, axes: Sequence[str]) -> int:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _scoped(self, axes: Sequence[str | None]) -> tuple[str | None, ...]:
+        return tuple(f"{self.scope}/{axis}" if axis and self.scope and "/" not in axis else axis for axis in axes)
 
     def _auto(self) -> frozenset[str]:
         return frozenset(self.mesh.axis_names) - _manual()

@@ -1,8 +1,8 @@
 """The microbatch engine: gradients of a global batch, by any schedule, on any mesh.
 
-It is manual over {pipeline, data, sequence, expert} and leaves {fsdp, tensor} to XLA: what is not sharded over a manual axis is reduced
-over it exactly once per step, in fp32, after the last microbatch. Left to XLA, data-parallel gradients are all-reduced in bf16 at every
-layer of every microbatch.
+It is manual over {pipeline, data, sequence, expert} and what the rules declare as manual, and leaves {fsdp, tensor} to XLA: what is not
+sharded over a manual axis is reduced over it exactly once per step, in fp32, after the last microbatch. Left to XLA, data-parallel
+gradients are all-reduced in bf16 at every layer of every microbatch.
 
 A schedule is a table of integers (`mesh_lm.pipeline.table`); the program is a scan over its ticks, the same on every stage. With one stage
 a tick is one microbatch through the whole model, which is gradient accumulation.
@@ -31,7 +31,10 @@ from mesh_lm.pipeline.schedules import Schedule
 from mesh_lm.pipeline.table import Table, table
 from sharding_rules import axes_of
 
-MANUAL = frozenset({"pipeline", "data", "sequence", "expert"})
+
+def manual(blueprint: Blueprint) -> frozenset[str]:
+    """The mesh axes that the engine is manual over."""
+    return blueprint.shard.rules.manual_axes() & set(blueprint.shard.mesh.axis_names)
 
 
 def batch_sharding(blueprint: Blueprint) -> jax.NamedSharding:
@@ -43,7 +46,7 @@ def value_and_grad(blueprint: Blueprint) -> Callable[[Params, Batch, jax.Array],
     """(params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight)."""
 
     def local(params: Params, batch: Batch, key: jax.Array, columns: Columns, stage: Columns) -> tuple[Sums, Params]:
-        weight = _psum(batch["weights"].sum(), MANUAL - {"pipeline"}, blueprint)  # every stage has the whole batch
+        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, blueprint)  # every stage has the whole batch
 
         def objective(params: Params, one: Batch) -> tuple[jax.Array, Sums]:
             sums = blueprint.bind(params)(one, Dropout.of(key, one["sample_ids"]))
@@ -58,9 +61,9 @@ def value_and_grad(blueprint: Blueprint) -> Callable[[Params, Batch, jax.Array],
         else:
             part = Part(blueprint, params, batch, stage, key=key, weight=weight)
             sums, grads = ring.gradients(part, training_table(blueprint, len(batch["tokens"])), columns)
-        return _psum(sums, MANUAL, blueprint), {name: _psum(g, MANUAL - held[name], blueprint) for name, g in grads.items()}
+        return _psum(sums, by_hand, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
 
-    specs = _specs(blueprint)
+    specs, by_hand = _specs(blueprint), manual(blueprint)
     held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
     return _manual(local, blueprint, training_table, (PartitionSpec(), specs))
 
@@ -73,7 +76,7 @@ def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
             sums = _summed(lambda one: blueprint.bind(params)(one, None), batch)
         else:
             sums = ring.sums(Part(blueprint, params, batch, stage), evaluation_table(blueprint, len(batch["tokens"])), columns)
-        return _psum(sums, MANUAL, blueprint)
+        return _psum(sums, manual(blueprint), blueprint)
 
     run = _manual(local, blueprint, evaluation_table, PartitionSpec())
     return lambda params, batch: run(params, batch, jax.random.key(0))
@@ -120,13 +123,13 @@ def _psum(tree: Any, axes: frozenset[str] | set[str], blueprint: Blueprint) -> A
 
 
 def _specs(blueprint: Blueprint) -> dict[str, PartitionSpec]:
-    return {name: blueprint.shard.only(s.spec, MANUAL) for name, s in blueprint.shardings("params").items()}
+    return {name: blueprint.shard.only(s.spec, manual(blueprint)) for name, s in blueprint.shardings("params").items()}
 
 
 def _manual(f: Callable, blueprint: Blueprint, table_of: Callable[[Blueprint, int], Table], out_specs: Any) -> Callable:
     """f(params, batch, key, this stage's columns of the table, its number and layers) with its arrays local along the manual axes."""
     shard, specs, stages = blueprint.shard, _specs(blueprint), blueprint.stages
-    leaf = shard.only(batch_sharding(blueprint).spec, MANUAL)
+    leaf = shard.only(batch_sharding(blueprint).spec, manual(blueprint))
     by_stage = PartitionSpec("pipeline" if stages.stages > 1 else None)
 
     def run(params: Params, batch: Batch, key: jax.Array) -> Any:
@@ -141,7 +144,9 @@ def _manual(f: Callable, blueprint: Blueprint, table_of: Callable[[Blueprint, in
             return f(params, batch, key, columns, stage)
 
         in_specs = (specs, batch_specs, PartitionSpec(), by_stage, by_stage)
-        region = jax.shard_map(local, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=MANUAL, check_vma=False)
+        region = jax.shard_map(
+            local, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(blueprint), check_vma=False
+        )
         return region(params, dict(batch), key, columns, stage)
 
     return run

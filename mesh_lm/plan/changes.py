@@ -35,7 +35,7 @@ def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
     """What tells one program from another: rules differ only in what they cut over axes that this mesh has."""
     size = config.mesh.sizes()
     columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
-    cuts = {k: {row: [a for a in axes_of(entry) if size[a] > 1] for row, entry in column.items()} for k, column in columns.items()}
+    cuts = {k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in column.items()} for k, column in columns.items()}
     return dataclasses.replace(config, rules=PRESETS["ddp"]), cuts
 
 

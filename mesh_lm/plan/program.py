@@ -47,7 +47,7 @@ class Program:
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
         """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
         config = check(config, n_devices)
-        mesh = lower_for(target, n_devices, **config.mesh.sizes())
+        mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         config = compilable(config, target)
         return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
 

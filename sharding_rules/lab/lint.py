@@ -17,7 +17,7 @@ from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Wher
 from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, Finding, LogicalAxes, Subject, customary, short
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.presets import PRESETS
-from sharding_rules.rules import Kind, Rules, axes_of
+from sharding_rules.rules import Kind, Rules, axes_of, row_of
 
 _MOVES = ("all-to-all", "ragged-all-to-all", "collective-permute")
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -89,9 +89,9 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
     """A row that names no dimension of the model, but nearly so: a typo leaves the right row as it was."""
     if not (subject.rules and subject.axes):
         return
-    known = {axis for axes in subject.axes.values() for axis in axes if axis}
-    known |= {row for rules in PRESETS.values() for kind in _TABLES for row in rules.column(kind)}
-    rows = {(row, entry): kind for kind in reversed(_TABLES) for row, entry in subject.rules.column(kind).items() if row not in known}
+    known = dict.fromkeys(axis for axes in subject.axes.values() for axis in axes if axis)
+    known |= dict.fromkeys(row for rules in PRESETS.values() for kind in _TABLES for row in rules.column(kind))
+    rows = {(row, entry): kind for kind in reversed(_TABLES) for row, entry in subject.rules.column(kind).items() if not row_of(known, row)}
     for (row, entry), kind in rows.items():
         ways, near = subject.ways(axes_of(entry)), difflib.get_close_matches(row, sorted(known), n=1)
         if ways == 1 or not near:
@@ -207,7 +207,7 @@ def microbatch_reductions(subject: Subject) -> Iterator[Finding]:
         along = " and ".join(axes)
         fix = (
             f"make {along} manual around the loop over microbatches and sum once after it "
-            f"(mesh_lm/pipeline/engine.py: MANUAL, value_and_grad), or cut parameters along it: rules.params"
+            f"(sharding_rules/mesh.py: MANUAL), or cut parameters along it: rules.params"
         )
         return f"gradients are summed over {along} in each of {M} microbatches ({one.kind} over {' and '.join(one.axes)})", fix
 

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,12 @@ TARGETS = {
 """By name. h100: SXM 80 GB."""
 
 
-def lower_for(target: Target | str, n_devices: int | None = None, **axes: int) -> Mesh:
+def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequence[str] = (), **axes: int) -> Mesh:
     """A mesh of GPUs that are not here: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can be compiled for, but hold no array.
 
     Args:
       n_devices: None: as many as `axes` multiply to. With a number, the axis given as -1, else `data`, takes what is left.
+      extra: sizes of mesh axes that rules declare, as in MeshConfig.extra.
       axes: sizes of the mesh axes of MeshConfig, outermost first in the mesh; those not named are 1.
 
     Raises LabError where the compiler for CUDA is not installed, the target is unknown, or the devices do not fill whole nodes; MeshError
@@ -113,19 +115,19 @@ def lower_for(target: Target | str, n_devices: int | None = None, **axes: int) -
     """
     if unknown := [axis for axis in axes if axis not in AXES]:
         raise LabError(f"no mesh axis {unknown[0]!r}{did_you_mean(unknown[0], AXES)}")
-    config = MeshConfig(**axes)
+    config = MeshConfig(**axes, extra=tuple(extra))
     if n_devices is None:
-        if -1 in axes.values():
+        if -1 in config.sizes().values():
             raise LabError("an axis of -1 takes what is left of n_devices, which is not given")
         n_devices = math.prod(config.sizes().values())
-    elif -1 not in axes.values() and "data" not in axes:
+    elif -1 not in config.sizes().values() and "data" not in axes:
         config = dataclasses.replace(config, data=-1)
     return make_mesh(config.resolve(n_devices), devices(target, n_devices))
 
 
 def h100(**axes: int) -> Mesh:
     """`h100(data=2, tensor=4)`: eight H100s that are not here."""
-    return lower_for("h100", **axes)
+    return lower_for("h100", None, (), **axes)
 
 
 def devices(target: Target | str, n_devices: int) -> list[Any]:

@@ -7,8 +7,7 @@ from typing import get_args
 
 from mesh_lm.config import PipelineConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.pipeline.engine import MANUAL
-from sharding_rules import AXES, PRESETS
+from sharding_rules import AXES, MANUAL, PRESETS
 from sharding_rules.rules import Kind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()

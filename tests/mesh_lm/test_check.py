@@ -8,6 +8,7 @@ import pytest
 from mesh_lm.check import check
 from mesh_lm.cli import load, parse
 from mesh_lm.config import ConfigError
+from sharding_rules import MeshConfig, preset
 
 TINY = "configs/gpt_tiny.py"
 
@@ -130,3 +131,51 @@ def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], probl
         check(config, 8)
     ((row, axis),) = rows.items()
     assert f"  - rules.{column}[{row!r}]={axis!r}: {problem}" in str(caught.value).splitlines()
+
+
+def test_mesh_axes_that_rules_declare() -> None:
+    rules = preset("megatron").replace("mine", axes={"tensor_y": "auto"}, params={"mlp": ("tensor", "tensor_y")})
+    config = dataclasses.replace(load(TINY), rules=rules)
+
+    def said(**mesh: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            check(dataclasses.replace(config, mesh=MeshConfig(**mesh)), 8)
+        return str(caught.value).split("\n  - ")[1:]
+
+    cut = {"mlp": ("tensor", "tensor_y")}
+    fits = dataclasses.replace(config, rules=rules.replace(activations=cut), mesh=MeshConfig(data=2, tensor=2, extra=("tensor_y=2",)))
+    assert check(fits, 8).mesh == fits.mesh
+    assert said(data=4, tensor=2) == [
+        "rules 'mine' declare the mesh axis 'tensor_y', which this mesh does not have; give it a size: mesh.extra=tensor_y=2"
+    ]
+    assert said(data=8, extra=("tensr_y=1", "tensor_y=1")) == [
+        "mesh.extra=tensr_y=1: rules 'mine' declare no mesh axis 'tensr_y'; declare it, as in rules.replace(axes={'tensr_y': 'auto'})"
+    ]
+    assert said(data=4, extra=("tensor_y=2",)) == [
+        "mesh.extra=tensor_y=2, but rules 'mine' cut no activation along tensor_y; "
+        "set mesh.extra=tensor_y=1 or a row of rules.activations to 'tensor_y'"
+    ]
+    config = dataclasses.replace(fits, model=dataclasses.replace(config.model, d_ff=509))
+    assert said(extra=("tensor_y=8",)) == [
+        "model.d_ff=509 is not divisible by mesh.extra=tensor_y=8 (rules.params: mlp -> tensor_y); mesh.extra=tensor_y can be 1, 509"
+    ]
+
+
+def test_rules_of_a_part_are_checked_as_all_others() -> None:
+    rows = {"moe/mlp": "data", "moe/embed": "tensor", "moe/head": "tensr"}
+    rules = preset("megatron").replace(params={"moe/mlp": "data"}, activations=rows)
+    config = dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2))
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8)
+    assert str(caught.value).split("\n  - ")[1:] == [
+        "rules.activations['moe/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; did you mean 'tensor'?",
+        "rules.params['moe/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
+        "rules.activations['moe/mlp']='data': along data the batch alone is cut; leave 'data' out",
+        "rules.activations['moe/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
+    ]
+    odd = dataclasses.replace(config.model, d_ff=510)
+    config = dataclasses.replace(
+        config, model=odd, rules=preset("ddp").replace(params={"moe/mlp": "fsdp"}), mesh=MeshConfig(fsdp=4, data=2)
+    )
+    with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: moe/mlp -> fsdp\)"):
+        check(config, 8)

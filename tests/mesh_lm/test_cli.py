@@ -125,6 +125,8 @@ def leaves(section: Any, prefix: str = "--config") -> Iterator[str]:
         ("data.mask_document_start", "true", True),
         ("mesh.data", "-1", -1),
         ("mesh.tensor", "8", 8),
+        ("mesh.extra", "tensor_y=2", ("tensor_y=2",)),
+        ("mesh.extra", "tensor_y=2,replica=-1", ("tensor_y=2", "replica=-1")),
         ("optimizer.schedule", "wsd", "wsd"),
         ("output", "-odd=name", "-odd=name"),
         ("launch.compile_cache", "", ""),
@@ -183,6 +185,12 @@ def test_every_problem_at_once(config: str) -> None:
         "--model.n_layers: no such field; did you mean --config.model.n_layers?",
         "--foo: no such field; see --help",
     ]
+
+
+def test_an_extra_mesh_axis_that_cannot_be(config: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([f"--config={config}", "--config.mesh.extra=tensor=2"])
+    assert str(caught.value) == f"{config}: mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"
 
 
 def test_config_twice_or_without_a_file(config: str) -> None:

@@ -41,11 +41,16 @@ def describe(run: Path, **changes: object) -> None:
             model=DecoderConfig(window=(4, 0), n_layers=2), output="x", rules=preset("hsdp+megatron_sp+zero1"), mesh=MeshConfig(tensor=2),
             data=DataConfig(blend=("1", "a", "2", "b")), seed=3,
         ),
+        TrainConfig(
+            model=DecoderConfig(), output="x", mesh=MeshConfig(extra=("y=2",)),
+            rules=preset("zero2").replace("mine", axes={"y": "auto"}, params={"moe/mlp": ("tensor", "y"), "mlp": "y"}),
+        ),
     ],
 )  # fmt: skip
 def test_a_config_comes_back_from_json(config: TrainConfig) -> None:
     plain = json.loads(json.dumps(as_dict(config)))
     assert as_dict(config_from(plain, None, "here")) == as_dict(config)
+    assert config_from(plain, None, "here").rules.axes == config.rules.axes
     plain["train"]["a field of long ago"] = 1
     del plain["data"]
     assert as_dict(config_from(plain, None, "here")) == as_dict(dataclasses.replace(config, data=DataConfig()))
@@ -114,3 +119,10 @@ def test_what_is_not_a_model(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a MyModel, which is not a class of mesh_lm; name the config file"):
         Trained.load(run)
     assert Trained.load(run, model=fixture.CONFIG.model).step == fixture.STEP
+
+
+def test_declared_mesh_axes_need_no_size_to_be_loaded(run: Path) -> None:
+    """A run with a mesh axis of its own is read on a mesh without it."""
+    rules = preset("megatron").replace(axes={"y": "auto"}, params={"mlp": ("tensor", "y")}, activations={"mlp": ("tensor", "y")})
+    trained = Trained.load(run, mesh=MeshConfig(data=4, tensor=2), rules=rules)
+    assert trained.config.mesh == MeshConfig(data=4, tensor=2, extra=("y=1",))

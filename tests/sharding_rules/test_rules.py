@@ -1,11 +1,26 @@
 """Strict rules: each silent failure of Flax's logical axes is an error here, with the text a user reads."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from sharding_rules import AXES, PRESETS, MeshConfig, MeshError, Rules, ShardingRuleError, axes_of, make_mesh, preset
+from sharding_rules import (
+    AXES,
+    MANUAL,
+    PRESETS,
+    MeshConfig,
+    MeshError,
+    Rules,
+    ShardingRuleError,
+    axes_of,
+    make_mesh,
+    preset,
+    product,
+    unknown_scopes,
+)  # fmt: skip
 
 MESH = make_mesh(MeshConfig(data=2, tensor=4))
 
@@ -90,13 +105,13 @@ def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
 
 @given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 8), max_size=4), st.integers(1, 64))
 def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: int) -> None:
-    config = MeshConfig(**sizes)
+    config = MeshConfig.of(sizes)
     try:
         mesh = config.resolve(n_devices)
     except MeshError as error:
         for choice in [word for word in str(error).split() if word.startswith("mesh.")]:
             axis, size = choice.removeprefix("mesh.").split("=")
-            assert MeshConfig(**{**sizes, axis: int(size)}).resolve(n_devices)
+            assert MeshConfig.of({**sizes, axis: int(size)}).resolve(n_devices)
     else:
         assert mesh == config
 
@@ -143,6 +158,132 @@ def test_rules_are_plain_data() -> None:
         == rules
     )
     assert rules.as_dict()["optimizer"]["embed"] == ["data"]
+
+
+SCOPED = PRESETS["megatron"].replace("scoped", params={"moe/mlp": None}, activations={"moe/mlp": None})
+
+
+def test_a_scoped_row_comes_before_the_plain_one() -> None:
+    for kind in ("params", "gathered", "gradients", "optimizer", "activations"):
+        found = [SCOPED.spec(kind, (f"{scope}mlp",)) for scope in ("", "moe/", "dense/")]
+        assert found == [P("tensor"), P(None), P("tensor")], kind
+        assert SCOPED.row(kind, "moe/mlp") == "moe/mlp" and SCOPED.row(kind, "dense/mlp") == "mlp" and SCOPED.row(kind, "moe/mpl") is None
+    assert SCOPED.scopes() == {"moe"} and not PRESETS["megatron"].scopes()
+
+
+def test_a_scoped_weight_is_gathered_over_the_batch() -> None:
+    rules = PRESETS["hsdp"].replace(params={"moe/embed": None, "moe/mlp": ("fsdp", "tensor")})
+    assert rules.spec("params", ("moe/embed", "moe/mlp")) == P(None, ("fsdp", "tensor"))
+    assert rules.spec("gathered", ("moe/embed", "moe/mlp")) == P(None, "tensor")
+    assert rules.spec("gathered", ("dense/embed", "dense/mlp")) == P(None, None)
+
+
+def test_scoped_rows_are_told_apart() -> None:
+    assert SCOPED.as_dict()["params"]["moe/mlp"] == [] and SCOPED.as_dict()["params"]["mlp"] == ["tensor"]
+    assert hash(SCOPED) != hash(SCOPED.replace("scoped", params={"moe/mlp": "tensor"}))
+    assert SCOPED.replace(params={"mlp": None}).spec("params", ("mlp",)) == P(None)
+
+
+def test_a_product_of_scoped_rules() -> None:
+    """A row that one of them has for a part, and the other for all, is cut over the axes of both in that part."""
+    both = product(PRESETS["zero2"].replace(params={"moe/embed": "fsdp"}), SCOPED.replace(params={"moe/embed": "tensor"}))
+    assert both.spec("params", ("moe/embed",)) == P(("fsdp", "tensor")) and both.spec("params", ("embed",)) == P(None)
+    assert both.spec("params", ("moe/mlp",)) == P(None) and both.spec("params", ("mlp",)) == P("tensor")
+    # The weight's own axes come first; zero2 has no row of its gradients for the part, so its plain one holds.
+    assert both.spec("gradients", ("moe/embed",)) == P(("tensor", "data")) and both.spec("gradients", ("embed",)) == P("data")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {"a/b/mlp": None}}, "rules have a row 'a/b/mlp': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
+        ({"params": {"moe/": None}}, "rules have a row 'moe/': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
+        ({"optimizer": {"/mlp": None}}, "rules have a row '/mlp': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
+        ({"activations": {"moe/batch": None}},
+         "rules have a row 'moe/batch': the batch is cut once for the whole model; leave the scope out"),
+        ({"params": {"moe/layers": None}},
+         "rules have a row 'moe/layers': all stacks of layers are cut into the same stages; leave the scope out"),
+        ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
+        ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of auto, manual"),
+    ],
+)  # fmt: skip
+def test_rows_and_axes_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShardingRuleError) as caught:
+        PRESETS["ddp"].replace(**change)
+    assert str(caught.value) == message
+
+
+def test_errors_name_the_scoped_axis() -> None:
+    rules = SCOPED.replace(params={"moe/heads": "tensor", "moe/mlp": ("tensor", "fsdp")})
+    cases = {
+        ("moe/embd",): "w('moe/embd',): no params rule for logical axis 'moe/embd'; did you mean 'embed'?",
+        ("moe/heads", "moe/mlp"): "w('moe/heads', 'moe/mlp'): mesh axis 'tensor' shards both 'moe/heads' and 'moe/mlp'; set one of them to "
+        "None in rules.params",
+    }
+    for axes, message in cases.items():
+        with pytest.raises(ShardingRuleError) as caught:
+            rules.spec("params", axes, mesh=MESH, name="w")
+        assert str(caught.value) == message
+    with pytest.raises(ShardingRuleError) as caught:
+        rules.spec("params", ("moe/mlp",), (6,), MESH, "w")
+    assert str(caught.value) == "w: dimension 0 ('moe/mlp', size 6) does not divide over ('tensor', 'fsdp') (4 ways)"
+
+
+def test_scopes_that_the_model_does_not_have() -> None:
+    rules = SCOPED.replace(params={"mo/mlp": None, "mo/embed": None, "encoder/mlp": None})
+    assert unknown_scopes(rules, {"moe", "dense"}) == [
+        "rules have the scope 'encoder' (encoder/mlp), which is no part of the model; the model has 'dense', 'moe'",
+        "rules have the scope 'mo' (mo/embed, mo/mlp), which is no part of the model; did you mean 'moe'?",
+    ]
+    assert unknown_scopes(SCOPED, {"moe"}) == []
+    assert unknown_scopes(SCOPED, ()) == ["rules have the scope 'moe' (moe/mlp), which is no part of the model; the model has none"]
+
+
+def test_declared_mesh_axes() -> None:
+    rules = PRESETS["megatron"].replace(axes={"y": "auto"}, params={"mlp": ("tensor", "y")}).replace(axes={"replica": "manual"})
+    assert rules.axes == {"y": "auto", "replica": "manual"} and rules.order() == (*AXES, "y", "replica")
+    assert rules.manual_axes() == MANUAL | {"replica"} and PRESETS["megatron"].manual_axes() == MANUAL
+    assert rules.as_dict()["axes"] == {"y": "auto", "replica": "manual"} and "axes" not in PRESETS["megatron"].as_dict()
+    assert len({rules, rules.replace(rules.name), rules.replace(rules.name, axes={"y": "manual"})}) == 2
+    both = product(PRESETS["hsdp"], rules)
+    assert both.axes == rules.axes and both.spec("params", ("embed", "mlp")) == P("fsdp", ("tensor", "y"))
+    with pytest.raises(ShardingRuleError) as caught:
+        product(rules, PRESETS["ddp"].replace("other", axes={"y": "manual"}))
+    assert (
+        str(caught.value)
+        == "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; call one of them otherwise"
+    )
+
+
+def test_a_declared_axis_is_the_innermost() -> None:
+    config = MeshConfig(data=-1, tensor=2, extra=("y=2",)).resolve(8)
+    assert config == MeshConfig(data=2, tensor=2, extra=("y=2",)) == MeshConfig.of(config.sizes())
+    mesh = make_mesh(config)
+    assert mesh.axis_names == (*AXES, "y") and [[d.id for d in row] for row in mesh.devices.reshape(4, 2)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert MeshConfig(data=2, extra=("y=-1",)).resolve(8) == MeshConfig(data=2, extra=("y=4",))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (("y",), "mesh.extra='y' is not an axis and its size, as in tensor_y=2"),
+        (("y=two",), "mesh.extra='y=two' is not an axis and its size, as in tensor_y=2"),
+        (("2=2",), "mesh.extra='2=2' is not an axis and its size, as in tensor_y=2"),
+        (("tensor=2",), "mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"),
+        (("y=2", "y=4"), "mesh.extra='y=4': the mesh has an axis 'y' already; give it one size"),
+        (("y=0",), "mesh.extra=y=0: sizes are 1 or more, or -1 on one axis for whatever is left"),
+        (("y=3",), "mesh has 3 devices (y=3) but 8 are visible; mesh.extra=y=8 would fit"),
+    ],
+)
+def test_extra_axes_that_cannot_be(extra: tuple[str, ...], message: str) -> None:
+    with pytest.raises(MeshError) as caught:
+        MeshConfig(extra=extra).resolve(8)
+    assert str(caught.value) == message
 
 
 def test_the_batch_row_is_not_optional() -> None:

@@ -43,6 +43,39 @@ def test_what_is_stored_and_what_is_used() -> None:
     assert SHARD.cut("batch") == ("fsdp",) and SHARD.ways(("fsdp", "tensor")) == 8
 
 
+def test_a_part_of_the_model_has_its_own_rows() -> None:
+    rules = SHARD.rules.replace(params={"moe/mlp": None, "moe/vocab": None}, activations={"moe/mlp": None, "moe/seq_resid": "tensor"})
+    shard = Shard(rules, SHARD.mesh)
+    moe, dense = shard.within("moe"), shard.within("dense")
+    assert moe.sharding("params", ("layers", "embed", "mlp"), (2, 8, 6)).spec == jax.P("pipeline", "fsdp", None)
+    assert dense.sharding("params", ("layers", "embed", "mlp"), (2, 8, 8)).spec == jax.P("pipeline", "fsdp", "tensor")
+    assert moe.cut("seq_resid") == ("tensor",) and dense.cut("seq_resid") == () == shard.cut("seq_resid")
+    assert moe.cut("batch") == ("fsdp",)
+    assert moe.stored("vocab", "embed").spec == jax.P(None, "fsdp") and dense.stored("vocab", "embed").spec == jax.P("tensor", "fsdp")
+    assert moe.within("dense").spec("activations", ("mlp",)) == jax.P("tensor"), "parts are one level deep"
+    assert moe.within("").spec("activations", ("moe/mlp", "mlp")) == jax.P(None, "tensor"), "a scope in a name stays"
+    pinned = jax.make_jaxpr(lambda x: (moe.constrain(x, "activations", ("batch", "mlp")), dense.weight(x, "embed", "mlp")))(np.ones((4, 8)))
+    assert [equation.params["sharding"].spec for equation in pinned.eqns] == [jax.P("fsdp", None), jax.P(None, "tensor")]
+
+
+def test_errors_of_a_part_name_it() -> None:
+    moe = SHARD.within("moe")
+    cases = {
+        (4, 6): "activation('moe/batch', 'moe/mlp'): dimension 1 ('moe/mlp', size 6) does not divide over 'tensor' (4 ways)",
+        (4, 6, 1): "activation('moe/batch', 'moe/mlp'): 2 logical axes for 3 dimensions (4, 6, 1)",
+    }
+    for shape, message in cases.items():
+        with pytest.raises(ShardingRuleError) as caught:
+            jax.eval_shape(lambda x: moe(x, "batch", "mlp"), jax.ShapeDtypeStruct(shape, "float32"))
+        assert str(caught.value) == message
+    with pytest.raises(ShardingRuleError) as caught:
+        moe.spec("activations", ("mpl",))
+    assert str(caught.value) == "activation('moe/mpl',): no activations rule for logical axis 'moe/mpl'; did you mean 'mlp'?"
+    with pytest.raises(ShardingRuleError) as caught:
+        moe.within("a/b")
+    assert str(caught.value) == "Shard.within('a/b'): a scope is one name, without a slash"
+
+
 def test_axes_that_are_manual_are_left_out() -> None:
     inside = []
 
