@@ -119,6 +119,17 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
     np.testing.assert_allclose(state["recent"][0], [3, np.mean(losses), np.var(losses)], rtol=1e-4)
 
 
+def test_every_step_has_masks_of_its_own() -> None:
+    """The same weights and samples: only the number of the step differs, and with it what dropout drops."""
+    blueprint, step, fresh = trainer("zero2", data=8)
+    losses = []
+    for number in (0, 1, 0):
+        state = fresh()
+        state["step"] = jax.device_put(np.int32(number), state["step"].sharding)
+        losses.append(float(step(state, on_devices(host_batch(2), blueprint))[1]["loss"]))
+    assert losses[0] == losses[2] != losses[1]
+
+
 def test_outliers_count_unless_asked_for() -> None:
     """Statistics by which any step is one: the default step only keeps them."""
     blueprint, step, fresh = trainer("zero2", data=8)
