@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -157,26 +158,30 @@ def _outcome(verdict: Verdict) -> str:
     return "a test fails" if verdict.status == KILLED else verdict.status
 
 
-def summary(verdicts: Iterable[Verdict], seconds: float) -> str:
+def summary(statuses: Sequence[str], seconds: float) -> str:
     """A line: how many mutations there were, of each verdict how many, and how long it took."""
-    statuses = [verdict.status for verdict in verdicts]
     counts = {status: statuses.count(status) for status in dict.fromkeys([KILLED, SURVIVED, *statuses])}
     return f"{len(statuses)} mutations: {', '.join(f'{n} {status}' for status, n in counts.items())}; {seconds:.0f} s"
 
 
-def write(kind: str, mutations: Sequence[Mutation], verdicts: dict[str, Verdict], line: str) -> Path:
-    """Leaves the verdicts in benchmarks/results, with the machine and the versions."""
+def write(kind: str, verdicts: dict[str, Verdict]) -> Path:
+    """Leaves the verdicts in benchmarks/results, with the machine and the versions; those that it holds of others stay."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.record import RESULTS, Record
 
-    record = Record("mutations", RESULTS, kind=kind, summary=line)
-    record.data["command"] = " ".join(["python tests/mutations/run.py", *sys.argv[1:]])
-    rows = [
-        {"id": m.id, "file": m.file, "verdict": v.status, "wall_s": round(v.seconds, 1), "plants": m.plants, "said": v.why}
-        for m in mutations
-        for v in [verdicts[m.id]]
-    ]
-    record.table("Verdicts", rows, "wall_s: of the tests of the mutation, up to the first that failed.", show=False)
+    record = Record("mutations", RESULTS, kind=kind)
+    record.data["command"] = f"python tests/mutations/run.py --write={kind}"
+    before = RESULTS / f"{record.stem}.json"
+    rows = {row["id"]: row for row in json.loads(before.read_text())["tables"]["Verdicts"]["rows"]} if before.exists() else {}
+    for mutation in load():
+        if verdict := verdicts.get(mutation.id):
+            rows[mutation.id] = {
+                "id": mutation.id, "file": mutation.file, "verdict": verdict.status, "wall_s": round(verdict.seconds, 1),
+                "plants": mutation.plants, "said": verdict.why,
+            }  # fmt: skip
+    kept = [rows[mutation.id] for mutation in load() if mutation.id in rows]
+    record.data["summary"] = summary([row["verdict"] for row in kept], sum(row["wall_s"] for row in kept))
+    record.table("Verdicts", kept, "wall_s: of the tests of the mutation, up to the first that failed.", show=False)
     return record.write()
 
 
@@ -197,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     before = time.monotonic()
     verdicts = judge(mutations, arguments.jobs)
-    print(line := summary(verdicts.values(), time.monotonic() - before))
+    print(summary([verdict.status for verdict in verdicts.values()], time.monotonic() - before))
     if arguments.write:
-        print(write(arguments.write, mutations, verdicts, line).relative_to(ROOT))
+        print(write(arguments.write, verdicts).relative_to(ROOT))
     return 0 if all(verdict.status == KILLED for verdict in verdicts.values()) else 1
 
 
