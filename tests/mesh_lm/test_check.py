@@ -95,6 +95,10 @@ def test_all_problems_at_once() -> None:
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=1f2b"],
             "no pipeline schedule '1f2b'; did you mean '1f1b'?",
         ),
+        (
+            ["rules=zero1", "model.d_model=28", "model.head_dim=32"],
+            "model.d_model=28 is not divisible by mesh.data=8 (rules.optimizer: embed -> data); mesh.data can be 1, 2, 4, 7, 14, 28",
+        ),
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
         (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),
         (["model.window=64,0,0"], "model.n_layers=4 is not a multiple of the 3 entries of model.window"),

@@ -46,6 +46,13 @@ def cost(run: Path):
     return nats
 
 
+def test_the_mean_is_over_all_labels() -> None:
+    """Not the last batch's, nor the mean of the batches' means."""
+    batches = [{"loss": np.float32(loss), "weight": np.float32(weight)} for loss, weight in ((6, 1), (1, 2), (3, 5))]
+    assert evaluate.mean_loss(lambda params, batch: {**params, **batch}, {}, batches) == 10 / 8
+    assert math.isnan(evaluate.mean_loss(lambda params, batch: batch, {}, []))
+
+
 def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "_COMPRESSED", 2**20)
     random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()

@@ -201,6 +201,15 @@ def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
     run.require(10)
 
 
+def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
+    run.save(10, 20)
+    optimizer = AdamW(run.config.optimizer, run.config.train.steps)
+    with Checkpoints(run.config) as checkpoints:
+        saved, state = checkpoints.go_back(20, {}, run.blueprint, optimizer)
+        assert saved.step == 10 and int(state["step"]) == int(run.state(10)["step"])
+        assert (checkpoints.directory / "20.passed").is_dir()
+
+
 def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Written in the background; a file system that takes no more, and one that is not there."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,11 +1,16 @@
 """Every strategy equals one device: loss and all gradients, initial bits, dropout masks, with unequal label counts and microbatches."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from support import GPT, LLAMA, assert_same_gradients, gradients, reference, shard_on
+from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
 
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import PipelineConfig
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.pipeline import engine
 from sharding_rules import preset
 
 COMPILE_BUDGET = 130
@@ -61,6 +66,18 @@ def test_positions_cut_by_rows_equal_one_device() -> None:
     _, sums, grads = gradients(GPT, shard_on(rules, data=2, fsdp=2, tensor=2), 2)
     assert sums == pytest.approx(reference(GPT)[1], rel=1e-6)
     assert_same_gradients(grads, reference(GPT)[2])
+
+
+def test_padded_layers_have_no_gradient() -> None:
+    """Weights of 0 give other weights none; a bias that is added to the residual stream gets one where the layer runs."""
+    config = dataclasses.replace(GPT, n_layers=3, dropout=0.0)
+    blueprint = Blueprint.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
+    batch = on_devices(host_batch(2), blueprint)
+    _, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, initial(blueprint)), batch, jax.random.key(0))
+    padded = blueprint.stages.layer_of_row() < 0
+    for name in blueprint.stacked:
+        rows = np.asarray(grads[name])
+        assert not rows[padded].any() and rows[~padded].any(), name
 
 
 @pytest.mark.parametrize(("rules", "mesh"), [("hsdp", {"data": 2, "fsdp": 4}), ("megatron_sp", {"data": 2, "tensor": 4})])

@@ -48,7 +48,7 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 
 
 def test_equals_optax() -> None:
-    """Three updates against optax's own chain of clipping, Adam, decay and schedule."""
+    """Three updates against optax's own chain of clipping, Adam, decay and schedule; the second gradient is too small to be clipped."""
     config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", weight_decay=0.3, clip_norm=0.5)
     random = np.random.default_rng(0)
     params = {"a.weight": random.normal(size=(3, 4)).astype(np.float32), "a.bias": np.ones((2, 4), np.float32), "b": np.ones(3, np.float32)}
@@ -61,8 +61,8 @@ def test_equals_optax() -> None:
     ours, theirs = params, params
     optimizer, moments, state = AdamW(config, 3), None, chain.init(params)
     moments = optimizer.init(params)
-    for step in range(3):
-        grads = {name: (step + 1) * random.normal(size=p.shape).astype(np.float32) for name, p in params.items()}
+    for step, size in enumerate((1, 0.01, 3)):
+        grads = {name: size * random.normal(size=p.shape).astype(np.float32) for name, p in params.items()}
         updates, state = jax.jit(chain.update)(grads, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
         update = jax.jit(functools.partial(optimizer.update, decayed={"a.weight"}))
@@ -117,6 +117,17 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     losses = [m["loss"] for m in seen if math.isfinite(m["loss"])]
     np.testing.assert_allclose(state["recent"][0], [3, np.mean(losses), np.var(losses)], rtol=1e-4)
+
+
+def test_every_step_has_masks_of_its_own() -> None:
+    """The same weights and samples: only the number of the step differs, and with it what dropout drops."""
+    blueprint, step, fresh = trainer("zero2", data=8)
+    losses = []
+    for number in (0, 1, 0):
+        state = fresh()
+        state["step"] = jax.device_put(np.int32(number), state["step"].sharding)
+        losses.append(float(step(state, on_devices(host_batch(2), blueprint))[1]["loss"]))
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_outliers_count_unless_asked_for() -> None:

@@ -1,5 +1,6 @@
 """Strict rules: each silent failure of Flax's logical axes is an error here, with the text a user reads."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -141,6 +142,21 @@ def test_minus_one_is_whatever_is_left() -> None:
 def test_tensor_neighbours_are_device_neighbours() -> None:
     ids = [[d.id for d in row] for row in make_mesh(MeshConfig(data=2, tensor=4)).devices.reshape(2, 4)]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_tensor_neighbours_share_a_node_whatever_their_ids() -> None:
+    """Ids that go round the nodes, as a runtime may number them."""
+    devices = [Far(id=i, process_index=i % 2) for i in range(8)]
+    ids = [[d.id for d in row] for row in make_mesh(MeshConfig(data=2, tensor=4), devices).devices.reshape(2, 4)]
+    assert ids == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """A device that is not here."""
+
+    id: int
+    process_index: int
 
 
 def test_rules_are_plain_data() -> None:

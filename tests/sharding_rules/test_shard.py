@@ -6,6 +6,7 @@ import pytest
 
 from sharding_rules import MeshConfig, Shard, ShardingRuleError, make_mesh, preset
 
+COMPILE_BUDGET = 4
 SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
 
 
@@ -87,3 +88,18 @@ def test_axes_that_are_manual_are_left_out() -> None:
         jax.shard_map(f, mesh=SHARD.mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"), axis_names={"fsdp"}), np.ones((4, 2, 8))
     )
     assert inside == [(jax.P(None, None, "tensor"), ())]
+
+
+@pytest.mark.parametrize("embed", ["fsdp", None], ids=["cut over fsdp", "whole"])
+def test_gradients_of_a_table_are_the_whole_batchs(embed: str | None) -> None:
+    """Each device has one of its part of the batch: they are summed over all that cuts it, whatever of that cuts the table, too."""
+    rules = preset("hsdp+megatron").replace(params={"embed": embed})
+    shard = Shard(rules, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    table = shard.stored("vocab", "embed")
+    mine = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)  # [parts of the batch, rows, width]
+
+    def scatter(dw):
+        return table.scatter(dw[0])
+
+    found = jax.jit(shard.local(scatter, jax.P(("data", "fsdp"), "tensor"), table.spec))(mine)
+    np.testing.assert_array_equal(np.asarray(found), mine.sum(0))

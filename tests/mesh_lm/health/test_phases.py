@@ -161,6 +161,16 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_lost_is_a_share_of_the_life_that_did_it(tmp_path: Path) -> None:
+    """Half of the second life's ten steps, which took 4 s each, and none of the first's 90."""
+    life(tmp_path, 1000, 0, 90, step=90.0)
+    life(tmp_path, 1100, 90, 100, step=40.0)
+    life(tmp_path, 1200, 95, 100, step=20.0)
+    found = total(tmp_path)
+    assert found["lost_steps"] == 5 and found["seconds"]["lost"] == pytest.approx(20.0)
+    assert found["seconds"]["step"] == pytest.approx(130.0)
+
+
 def test_a_clock_that_jumps_back_loses_no_time(tmp_path: Path) -> None:
     life(tmp_path, 1000, 0, 30, step=60.0)
     life(tmp_path, 1010, 30, 50, step=40.0)

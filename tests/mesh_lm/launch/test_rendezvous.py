@@ -58,11 +58,13 @@ def test_a_difference_is_named_on_every_process() -> None:
     other = copy.deepcopy(RUN)
     other["config"]["train"]["steps"] = 6
     other["code"]["mesh_lm/step.py"] = "4567"
+    other["code"]["mine.py"] = "89ab"
     three = places(3)
     said = outcomes(three, [RUN, RUN, other], late=(1,))
     assert said[0] == said[1] == said[2]
     assert "process 2 on " in said[0] and "does not run what process 0 on" in said[0]
     assert "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/step.py: 0123 on process 0, 4567 there\n" in said[0]
+    assert "  - code.mine.py: None on process 0, 89ab there\n" in said[0]
 
 
 def test_another_count_or_the_same_index_twice() -> None:
