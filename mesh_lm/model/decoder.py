@@ -156,23 +156,25 @@ class Decoder(nnx.Module):
         periods = stacked if single else jax.tree.map(lambda w: w.reshape(n // len(windows), len(windows), *w.shape[1:]), stacked)
 
         # The block takes what the scan hands out: were its weights picked from that outside, they would be saved, a copy of the model.
-        def block(x: jax.Array, cache: Cache | None, period: Any, number: jax.Array, i: int) -> tuple[jax.Array, Any]:
+        # So would they be as residuals of a conditional around what remat repeats: the conditional lies inside.
+        def block(x: jax.Array, cache: Cache | None, period: Any, place: jax.Array, i: int) -> tuple[jax.Array, Any]:
             weights, window = period if single else jax.tree.map(lambda w: w[i], period), windows[i]
+            number = first + place + i
             past, keys = Past(cache, number, start) if cache else None, dropout.fold(number) if dropout else None
-            x, past = nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, keys, past)
-            return x, past and past.cache
 
-        def period(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-            weights, place = scanned
-
-            def run(x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-                for i in range(len(windows)):
-                    x, cache = remat(c.remat)(partial(block, i=i))(x, cache, weights, first + place + i)
-                return x, cache
+            def run(x: jax.Array) -> tuple[jax.Array, Any]:
+                y, after = nnx.merge(graph, weights)(x, rope, batch.get("segment_ids"), window, keys, past)
+                return y, after and after.cache
 
             if count is None:
-                return run(*carry), None
-            return lax.cond(place < count, lambda x, cache: pinned(*run(x, cache)), pinned, *carry), None
+                return run(x)
+            return lax.cond(place < count, lambda x: pinned(*run(x)), lambda x: pinned(x, cache), x)
+
+        def period(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+            (x, cache), (weights, place) = carry, scanned
+            for i in range(len(windows)):
+                x, cache = remat(c.remat)(partial(block, i=i))(x, cache, weights, place)
+            return (x, cache), None
 
         def pinned(x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:  # branches must agree on it
             return self.shard(x, "batch", "seq_resid", "embed"), cache
