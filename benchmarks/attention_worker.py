@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_cases import CASES, Case, document_ids, forward_flops, timed_case
-from attention_checks import compared, relative
+from attention_checks import TOLERANCES, compared, relative
 from gpu_lab import RESTART
 from gpu_lock import compiling, measuring
 from record import Row
 from worker import emit, rounds, serve
 
-from pallas_kernels import flash_attention
+from pallas_kernels import flash_attention, reference_attention
 from pallas_kernels.interpreter import interpreted
 
 
@@ -142,6 +142,45 @@ def speed(variants: list[Row], dry_run: bool) -> None:
     told(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
 
 
+def smoke(variants: list[Row], dry_run: bool) -> None:
+    """One direction of one implementation at one shape: against the formula in fp32 on the same data, then timed.
+
+    A variant is a shape, a peer and a way, fwd or bwd. rel: |x - formula| / |formula|, of out or of the gradients.
+    """
+    kept: dict[str, Timed] = {}
+
+    def measure(variant: Row) -> Row:
+        peer, way = variant["peer"], variant["way"]
+        with interpreting(dry_run):
+            with compiling():
+                timed = kept[peer] = kept.get(peer) or Timed(peer, variant, dry_run)
+            call = timed.warm(way)[way]
+            errors = against_formula(timed, way, call())
+            with measuring():
+                row = timed.row(rounds({way: call}, 1 if dry_run else 0))
+        limit = TOLERANCES[timed.case.dtype]["out" if way == "fwd" else "gradient"] if peer == peers.OURS else float("inf")
+        bad = [f"{name} {error:.2e}" for name, error in errors.items() if not error <= limit]
+        row |= {f"rel_{name}": error for name, error in errors.items()}
+        return row | ({"error": f"too far from the formula: {', '.join(bad)}"} if bad else {})
+
+    told(variants, measure)
+
+
+def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
+    """Of what one direction gave for the data of `Timed.data`."""
+    *qkv, dout = (x.astype(jnp.float32) for x in timed.data())
+    attend = partial(reference_attention, causal=timed.case.static["causal"])
+
+    @jax.jit
+    def formula(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], q, k, v)
+        return (out,) if way == "fwd" else pull(dout)
+
+    names = ("out",) if way == "fwd" else ("dq", "dk", "dv")
+    pairs = zip(names, jax.tree.leaves(found), formula(*qkv, dout), strict=True)
+    return {name: relative(np.asarray(x, np.float32), np.asarray(wanted)) for name, x, wanted in pairs}
+
+
 class Timed:
     """One implementation at one shape: compiled without touching the GPU, so that others may be timed meanwhile; then `warm`, and timed."""
 
@@ -161,15 +200,22 @@ class Timed:
             _, pull = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
             self.backward = jax.jit(lambda pull, dout: pull(dout)).lower(pull, dout).compile()
 
-    def warm(self) -> dict[str, Callable[[], Any]]:
-        """Calls of the forward and of the backward alone, made once, on random data."""
+    def data(self) -> list[jax.Array]:
+        """q, k, v and the gradient of the result: random, the same for every implementation."""
         keys = jax.random.split(jax.random.key(self.case.S + self.case.H), 4)
-        q, k, v, dout = (jax.random.normal(key, size, self.case.dtype) for key, size in zip(keys, self.sizes, strict=True))
+        return [jax.random.normal(key, size, self.case.dtype) for key, size in zip(keys, self.sizes, strict=True)]
+
+    def warm(self, way: str = "") -> dict[str, Callable[[], Any]]:
+        """Calls of the forward and of the backward alone, or of one of them, made once."""
+        q, k, v, dout = self.data()
         qkv = (q / self.case.H**0.5 if self.scaled else q, k, v)
         still = {} if self.ids is None else {"segment_ids": jnp.asarray(self.ids)}
-        ways: dict[str, Callable[[], Any]] = {"fwd": partial(self.forward, *qkv, still)}
-        self.norms = {"out_norm": _norm(ways["fwd"]())}
-        if self.backward:
+        ways: dict[str, Callable[[], Any]] = {}
+        self.norms: Row = {}
+        if way != "bwd":
+            ways["fwd"] = partial(self.forward, *qkv, still)
+            self.norms |= {"out_norm": _norm(ways["fwd"]())}
+        if self.backward and way != "fwd":
             _, pull = self.kept(*qkv, still)
             ways["bwd"] = partial(self.backward, pull, dout)
             self.norms |= {f"d{name}_norm": _norm(x) for name, x in zip("qkv", ways["bwd"](), strict=True)}
@@ -309,4 +355,4 @@ def autotune(seconds: float, table: str, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (plan, headline, speed, cases, correct, deviceless, load, autotune)})
+    serve({f.__name__: f for f in (plan, headline, speed, smoke, cases, correct, deviceless, load, autotune)})

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gpu_lab import Lab, Table
+from gpu_lab import Lab, Table, compiler_there
 from record import Row
 
 WORKER, TORCH = "attention_worker.py", "torch_peers.py"
@@ -83,7 +83,7 @@ def deviceless(lab: Lab) -> Iterator[Table]:
     target = "h200" if "H200" in lab.device["device_kind"] else "h100"
     path, made = str(lab.directory / "program"), []
     told: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
-    if lab.dry_run and not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+    if lab.dry_run and not compiler_there():
         lab.left_out.append("XLA's compiler for CUDA is not installed")
     else:
         made = lab.run("deviceless", platform="cpu", hidden=True, target=target, **told)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 
 from gpu_lock import VARIABLE
 from gpu_power import Power
-from record import ROOT, Record, Row, versions
+from record import ROOT, Record, Row, options, versions
 
 Table = tuple[str, list[Row], str]
 """Title, rows, note."""
@@ -223,7 +225,7 @@ class Part:
 
 def probed(lab: Lab, rehearsal: str) -> Row | int:
     """The device that JAX finds; or, having said why there is nothing to measure, the exit status. rehearsal: the option for a CPU."""
-    device = next(iter(lab.run("probe")), None)
+    device = next(iter(lab.run("probe", worker="device_worker.py")), None)
     if device is None:
         print("JAX does not start here:", *lab.problems, sep="\n  ")
         return 1
@@ -265,14 +267,50 @@ def measure(
         said = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
         summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **said})
         record.table("Parts", summary)
+        record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
         record.write()
-    record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
     if finish:
         finish(record)
     path = record.write()
     print(f"\nimported though a GPU machine may lack it: {', '.join(sorted(lab.modules)) or 'nothing'}")
     print(f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/")
     return int(any(row["status"] != "ok" for row in summary))
+
+
+def suite(
+    name: str, description: str, parts: Sequence[Part], by_name: Sequence[Part] = (), *, slow: float,
+    finish: Callable[[Record], None] | None = None,
+) -> int:  # fmt: skip
+    """The command line of a suite for one GPU, and its exit status: 0 where every part held, or there is no GPU.
+
+    by_name: parts that run only where --parts names them. slow: in a dry run parts have so many times their seconds. finish: as `measure`.
+    """
+    parser = options(description, quick="--dry-run", quick_help="the same on a CPU, with tiny shapes, as a rehearsal")
+    names = [part.run.__name__ for part in (*parts, *by_name)]
+    parser.add_argument("--parts", default="", help=f"which, with commas: {', '.join(names)} (default: up to {parts[-1].run.__name__})")
+    parser.add_argument("--seconds", type=float, default=0.0, help="time for the parts in all, shared out as usual (default: theirs)")
+    arguments = parser.parse_args()
+    chosen = arguments.parts.split(",") if arguments.parts else [part.run.__name__ for part in parts]
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(names)}")
+    picked = [part for part in (*parts, *by_name) if part.run.__name__ in chosen]
+    scale = arguments.seconds / sum(part.seconds for part in picked) if arguments.seconds else slow if arguments.dry_run else 1.0
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as directory:
+        lab = Lab(Path(directory), arguments.dry_run)
+        lab.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the GPU
+        began = time.monotonic()
+        if isinstance(device := probed(lab, "--dry-run"), int):
+            return device
+        if not lab.dry_run:
+            lab.implementations = sorted(device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name))
+        with lab.power:
+            scaled = [Part(part.run, part.seconds * scale) for part in picked]
+            return measure(f"{name}{'-dry-run' * lab.dry_run}", scaled, lab, device, arguments.output, began, finish)
+
+
+def compiler_there() -> bool:
+    """Whether XLA's compiler for CUDA is installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
 def nvidia_driver() -> str:

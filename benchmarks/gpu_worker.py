@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 from gpu_lock import compiling, measuring
 from record import Row
-from worker import emit, serve
+from worker import emit, reported, serve
 
 from configs import gpt2_124m
 from mesh_lm.blueprint import Blueprint
@@ -30,26 +29,18 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.launch import gpu
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.step import State, abstract_state, init_state, train_step
-from pallas_kernels.attention.api import IMPLEMENTATIONS
 from pallas_kernels.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
+from sharding_rules.lab.flags import options
 
 EOD = 0
 MODELS = ("gpt2_124m", "gpt_1_3b", "llama3_8b")
 """Configs whose train step the suite times."""
-
-
-@contextlib.contextmanager
-def reported(**variant: Any) -> Iterator[None]:
-    """An exception becomes a row with an "error", so that the other variants still run."""
-    try:
-        yield
-    except Exception as error:
-        emit(**variant, error=f"{type(error).__name__}: {error}"[:600])
 
 
 @contextlib.contextmanager
@@ -157,16 +148,6 @@ def digests(state: State) -> dict[str, str]:
 # The tasks.
 
 
-def probe() -> None:
-    device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    emit(
-        platform=device.platform, device_kind=device.device_kind, devices=jax.device_count(), backend=device.client.platform_version,
-        memory_limit_gib=stats.get("bytes_limit", 0) / 2**30, implementations=list(IMPLEMENTATIONS),
-        xla_flags=os.environ.get("XLA_FLAGS", ""),
-    )  # fmt: skip
-
-
 def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
     """What a twin in another framework must know of each config, with these fields of the model changed."""
     for name, fields in models.items():
@@ -236,6 +217,30 @@ def timed(run: Run, steps: int) -> Row:
     }  # fmt: skip
 
 
+def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
+    """What the lab says of the train step of a config on one GPU of this kind, which is not used."""
+    from mesh_lm.plan.program import compile_config, flags_of  # here, because no other task needs the lab
+
+    config = configured(directory, changes, rules, name)
+    began = time.perf_counter()
+    with reported(target=target):
+        report = compile_config(config, target, 1, options(flags_of(config, target)))
+        assert report.timeline is not None
+        emit(
+            target=target, predicted_step_s=report.timeline.step / 1e6, predicted_peak_gib=report.peak_bytes / 2**30, fits=report.fits,
+            predicted_matmul_tflop=sum(report.flops.values()) / 1e12, lab_s=time.perf_counter() - began,
+        )  # fmt: skip
+
+
+def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int) -> None:
+    """The same train step run, with the XLA flags and the share of memory that train.py gives it."""
+    config = configured(directory, changes, rules, name)
+    flags = gpu.set_flags(config.launch.xla_flags)
+    gpu.set_memory()
+    with reported(flags=flags):
+        emit(flags=flags, **timed(Run(directory, changes, rules, name=name), steps))
+
+
 def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int) -> None:
     """The metrics of the first steps. A variant is the model's dtype and attention, and JAX's matmul precision for fp32."""
     for variant in variants:
@@ -273,4 +278,4 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (probe, shapes, prefix, speed, losses, rerun, train)})
+    serve({f.__name__: f for f in (shapes, prefix, speed, predicted, stepped, losses, rerun, train)})

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu_worker import Run, probe, reported, timed
+from gpu_worker import Run, timed
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from record import Row
-from worker import emit, serve
+from worker import emit, reported, serve
 
 from mesh_lm.launch import gpu
 from mesh_lm.pipeline.engine import value_and_grad
@@ -208,4 +208,4 @@ if __name__ == "__main__":
     staged = any(variant.get("pipeline") for variant in json.loads(sys.argv[2]).get("variants", []))
     print(gpu.set_flags("auto", pipeline=staged), flush=True)  # as train.py does, before JAX looks for devices
     gpu.set_memory()
-    serve({f.__name__: f for f in (probe, reference, equality, training, speed, bandwidth)})
+    serve({f.__name__: f for f in (reference, equality, training, speed, bandwidth)})

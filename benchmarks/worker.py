@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
@@ -20,6 +21,15 @@ SAMPLE = 0.04
 
 def emit(**row: Any) -> None:
     print("ROW", json.dumps(row), flush=True)
+
+
+@contextlib.contextmanager
+def reported(**variant: Any) -> Iterator[None]:
+    """An exception becomes a row with an "error", so that the other variants still run."""
+    try:
+        yield
+    except Exception as error:
+        emit(**variant, error=f"{type(error).__name__}: {error}"[:600])
 
 
 def serve(tasks: dict[str, Callable[..., None]], may: tuple[str, ...] = ()) -> None:

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     command.add_argument("--target", default="h100", choices=list(TARGETS))
     command.add_argument("--devices", type=int, default=0, help="0: as many as the config's mesh says")
     arguments, changes = parser.parse_known_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    jax.config.update("jax_platforms", "cpu")  # XLA would take a GPU that is here, and its memory, to compile for those that are not
     try:
         if arguments.devices < 0:
             raise LabError(f"--devices={arguments.devices} must be at least 1")

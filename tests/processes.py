@@ -20,6 +20,12 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | more
 
 
+def bare(**more: str) -> dict[str, str]:
+    """What a user's shell has: nothing that tests/conftest.py, or who runs the tests, says to JAX, XLA and this project."""
+    ours = ("JAX_", "XLA_", "MESH_LM_", "PYTEST_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | {"PYTHONPATH": str(ROOT)} | more
+
+
 def ended(process: subprocess.Popen[str]) -> str:
     """All that it printed. Raises AssertionError, and kills it, where it does not end."""
     try:

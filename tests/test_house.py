@@ -72,7 +72,7 @@ def test_files_are_short() -> None:
         ("import pallas_kernels", ["mesh_lm", "sharding_rules", "flax", "optax"]),
         ("import configs.gpt_tiny, configs.gpt_175b", ["tyro", "grain", "tensorboardX", "flax", "optax"]),
         (
-            "import mesh_lm.model.decoder, mesh_lm.step, mesh_lm.checkpoint, mesh_lm.check, mesh_lm.data.sequences",
+            "import mesh_lm.model.decoder, mesh_lm.step, mesh_lm.checkpoint, mesh_lm.check, mesh_lm.data.sequences, mesh_lm.plan.program",
             ["tyro", "grain", "tensorboardX", "tokenizers", "matplotlib"],
         ),
     ],

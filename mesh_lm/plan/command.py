@@ -87,7 +87,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     Raises ConfigError for a config that cannot run, and where the compiler is missing or fails.
     """
-    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    jax.config.update("jax_platforms", "cpu")  # XLA would take a GPU that is here, and its memory, to compile for those that are not
     n_devices = devices_for(config, plan.devices)
     flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
 

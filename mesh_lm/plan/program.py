@@ -11,11 +11,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mesh_lm import cli
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
-from mesh_lm.data.batches import abstract_batch
+from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.plan import stages
@@ -82,6 +81,8 @@ def flags_of(config: TrainConfig, target: str) -> str:
 
 def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:
     """For `python -m sharding_rules diff`: the config that train.py's words mean, under these rules. Raises as `compile_config`."""
+    from mesh_lm import cli  # here, because a program can be compiled where tyro is not installed
+
     config = dataclasses.replace(cli.parse(argv), rules=rules)
     report = compile_config(config, target, devices_for(config, devices), options(flags_of(config, target)))
     return dataclasses.replace(report, name=f"{report.name} under {rules.name}")

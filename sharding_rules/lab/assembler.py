@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jax
+
 _SCRIPT = """#!/bin/sh
 [ "$1" = --version ] && exec {tool} --version
 while [ $# -gt 1 ]; do
@@ -22,9 +24,10 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
 
     device: a `jax.Device`, here or not. folder: a path where nothing is yet, kept until the compilation is done; raises FileExistsError
     where it has been used. What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code
-    will run, and where pip installed no CUDA: XLA then looks for one itself.
+    will run; where JAX has a GPU, on which XLA then tries kernels for the one that is not here; and where pip installed no CUDA: XLA then
+    looks for one itself.
     """
-    if device.client.local_device_count() or not (toolkit := _toolkit()):
+    if device.client.local_device_count() or _gpu() or not (toolkit := _toolkit()):
         return {}
     here = Path(folder)
     (here / "bin").mkdir(parents=True)
@@ -34,6 +37,14 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
         script.write_text(_SCRIPT.format(tool=shlex.quote(str(toolkit / "bin" / name))))
         script.chmod(0o755)
     return {"xla_gpu_cuda_data_dir": folder}
+
+
+def _gpu() -> bool:
+    """Whether JAX has one, asked as its own compiler asks (jax._src.compiler._get_cross_compile_backend)."""
+    try:
+        return bool(jax.devices("cuda"))
+    except Exception:  # AssertionError among them, where CUDA is the only platform allowed
+        return False
 
 
 def _toolkit() -> Path | None:

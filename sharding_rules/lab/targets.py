@@ -5,12 +5,14 @@ Compute and memory figures are the vendor's data sheets' (dense, without sparsit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ MEMORY_FRACTION = 0.92
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
 _INSTALL = "run: pip install 'mesh_lm[aot]'"
+_DEVICES = Path("/dev")
+_UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +148,47 @@ def devices(target: Target | str, n_devices: int) -> list[Any]:
 @functools.cache
 def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
     """One process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
-    _require_compiler()
+    plugin = _compiler()
+    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config)
+    shape = f"1x{n_devices // node}x{node}"
     try:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{n_devices // node}x{node}")
+        with _without_libraries():
+            try:
+                return tuple(describe(topology=shape).devices)
+            except NotImplementedError:  # JAX looked for devices before, and the plugin did not pass its check then
+                importlib.import_module(plugin).initialize()
+                return tuple(describe(topology=shape).devices)
     except jax.errors.JaxRuntimeError as error:
         raise LabError(f"XLA does not take this target: {error}") from error
-    return tuple(topology.devices)
+    except RuntimeError as error:
+        raise LabError(
+            f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it needs CUDA's libraries even where it only "
+            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'mesh_lm[cuda13]'"
+        ) from error
 
 
-def _require_compiler() -> None:
-    """Raises LabError with what to install, where JAX would fail deep inside or, worse, in the middle of a compilation."""
+@contextlib.contextmanager
+def _without_libraries() -> Iterator[None]:
+    """Where no NVIDIA GPU is, the plugin starts without cuDNN and its like, which run programs and which the extra `aot` leaves out.
+
+    The alternative, jax_platforms="cpu", also passes the plugin's check, but is the user's choice for a whole process, and comes too late
+    once JAX has used a device.
+    """
+    if any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")) or _UNCHECKED in os.environ:
+        yield
+        return
+    os.environ[_UNCHECKED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_UNCHECKED, None)
+
+
+def _compiler() -> str:
+    """The module that makes XLA's compiler for CUDA known to JAX.
+
+    Raises LabError with what to install, where JAX would fail deep inside or, worse, in the middle of a compilation.
+    """
     plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
     if not plugins:
         raise LabError(
@@ -167,3 +202,4 @@ def _require_compiler() -> None:
     places = [Path(place) / part / "bin/ptxas" for place in (nvidia and nvidia.submodule_search_locations) or () for part in _PTXAS]
     if not (shutil.which("ptxas") or any(place.exists() for place in places)):
         raise LabError(f"XLA's compiler for CUDA needs ptxas and libdevice, which are not installed; {_INSTALL}")
+    return plugins[0].replace("jax_", "jax_plugins.xla_").removesuffix("_plugin")

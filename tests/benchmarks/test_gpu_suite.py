@@ -1,7 +1,6 @@
 """The GPU suite rehearsed on the CPU: an hour on a GPU is too rare to lose to a typo."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -10,35 +9,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from processes import PATIENCE, ROOT, environment
+from processes import PATIENCE, ROOT
+from rehearsal import rehearsed, suite
 
 PARTS = ["headline", "correct", "peers", "end_to_end", "deviceless", "training", "autotune"]
 BY_NAME = ["losses", "resume", "rerun", "layouts"]
 
 
-def suite(*arguments: str, patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu_suite.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=patience)
-
-
-def rehearsed(tmp_path: Path, parts: list[str], *arguments: str) -> tuple[dict[str, list[dict]], dict]:
-    """Tables by title, and the whole record, of a dry run without a fault."""
-    done = suite("--dry-run", f"--output={tmp_path}", *arguments, patience=4 * PATIENCE)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    assert "imported though a GPU machine may lack it: nothing" in done.stdout
-    (results,) = tmp_path.glob("gpu_suite-dry-run_*.json")
-    record = json.loads(results.read_text())
-    assert [(row["part"], row["status"]) for row in record["tables"]["Parts"]["rows"]] == [(name, "ok") for name in parts]
-    text = results.with_suffix(".md").read_text()
-    assert all(f"## {title}" in text for title in record["tables"])
-    for private in (str(ROOT), str(tmp_path), os.uname().nodename):
-        assert private not in text and private not in results.read_text()
-    return {title: table["rows"] for title, table in record["tables"].items()}, record
-
-
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    tables, record = rehearsed(tmp_path, PARTS)
+    tables, record = rehearsed("gpu_suite", tmp_path, PARTS)
     ours = {(row["mask"], row["kv_heads"]) for title in ("Headline", "Attention, JAX") for row in tables[title] if row["peer"] == "mosaic"}
     assert ours == {("causal", 2), ("packed", 1)}
     assert all(row["ours"] for row in tables["Attention, compared"])
@@ -54,23 +34,26 @@ def test_dry_run(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_dry_run_of_the_trainers_parts(tmp_path: Path) -> None:
-    tables, _ = rehearsed(tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
+    tables, _ = rehearsed("gpu_suite", tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
     assert all(tables.values())
     assert {(row["differ_same_program"], row["differ_new_process"]) for row in tables["Bitwise reruns"]} == {(0, 0)}
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = suite(f"--output={tmp_path}")
+@pytest.mark.parametrize("name", ["gpu_suite", "gpu_truth"])
+def test_without_a_gpu_it_says_so(name: str, tmp_path: Path) -> None:
+    done = suite(name, f"--output={tmp_path}")
     assert done.returncode == 0 and "no GPU that JAX can use" in done.stdout, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_part(tmp_path: Path) -> None:
-    done = suite("--parts=correct,speed", f"--output={tmp_path}")
+    done = suite("gpu_suite", "--parts=correct,speed", f"--output={tmp_path}")
     assert done.returncode == 2 and "no part 'speed'; there are headline, correct" in done.stderr
 
 
-@pytest.mark.parametrize("worker", ["attention_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite"])
+@pytest.mark.parametrize(
+    "worker", ["attention_worker", "device_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite", "gpu_truth"]
+)
 def test_where_nothing_is_installed(worker: str) -> None:
     """A GPU machine has this repository as files: whatever imports its packages must have found them first."""
     if worker == "torch_peers" and importlib.util.find_spec("torch") is None:

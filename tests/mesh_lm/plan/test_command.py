@@ -143,7 +143,8 @@ def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
     import jax
     import numpy as np
 
-    from mesh_lm.data.batches import Batches, abstract_batch
+    from mesh_lm.data.abstract import abstract_batch
+    from mesh_lm.data.batches import Batches
     from mesh_lm.data.corpus import prepare
     from sharding_rules import MeshConfig, make_mesh
 

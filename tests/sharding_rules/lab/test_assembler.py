@@ -20,6 +20,15 @@ def test_a_device_that_is_here_gets_machine_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.deviceless
+def test_a_gpu_that_is_here_runs_what_is_assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA tries kernels on it while it compiles for another."""
+    (absent,) = devices("h100", 1)
+    assert "xla_gpu_cuda_data_dir" in unassembled(absent, str(tmp_path / "cuda"))
+    monkeypatch.setattr(jax, "devices", lambda platform: [platform])
+    assert unassembled(absent, str(tmp_path / "other")) == {} and not (tmp_path / "other").exists()
+
+
+@pytest.mark.deviceless
 def test_the_same_program_and_memory(tmp_path: Path) -> None:
     mesh = Mesh(np.array(devices("h100", 2)), ("data",))
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=jax.NamedSharding(mesh, jax.P("data")))
