@@ -16,9 +16,11 @@ from jax import lax
 
 from mesh_lm.config import DataConfig, LaunchConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.loss import cross_entropy
-from mesh_lm.model import Batch, Sums
+from mesh_lm.model import Batch, Context, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
+from mesh_lm.model.stack import hidden_states
+from mesh_lm.segments import Segment, Stack
 from sharding_rules import MeshConfig, Shard, preset
 
 
@@ -42,8 +44,12 @@ class RecurrentConfig(ModelConfig):
         sizes = {"seq_resid": "seq_len", "embed": "d_model", "state": "d_state", "vocab": "vocab_size"}
         return {axis: (field, getattr(self, field)) for axis, field in sizes.items()}
 
+    def stack(self) -> Stack:
+        layer, head = 4 * self.d_model * self.d_state, self.vocab_size * self.d_model
+        return Stack((Segment("blocks", self.n_layers, cost=6 * layer),), head=6 * head)
+
     def flops_per_token(self) -> float:
-        return 6 * (self.n_layers * 4 * self.d_model * self.d_state + self.vocab_size * self.d_model)
+        return self.n_layers * self.stack().segments[0].cost + self.stack().head
 
 
 class Recurrent(nnx.Module):
@@ -51,41 +57,51 @@ class Recurrent(nnx.Module):
 
     def __init__(self, config: RecurrentConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
-        L, V, D, E = config.n_layers, config.vocab_size, config.d_model, config.d_state
+        self.embedding = normal(rngs, 0.02, (config.vocab_size, config.d_model), ("vocab", "embed"))
+        self.blocks = Block(config, shard, rngs)
 
-        def normal(std: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-            return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+    def prepare(self, batch: Batch) -> jax.Array:
+        return positions_of(batch) == 0  # the starts of documents, where they are kept separate
 
-        self.embedding = normal(0.02, (V, D), ("vocab", "embed"))
-        self.scale = nnx.Param(jnp.ones((L, D)), out_sharding=("layers", "norm"))
-        self.gates = normal(D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"))
-        self.out = normal((2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"))
+    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        return lookup(self.embedding[...], batch["tokens"], self.shard, ("vocab", "embed"), self.config.dtype)
 
-    def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
-        x_BSD = self.hidden(batch)
-        return cross_entropy(x_BSD, self.embedding[...], batch["labels"], batch["weights"], self.shard, vocab_size=self.config.vocab_size)
+    def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
+        x_BSD, head_VD, vocab_size = self.normed(x_BSD), self.embedding[...], self.config.vocab_size
+        return cross_entropy(x_BSD, head_VD, batch["labels"], batch["weights"], self.shard, vocab_size=vocab_size)
 
-    def hidden(self, batch: Batch) -> jax.Array:
-        starts_BS = batch["positions"] == 0 if "positions" in batch else None  # of documents, where they are kept separate
-        x_BSD = lookup(self.embedding[...], batch["tokens"], self.shard, ("vocab", "embed"), self.config.dtype)
-        stacked = (self.scale[...], self.gates[...], self.out[...])
-        x_BSD, _ = lax.scan(lambda x, weights: (x + self.block(x, starts_BS, *weights), None), x_BSD, stacked)
+    def normed(self, x_BSD: jax.Array) -> jax.Array:
         return self.shard(rms_norm(x_BSD).astype(self.config.dtype), "batch", "seq_resid", "embed")
 
-    def block(self, x_BSD: jax.Array, starts_BS: jax.Array | None, *weights: jax.Array) -> jax.Array:
-        scale_D, gates_DGE, out_ED = weights
-        shard, dtype = self.shard, self.config.dtype
-        h_BSD = shard((scale_D * rms_norm(x_BSD)).astype(dtype), "batch", "seq", "embed")
-        gates_BSGE = jnp.einsum("bsd,dge->bsge", h_BSD, shard.weight(gates_DGE.astype(dtype), "embed", "gate", "state"))
-        update, new, output = jnp.moveaxis(shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0)
-        keep = jax.nn.sigmoid(-update) if starts_BS is None else jnp.where(starts_BS[..., None], 0, jax.nn.sigmoid(-update))
-        h_BSE = recurrence(keep, jax.nn.sigmoid(update) * new) * jax.nn.silu(output)
-        y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(out_ED.astype(dtype), "state", "embed")
-        return shard(y_BSD, "batch", "seq_resid", "embed")
-
     def logits(self, batch: Batch) -> jax.Array:
+        x_BSD = self.normed(hidden_states(self, self.config.stack().segments, batch)[0])
         head_VD = self.shard.weight(self.embedding[...].astype(self.config.dtype), "vocab", "embed")
-        return self.shard(jnp.einsum("bsd,vd->bsv", self.hidden(batch), head_VD), "batch", "seq", "vocab").astype(jnp.float32)
+        return self.shard(jnp.einsum("bsd,vd->bsv", x_BSD, head_VD), "batch", "seq", "vocab").astype(jnp.float32)
+
+
+class Block(nnx.Module):
+    """x + out(recurrence(gates(norm(x)))): one layer, whose parameters have all layers in front."""
+
+    def __init__(self, config: RecurrentConfig, shard: Shard, rngs: nnx.Rngs) -> None:
+        self.dtype, self.shard = config.dtype, shard
+        L, D, E = config.n_layers, config.d_model, config.d_state
+        self.scale = nnx.Param(jnp.ones((L, D)), out_sharding=("layers", "norm"))
+        self.gates = normal(rngs, D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"))
+        self.out = normal(rngs, (2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"))
+
+    def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, None, Sums]:
+        shard, dtype, starts_BS = self.shard, self.dtype, ctx.shared
+        h_BSD = shard((self.scale[...] * rms_norm(x_BSD)).astype(dtype), "batch", "seq", "embed")
+        gates_BSGE = jnp.einsum("bsd,dge->bsge", h_BSD, shard.weight(self.gates[...].astype(dtype), "embed", "gate", "state"))
+        update, new, output = jnp.moveaxis(shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0)
+        keep = jnp.where(starts_BS[..., None], 0, jax.nn.sigmoid(-update))
+        h_BSE = recurrence(keep, jax.nn.sigmoid(update) * new) * jax.nn.silu(output)
+        y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(self.out[...].astype(dtype), "state", "embed")
+        return x_BSD + shard(y_BSD, "batch", "seq_resid", "embed"), None, {}
+
+
+def normal(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
 
 def recurrence(keep_BSE: jax.Array, new_BSE: jax.Array) -> jax.Array:

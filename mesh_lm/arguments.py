@@ -64,4 +64,4 @@ def _mesh(text: str) -> MeshConfig | None:
                 f"--mesh={text}: {word!r} is not a mesh axis and its size; give some of {', '.join(AXES)}, as in data=2,tensor=4"
             )
         sizes[axis] = int(size)
-    return MeshConfig(**sizes)
+    return MeshConfig.of(sizes)

@@ -2,8 +2,9 @@
 
 Outside the model everything is a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
 
-A stacked parameter, one with the logical axis "layers" in front, has its layers in model order in the module and on disk. In memory each
-stage of a pipeline has its own (`mesh_lm.pipeline.stages`); where that is another order, `shapes` and `in_memory` differ.
+The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk their layers are in model
+order. In memory each stage of a pipeline has its own (`mesh_lm.pipeline.stages`); where that is another order, `shapes` and `in_memory`
+differ.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from flax import nnx
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig
 from mesh_lm.model import Model
 from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
-from mesh_lm.pipeline.stages import Stages, divide
-from sharding_rules import Shard, ShardingRuleError
+from mesh_lm.pipeline.stages import Layout, StackLayout, divide
+from mesh_lm.segments import Segment, Stack
+from sharding_rules import Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
 
 Params = dict[str, jax.Array]
@@ -32,9 +34,12 @@ class Blueprint:
     config: ModelConfig
     shard: Shard
     pipeline: PipelineConfig
-    stages: Stages
+    layout: Layout
+    """Where the layers of each segment lie."""
     shapes: dict[str, jax.ShapeDtypeStruct]
+    """Of the parameters as on disk."""
     axes: dict[str, tuple[str | None, ...]]
+    """Logical axes of the parameters, scoped where the rules have rows for the segment: "moe/mlp"."""
     _graph: Any
     _tree: Any
 
@@ -42,24 +47,47 @@ class Blueprint:
     def of(cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()) -> Blueprint:
         """Traces the constructor; no memory is touched.
 
-        Raises ShardingRuleError for a parameter whose dimensions are not all named, and ConfigError for NNX state that is not nnx.Param or
-        a model that the pipeline cannot cut.
+        Raises ShardingRuleError for a parameter whose dimensions are not all named and for rules of a scope that is no segment, and
+        ConfigError for NNX state that is not nnx.Param, for a stack that is no segment's, and for a model that the pipeline cannot divide.
         """
-        stages = divided(config, pipeline, shard.mesh.shape["pipeline"])
+        layout, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
+        if problems := unknown_scopes(shard.rules, stack.names):
+            raise ShardingRuleError("\n  - ".join(["these rules do not fit the model", *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
-        shapes, axes = {}, {}
+        shapes, axes, scopes = {}, {}, shard.rules.scopes()
         for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))[0]:
             name = ".".join(str(getattr(key, "key", key)) for key in path)
             if not isinstance(variable, nnx.Param):
                 raise ConfigError(f"model.{name} is a {type(variable).__name__}; mesh_lm trains models whose only state is nnx.Param")
             shapes[name] = jax.ShapeDtypeStruct(variable.get_value().shape, variable.get_value().dtype)
-            axes[name] = variable.get_metadata().get("out_sharding")
-            if axes[name] is None or len(axes[name]) != len(shapes[name].shape):
+            named = variable.get_metadata().get("out_sharding")
+            if named is None or len(named) != len(shapes[name].shape):
                 raise ShardingRuleError(
-                    f"{name} {shapes[name].shape}: its logical axes are {axes[name]}; give one name (or None) a dimension, "
+                    f"{name} {shapes[name].shape}: its logical axes are {named}; give one name (or None) a dimension, "
                     "as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
                 )
-        return cls(config, shard, pipeline, stages, shapes, axes, graph, jax.tree.structure(state))
+            _check_stack(name, named, shapes[name].shape, stack)
+            scope = segment_of(name) if segment_of(name) in scopes else ""
+            axes[name] = tuple(f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis for axis in named)
+        return cls(config, shard, pipeline, layout, shapes, axes, graph, jax.tree.structure(state))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.config.stack().segments
+
+    @property
+    def n_stages(self) -> int:
+        """Stages of the pipeline; 1: there is none."""
+        return self.shard.mesh.shape["pipeline"]
+
+    @property
+    def identity(self) -> bool:
+        """Whether all stacked parameters have their layers in model order in memory, too."""
+        return all(stack.identity for stack in self.layout.values())
+
+    def stack_of(self, name: str) -> StackLayout:
+        """The layout of a stacked parameter, or of a sum that has a segment's layers in front."""
+        return self.layout[segment_of(name)]
 
     @property
     def stacked(self) -> frozenset[str]:
@@ -69,10 +97,8 @@ class Blueprint:
     @property
     def in_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes as the engine has them: stacked parameters by stage, padded where stages have unequal numbers of layers."""
-        if self.stages.identity:
-            return self.shapes
-        rows = self.stages.rows
-        return {n: jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) if n in self.stacked else s for n, s in self.shapes.items()}
+        rows = {name: (self.stack_of(name).rows, *self.shapes[name].shape[1:]) for name in self.stacked}
+        return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
@@ -102,7 +128,7 @@ class Blueprint:
         """The same of parameters whose layers are in model order: as they are initialised, saved and restored."""
         shapes = self.in_memory
         where = self.shardings(kind).items()
-        return {n: canonical_sharding(s, shapes[n].shape, self.stages) if n in self.stacked else s for n, s in where}
+        return {n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s for n, s in where}
 
     def by_stage(self, tree: Params, kind: Kind) -> Params:
         """Parameters (gradients, moments) in model order -> as the engine has them. Takes them over: there is one twice at a time."""
@@ -112,30 +138,45 @@ class Blueprint:
         """The inverse of `by_stage`."""
         return self._relaid(tree, kind, to_canonical)
 
-    def _relaid(self, tree: Params, kind: Kind, move: Callable[[jax.Array, Stages, jax.NamedSharding], jax.Array]) -> Params:
-        if self.stages.identity:
+    def _relaid(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
+        if self.identity:
             return tree
         where = self.shardings(kind)
-        return {name: move(x, self.stages, where[name]) if name in self.stacked else x for name, x in tree.items()}
+        return {name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x for name, x in tree.items()}
 
     def constrain(self, tree: Params, kind: Kind) -> Params:
         """Pins a dict of parameters, gradients or moments to its column of the rules."""
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
 
-def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Stages:
-    """The layers of a model on the stages of a mesh. Raises ConfigError where they do not fit."""
+def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Layout:
+    """The layers of a model, by segment, on the stages of a mesh. Raises ConfigError where they do not fit."""
     stack = config.stack()
     if stages == 1:
-        return Stages(1, (stack.n_layers if stack else 1,))
-    if stack is None:
+        return {segment.name: StackLayout(1, (segment.n_layers,)) for segment in stack.segments}
+    if not stack.segments:
         raise ConfigError(
-            f"mesh.pipeline={stages}: {type(config).__name__} cannot be cut into stages (its stack() is None); set mesh.pipeline=1"
+            f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its stack() has no segments); "
+            "set mesh.pipeline=1"
         )
-    costs = stack.run(stages * pipeline.chunks, pipeline.stash == "input")
-    return divide(
-        stack.n_layers, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance, period=stack.period, costs=costs
-    )
+    computed = stack.computed(stages * pipeline.chunks, pipeline.stash == "input")
+    return divide(computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance)
+
+
+def segment_of(name: str) -> str:
+    """The part of the module that a parameter belongs to, or a segment's sum: "moe" of "moe.mlp.up.weight" and of "moe/load"."""
+    return name.replace("/", ".").partition(".")[0]
+
+
+def _check_stack(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], stack: Stack) -> None:
+    """Raises ConfigError where just one of them says that a parameter is stacked: its segment, or its first logical axis."""
+    layers = next((segment.n_layers for segment in stack.segments if segment.name == segment_of(name)), None)
+    if layers is None and axes[:1] == ("layers",):
+        has = f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
+        raise ConfigError(f"model.{name} has layers in front, but {segment_of(name)!r} is no segment: {has}")
+    if layers is not None and (axes[:1] != ("layers",) or shape[0] != layers):
+        found = f"{shape} with the logical axes {axes}"
+        raise ConfigError(f"model.{name} is {found}; parameters of the segment {segment_of(name)!r} have its {layers} layers in front")
 
 
 def _make(config: ModelConfig, shard: Shard, key: jax.Array) -> nnx.Module:

@@ -12,7 +12,7 @@ from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.pipeline.engine import training_schedule
-from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting
+from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import Column, Kind
 
 
@@ -34,7 +34,10 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
 
 def _fields(config: TrainConfig) -> Iterator[str]:
     """Each section by itself, and the pairs of fields that do not depend on the mesh."""
-    yield from config.model.problems()
+    yield from (problems := config.model.problems())
+    if not problems:
+        yield from (stack := config.model.stack()).problems()
+        yield from unknown_scopes(config.rules, stack.names)
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0,

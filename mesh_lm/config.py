@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_lm.errors import ConfigError as ConfigError
-from mesh_lm.pipeline.stages import Stack
+from mesh_lm.segments import Stack
 from sharding_rules import PRESETS, MeshConfig, Rules
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class ModelConfig:
         """Fields that contradict one another, a sentence each."""
         return []
 
-    def stack(self) -> Stack | None:
-        """The layers that a pipeline divides among its stages; None: a model that cannot be cut (see `mesh_lm.model.Staged`)."""
-        return None
+    def stack(self) -> Stack:
+        """The segments of the model's layers, in order, and what each part costs. Without segments a pipeline cannot divide the model."""
+        return Stack()
 
     def flops_per_token(self) -> float:
         """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""

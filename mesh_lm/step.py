@@ -15,7 +15,7 @@ from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.health import recent
 from mesh_lm.model import Batch
 from mesh_lm.optimizer import AdamW, decayed
-from mesh_lm.pipeline.engine import value_and_grad
+from mesh_lm.pipeline.engine import region
 
 State = dict[str, Any]
 """{"step", "skipped": int32 scalars, "recent": float32 [2, 3] (`mesh_lm.health.recent`), "params", "mu", "nu": dicts by parameter name}:
@@ -27,11 +27,10 @@ Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float = 0.0) -> Step:
     """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
     finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late."""
-    gradients = value_and_grad(blueprint)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(seed), state["step"])
-        sums, grads = gradients(state["params"], batch, key)
+        (sums, _), grads = region(blueprint, batch)(state["params"], dict(batch), key)
         with jax.named_scope("optimizer"):
             grads = blueprint.constrain(grads, "gradients")
             norm = optax.global_norm(grads)
@@ -60,9 +59,9 @@ def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float
 def state_shardings(blueprint: Blueprint) -> State:
     """Where each leaf of the state lives."""
     everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
-    moments = blueprint.shardings("optimizer")
+    params, moments = blueprint.shardings("params"), blueprint.shardings("optimizer")
     counters = dict.fromkeys(("step", "skipped", "recent"), everywhere)
-    return {**counters, "params": blueprint.shardings("params"), "mu": moments, "nu": moments}
+    return {**counters, "params": params, "mu": moments, "nu": moments}
 
 
 def abstract_state(blueprint: Blueprint, optimizer: AdamW) -> State:
@@ -73,7 +72,7 @@ def abstract_state(blueprint: Blueprint, optimizer: AdamW) -> State:
 
 def init_state(blueprint: Blueprint, optimizer: AdamW, seed: int) -> State:
     """The state at step 0, each part made on the device that holds it."""
-    if blueprint.stages.identity:
+    if blueprint.identity:
         return jax.jit(lambda: _begin(optimizer, blueprint.init(jax.random.key(seed))), out_shardings=state_shardings(blueprint))()
     params = jax.jit(lambda: blueprint.init(jax.random.key(seed)), out_shardings=blueprint.canonical_shardings("params"))()
     return fresh_state(blueprint, optimizer, params)

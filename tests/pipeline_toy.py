@@ -15,9 +15,9 @@ from jax import lax
 from support import SEQ, VOCAB
 
 from mesh_lm.config import ModelConfig
-from mesh_lm.model import Batch, Sums
+from mesh_lm.model import Batch, Context, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.pipeline.stages import Costs, Stack
+from mesh_lm.segments import Segment, Stack
 from sharding_rules import Shard, preset
 
 AXIS = "sequence"
@@ -37,49 +37,41 @@ class ToyConfig(ModelConfig):
         return Toy(self, shard, rngs)
 
     def stack(self) -> Stack:
-        return Stack(self.n_layers, costs=Costs(embed=0.0, layer=2.0, head=1.0))
+        return Stack((Segment("layers", self.n_layers, cost=2.0),), head=1.0)
 
 
-class Toy(nnx.Module):
-    def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
-        self.config, self.shard = config, shard
-        L, D, V = config.n_layers, config.d_model, config.vocab_size
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (V, D)), out_sharding=("vocab", "embed"))
-        self.weights = nnx.Param(0.3 * jax.random.normal(rngs.params(), (L, D, D)), out_sharding=("layers", "embed", "mlp"))
+class ToyLayer(nnx.Module):
+    def __init__(self, config: ToyConfig, rngs: nnx.Rngs) -> None:
+        self.permutes, (L, D) = config.permutes, (config.n_layers, config.d_model)
+        self.weight = nnx.Param(0.3 * jax.random.normal(rngs.params(), (L, D, D)), out_sharding=("layers", "embed", "mlp"))
 
-    def __call__(self, batch: Batch, dropout: Dropout | None) -> Sums:
-        x, extra = self.stage(self.embed(batch, dropout), batch, dropout)
-        sums = self.loss(x, batch, dropout)
-        return {**extra, **sums, "objective": sums["objective"] + extra["objective"]}
-
-    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        return jnp.einsum("bsv,vd->bsd", jax.nn.one_hot(batch["tokens"], self.config.vocab_size), self.table[...])
-
-    def stage(
-        self, x: jax.Array, batch: Batch, dropout: Dropout | None, first: int | jax.Array = 0, count: jax.Array | None = None
-    ) -> tuple[jax.Array, Sums]:
-        def layer(carry: tuple[jax.Array, jax.Array], scanned: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], None]:
-            (x, balance), (w, place) = carry, scanned
-
-            def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                y = jnp.tanh((x + self.mixed(x)) @ w)
-                return x + y, (batch["weights"] * jnp.square(y).mean(-1)).sum()
-
-            y, more = run(x) if count is None else lax.cond(place < count, run, lambda x: (x, jnp.float32(0)), x)
-            return (y, balance + more), None
-
-        weights = self.weights[...]
-        (x, balance), _ = lax.scan(layer, (x, jnp.float32(0)), (weights, jnp.arange(len(weights))))
-        return x, {"objective": 0.1 * balance, "balance": balance}
+    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, None, Sums]:
+        y = jnp.tanh((x + self.mixed(x)) @ self.weight[...])
+        balance = (ctx.batch["weights"] * jnp.square(y).mean(-1)).sum()
+        return x + y, None, {"objective": 0.1 * balance, "balance": balance}
 
     def mixed(self, x: jax.Array) -> jax.Array:
         parts = lax.axis_size(AXIS) if AXIS in jax.sharding.get_abstract_mesh().manual_axes else 1
-        if self.config.permutes:
+        if self.permutes:
             last = x[:, -1:]
             before = lax.ppermute(last, AXIS, [(i, i + 1) for i in range(parts - 1)]) if parts > 1 else jnp.zeros_like(last)
             return jnp.concatenate([before, x[:, :-1]], axis=1)
         whole = lax.all_gather(x, AXIS, axis=1, tiled=True) if parts > 1 else x
         return whole.mean(1, keepdims=True)
+
+
+class Toy(nnx.Module):
+    def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
+        self.config, self.shard = config, shard
+        table = jax.random.normal(rngs.params(), (config.vocab_size, config.d_model))
+        self.table = nnx.Param(table, out_sharding=("vocab", "embed"))
+        self.layers = ToyLayer(config, rngs)
+
+    def prepare(self, batch: Batch) -> None:
+        return None
+
+    def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
+        return jnp.einsum("bsv,vd->bsd", jax.nn.one_hot(batch["tokens"], self.config.vocab_size), self.table[...])
 
     def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
         logits = jnp.einsum("bsd,vd->bsv", x, self.table[...])

@@ -59,16 +59,17 @@ def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict
         batch["segment_ids"] = np.cumsum(starts, 1).astype(np.int32)
         places = np.arange(SEQ)
         batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), 1)).astype(np.int32)
-    return {name: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:]) for name, x in batch.items()}
+    parts = {name: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:]) for name, x in batch.items()}
+    return parts | {"indices": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (microbatches, 1, SEQ))}
 
 
 def on_devices(batch: dict[str, np.ndarray], blueprint: Blueprint) -> dict[str, jax.Array]:
-    spec = engine.batch_sharding(blueprint).spec
-    return {name: jax.device_put(x, jax.NamedSharding(blueprint.shard.mesh, jax.P(*spec[: x.ndim]))) for name, x in batch.items()}
+    mesh, spec = blueprint.shard.mesh, engine.batch_sharding(blueprint).spec
+    return {name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape))) for name, x in batch.items()}
 
 
-Outcome = tuple[dict[str, np.ndarray], dict[str, float], dict[str, np.ndarray]]
-"""Initial parameters, sums and gradients, as NumPy."""
+Outcome = tuple[dict[str, np.ndarray], dict[str, Any], dict[str, np.ndarray]]
+"""Initial parameters, sums and gradients, as NumPy; sums that are scalars as floats."""
 
 
 def gradients(
@@ -79,8 +80,14 @@ def gradients(
     params = initial(blueprint)
     batch = on_devices(host_batch(microbatches, separate=separate), blueprint)
     sums, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, params), batch, jax.random.key(3))
-    found = {name: np.asarray(x)[blueprint.stages.row_of_layer()] if name in blueprint.stacked else x for name, x in grads.items()}
-    return params, {name: float(x) for name, x in sums.items()}, jax.tree.map(np.asarray, found)
+    ordered = {name: in_model_order(blueprint, name, x) if x.ndim else float(x) for name, x in sums.items()}
+    return params, ordered, {name: in_model_order(blueprint, name, x) for name, x in grads.items()}
+
+
+def in_model_order(blueprint: Blueprint, name: str, x: jax.Array) -> np.ndarray:
+    """A gradient, or an array of sums, with its layers in model order and without padding."""
+    stacked = name in blueprint.stacked or "/" in name
+    return np.asarray(x)[blueprint.stack_of(name).row_of_layer()] if stacked else np.asarray(x)
 
 
 _initial: dict[Hashable, dict[str, np.ndarray]] = {}
@@ -97,12 +104,8 @@ def initial(blueprint: Blueprint) -> dict[str, np.ndarray]:
 
 def by_stage(blueprint: Blueprint, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Parameters in model order as the engine has them, by NumPy: no program to compile."""
-    layers = blueprint.stages.layer_of_row()
-    rows = {
-        name: np.where(layers.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[layers], 0)
-        for name, x in params.items()
-        if name in blueprint.stacked
-    }
+    layers = {name: blueprint.stack_of(name).layer_of_row() for name in blueprint.stacked}
+    rows = {name: np.where(of.reshape(-1, *[1] * (params[name].ndim - 1)) >= 0, params[name][of], 0) for name, of in layers.items()}
     return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in blueprint.shardings("params").items()}
 
 

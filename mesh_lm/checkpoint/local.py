@@ -255,8 +255,9 @@ def _layout(state: State, blueprint: Blueprint) -> dict[str, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    mesh, stages = blueprint.shard.mesh, blueprint.stages
-    return {"mesh sizes": dict(mesh.shape), "processes": jax.process_count(), "stages": [stages.stages, *stages.counts], "leaves": leaves}
+    stages = {name: [stack.stages, *stack.counts] for name, stack in blueprint.layout.items()}
+    sizes = dict(blueprint.shard.mesh.shape)
+    return {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves}
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -36,8 +37,9 @@ class Loader:
       certificate: the sum, modulo 2^64, of BLAKE2b(position, tokens) over all samples given out whose rows this process is the first to
         hold. Its sum over all processes is the same on any mesh: it proves that a run continued elsewhere has seen the same samples.
 
-    A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, sample_ids [M, B] with its spec's first two
-    entries. The next batch is already on its way to the devices when one is returned.
+    A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
+    entries. It also has indices, int32 [M, 1, S] with the last, which number the tokens of a sequence. The next batch is already on its way
+    to the devices when one is returned.
 
     Args:
       rows: of the training split.
@@ -142,8 +144,17 @@ class _Layout:
         return cls(shape, sharding, np.flatnonzero(is_here), places, holder[is_here] == jax.process_index())
 
     def place(self, batch: dict[str, np.ndarray]) -> Batch:
-        """Global arrays [M, B, ...] from the rows held here [R, ...]; no device sends anything to another."""
-        return {name: self._place(leaf) for name, leaf in batch.items()}
+        """Global arrays [M, B, ...] from the rows held here [R, ...], and the tokens' indices; no device sends anything to another."""
+        return {"indices": self._indices, **{name: self._place(leaf) for name, leaf in batch.items()}}
+
+    @functools.cached_property
+    def _indices(self) -> jax.Array:
+        """int32 [M, 1, S]: the number of each token in its sequence."""
+        M, _, S = self.shape
+        spec = self.sharding.spec[2:]
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(None, None, *spec))
+        whole = np.broadcast_to(np.arange(S, dtype=np.int32), (M, 1, S))
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def _place(self, leaf: np.ndarray) -> jax.Array:
         def held(index: tuple[slice, ...] | None) -> np.ndarray:

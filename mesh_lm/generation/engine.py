@@ -34,10 +34,13 @@ def whole_sequences(blueprint: Blueprint) -> Blueprint:
 
     Raises ConfigError for a model in stages.
     """
-    if (stages := blueprint.stages.stages) > 1:
-        raise ConfigError(f"mesh.pipeline={stages}: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py")
-    rules = blueprint.shard.rules.replace(blueprint.shard.rules.name, activations={"seq_resid": None})
-    return Blueprint.of(blueprint.config, Shard(rules, blueprint.shard.mesh))
+    if blueprint.n_stages > 1:
+        raise ConfigError(
+            f"mesh.pipeline={blueprint.n_stages}: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py"
+        )
+    rules = blueprint.shard.rules
+    whole = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
+    return Blueprint.of(blueprint.config, Shard(rules.replace(rules.name, activations=whole), blueprint.shard.mesh))
 
 
 class Engine:
@@ -182,7 +185,7 @@ class Engine:
         return {name: x if name == "cache" else lax.with_sharding_constraint(x, everywhere) for name, x in state.items()}
 
     def _model(self, params: Params) -> Generative:
-        model = self.blueprint.bind(params)
+        model: Any = self.blueprint.bind(params)
         return cast(Generative, model) if hasattr(model, "extend") else Rereading(model.logits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import ConfigError
 from mesh_lm.generation.engine import rounded, whole_sequences
-from mesh_lm.model import Batch
+from mesh_lm.model import Batch, whole_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Scorer:
         return [found[i] for i in range(len(sequences))]
 
     def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model: Any = self.blueprint.bind(params)
+        model, batch = cast(Any, self.blueprint.bind(params)), {**batch, **whole_texts(batch["tokens"])}
         if hasattr(model, "scores"):
             return model.scores(batch)
         logits_BSV = model.logits(batch)

@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from mesh_lm.config import ModelConfig
-from mesh_lm.pipeline.stages import Costs, Stack
+from mesh_lm.errors import ConfigError
+from mesh_lm.model.kinds import kind
+from mesh_lm.segments import Remat, Segment, Stack
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -15,11 +17,27 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class SegmentConfig:
+    """A run of layers of one kind. Its name is the scope of its parameters and of its sharding rules, as in "late/mlp"."""
+
+    name: str
+    n_layers: int
+    kind: str = "dense"
+    """A kind of layer in mesh_lm.model.kinds."""
+    remat: Remat | None = None
+    """None: as the model's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of this segment's matmuls; the residual stream keeps the model's. None: as the model's."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """A decoder-only transformer. The defaults are GPT-2's choices."""
 
     n_layers: int = 4
-    """Transformer blocks."""
+    """Transformer layers, of all segments."""
+    segments: tuple[SegmentConfig, ...] = ()
+    """Runs of unlike layers, first to last, which a config file sets; empty: one run of dense layers, called blocks."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
@@ -66,7 +84,7 @@ class DecoderConfig(ModelConfig):
     """Standard deviation of initial weights; outputs into the residual stream are divided by sqrt(2 n_layers) (GPT-2)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
-    remat: Literal["none", "full", "save_names", "offload"] = "none"
+    remat: Remat = "none"
     """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
@@ -99,6 +117,14 @@ class DecoderConfig(ModelConfig):
         """One period of the per-layer window pattern (None: full attention); the stack is whole periods."""
         return tuple(w or None for w in self.window) or (None,)
 
+    def runs(self) -> tuple[SegmentConfig, ...]:
+        """The segments, with the default filled in."""
+        return self.segments or (SegmentConfig("blocks", self.n_layers),)
+
+    def within(self, segment: SegmentConfig) -> DecoderConfig:
+        """The config of a segment's layers; n_layers stays the whole model's."""
+        return dataclasses.replace(self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype)
+
     def sizes(self) -> dict[str, tuple[str, int]]:
         grouped = {"kv_heads": ("n_kv_heads", self.n_kv_heads)} if self.n_kv_heads else {}
         return {
@@ -125,42 +151,56 @@ class DecoderConfig(ModelConfig):
             found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
         if self.n_heads % self.kv_heads:
             found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
-        if self.n_layers % len(self.windows()):
-            found.append(f"model.n_layers={self.n_layers} is not a multiple of the {len(self.windows())} entries of model.window")
+        found += self._segment_problems()
         if self.positions == "rotary" and self.d_head % 2:
             found.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:
             found.append(f"model.dropout={self.dropout} must be in [0, 1)")
         return found
 
+    def _segment_problems(self) -> list[str]:
+        entries, found = len(self.windows()), []
+        if not self.segments and self.n_layers % entries:
+            found.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
+        if self.segments and (total := sum(run.n_layers for run in self.segments)) != self.n_layers:
+            found.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
+        for run in self.segments:
+            if run.n_layers % entries:
+                found.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
+            if run.name in _TAKEN:
+                found.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+            try:
+                kind(run.kind)
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
     def n_params(self) -> int:
         """Parameters, without the padding of the vocabulary."""
-        d, h = self.d_model, self.d_head
-        attention = d * h * (2 * self.n_heads + 2 * self.kv_heads)
-        mlp = d * self.d_mlp * (3 if self.activation == "swiglu" else 2)
         norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
-        block = attention + mlp + norm * (2 * d + 2 * h * self.qk_norm) + self.n_heads * self.sinks
-        if self.biases:
-            block += h * (self.n_heads + 2 * self.kv_heads) + d + self.d_mlp * (2 if self.activation == "swiglu" else 1) + d
-        tables = self.vocab_size * d * (1 if self.tied else 2) + (self.seq_len * d if self.positions == "learned" else 0)
-        return self.n_layers * block + norm * d + tables
+        layers = sum(run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs())
+        tables = self.vocab_size * (1 if self.tied else 2) + (self.seq_len if self.positions == "learned" else 0)
+        return layers + (norm + tables) * self.d_model
 
     def stack(self) -> Stack:
-        layers = self.flops_per_token() - 6 * self._head_weights
-        return Stack(self.n_layers, len(self.windows()), Costs(embed=0.0, layer=layers / self.n_layers, head=6.0 * self._head_weights))
+        segments = (
+            Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own))
+            for run in self.runs()
+            for own in [self.within(run)]
+        )
+        return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
         """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,
         with T_seen the tokens a query sees on average (PaLM, arXiv 2204.02311, appendix B, there without the causal half)."""
-        h = self.d_head
-        attention = self.d_model * h * (2 * self.n_heads + 2 * self.kv_heads)
-        mlp = self.d_model * self.d_mlp * (3 if self.activation == "swiglu" else 2)
-        weights = self.n_layers * (attention + mlp) + self._head_weights
-        windows = [min(w or self.seq_len, self.seq_len) for w in self.windows()]
-        seen = sum(w - w * (w - 1) / (2 * self.seq_len) for w in windows) / len(windows)
-        return 6 * weights + 12 * self.n_layers * self.n_heads * h * seen
+        stack = self.stack()
+        return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
         return Decoder(self, shard, rngs)
+
+
+_TAKEN = ("config", "shard", "embedding", "positions", "norm", "head")
+"""Attributes of the decoder that are no segments."""

@@ -13,26 +13,32 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Keys for one microbatch: `keys` [B], one per sample, folded with everything known so far."""
+    """Keys for one microbatch: `keys` [B], one per sequence, folded with everything known so far."""
 
     keys: jax.Array
+    indices: jax.Array
+    """int32 [B, S] or, the same for all sequences, [1, S]: the number of each token in its sequence."""
 
     @classmethod
-    def of(cls, key: jax.Array, sample_ids: jax.Array) -> Dropout:
-        """From the step's key and the global sample ids uint32 [B]."""
-        return cls(jax.vmap(jax.random.fold_in, (None, 0))(key, sample_ids))
+    def of(cls, key: jax.Array, sample_ids: jax.Array, indices: jax.Array) -> Dropout:
+        """From the step's key, the global sample ids uint32 [B] and the indices of the tokens."""
+        return cls(jax.vmap(jax.random.fold_in, (None, 0))(key, sample_ids), indices)
 
     def fold(self, number: jax.Array | int) -> Dropout:
         """Keys for one layer, or for one site in it; layers are numbered through the whole model."""
-        return Dropout(jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
+        return dataclasses.replace(self, keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
 
     def __call__(self, x_BSD: jax.Array, rate: float) -> jax.Array:
         """x with a fraction `rate` of its entries zeroed and the others scaled by 1 / (1 - rate)."""
         if rate == 0:
             return x_BSD
 
-        def mask(key: jax.Array, position: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x_BSD.shape[2:])
+        def mask(key: jax.Array, index: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - rate, x_BSD.shape[2:])
 
-        keep = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(self.keys, jnp.arange(x_BSD.shape[1]))
+        of_sequence = jax.vmap(mask, (None, 0))
+        if len(self.indices) == 1:
+            keep = jax.vmap(of_sequence, (0, None))(self.keys, self.indices[0])
+        else:
+            keep = jax.vmap(of_sequence)(self.keys, self.indices)
         return jnp.where(keep, x_BSD / (1 - rate), 0).astype(x_BSD.dtype)

@@ -51,40 +51,43 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
     return f(table_VD, ids_BS)
 
 
-def add_positions(x_BSD: jax.Array, table_VD: jax.Array, shard: Shard, axes: tuple[str, str]) -> jax.Array:
-    """x, cut like the residual stream, plus the table's first S rows; each device gathers those of its part of the sequence.
+def add_positions(x_BSD: jax.Array, table_VD: jax.Array, ids_1S: jax.Array, shard: Shard, axes: tuple[str, str]) -> jax.Array:
+    """x plus the table's rows for ids int32 [1, S], the same for all sequences; each device gathers those of its part of the sequence.
 
-    axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every device gathers the whole table in fp32, and
-    all-reduces its gradient.
+    x: [B, S, D], sharded like the residual stream. axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every
+    device gathers the whole table in fp32, and all-reduces its gradient.
     """
     stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
-    x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
-    S, rows = x_BSD.shape[1], table_VD.shape[0]
+    x_spec, ids_spec = (shard.spec("activations", names) for names in (("batch", "seq_resid", "embed"), (None, "seq")))
+    rows = table_VD.shape[0]
     if stored.spec[0]:  # a device does not have all rows of its part
-        return x_BSD + lookup(table_VD, jnp.broadcast_to(jnp.arange(S), x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
+        return x_BSD + lookup(table_VD, jnp.broadcast_to(ids_1S, x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
 
     # Where one axis cuts both, its devices gather columns of the same rows only before they part.
     crossed = any(axis in seq_by for axis in stored.gathered[1])
 
-    def forward(x: jax.Array, table_Vd: jax.Array) -> jax.Array:
-        table_Sd = table_Vd[:S].astype(x.dtype)
+    def forward(x: jax.Array, table_Vd: jax.Array, ids: jax.Array) -> jax.Array:
+        table_Sd = table_Vd[ids[0]].astype(x.dtype)
         table_SD = stored.gather(table_Sd) if crossed else table_Sd
         mine_Sd = sum_into(table_SD[None], (), seq_by)[0]
         return x + (mine_Sd if crossed else stored.gather(mine_Sd))
 
-    def backward(dout: jax.Array) -> jax.Array:
+    def backward(dout: jax.Array, ids: jax.Array) -> jax.Array:
         mine_SD = dout.astype(jnp.float32).sum(0)
         part = mine_SD if crossed else stored.scatter(mine_SD)
         whole = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
         whole_Sd = stored.scatter(whole) if crossed else whole
-        return jnp.pad(whole_Sd, [(0, rows - S), (0, 0)])
+        return jnp.zeros((rows, whole_Sd.shape[1]), jnp.float32).at[ids[0]].add(whole_Sd)
 
     @jax.custom_vjp
-    def f(x: jax.Array, table: jax.Array) -> jax.Array:
-        return shard.local(forward, (x_spec, stored.spec), x_spec)(x, table)
+    def f(x: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
+        return shard.local(forward, (x_spec, stored.spec, ids_spec), x_spec)(x, table, ids)
 
-    f.defvjp(lambda x, table: (f(x, table), None), lambda _, dout: (dout, shard.local(backward, (x_spec,), stored.spec)(dout)))
-    return f(x_BSD, table_VD)
+    def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+        return dout, shard.local(backward, (x_spec, ids_spec), stored.spec)(dout, ids), None
+
+    f.defvjp(lambda x, table, ids: (f(x, table, ids), ids), f_bwd)
+    return f(x_BSD, table_VD, ids_1S)
 
 
 def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:

@@ -11,7 +11,8 @@ a tick is one microbatch through the whole model, which is gradient accumulation
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.stack import forward
 from mesh_lm.pipeline import custom, ring
 from mesh_lm.pipeline.part import Part
 from mesh_lm.pipeline.ring import Columns
@@ -38,48 +40,68 @@ def manual(blueprint: Blueprint) -> frozenset[str]:
 
 
 def batch_sharding(blueprint: Blueprint) -> jax.NamedSharding:
-    """Of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading part."""
+    """Of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading part, and a
+    dimension of size 1, which stands for all, is not sharded (`leaf_spec`)."""
     return blueprint.shard.sharding("activations", (None, "batch", "seq"))
 
 
 def value_and_grad(blueprint: Blueprint) -> Callable[[Params, Batch, jax.Array], tuple[Sums, Params]]:
-    """(params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight)."""
+    """(params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight).
 
-    def local(params: Params, batch: Batch, key: jax.Array, columns: Columns, stage: Columns) -> tuple[Sums, Params]:
-        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, blueprint)  # every stage has the whole batch
+    Arrays among the sums have a segment's layers in front, in the rows that its parameters have in memory.
+    """
 
-        def objective(params: Params, one: Batch) -> tuple[jax.Array, Sums]:
-            sums = blueprint.bind(params)(one, Dropout.of(key, one["sample_ids"]))
-            return sums["objective"] / weight, sums
+    def run(params: Params, batch: Batch, key: jax.Array) -> tuple[Sums, Params]:
+        (sums, arrays), grads = region(blueprint, batch)(params, dict(batch), key)
+        return {**sums, **arrays}, grads
 
-        def microbatch(one: Batch) -> tuple[Sums, Params]:
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params, one)
-            return sums, blueprint.constrain(grads, "params")
+    return run
 
-        if blueprint.stages.stages == 1:
-            sums, grads = _summed(microbatch, batch)
-        else:
-            part = Part(blueprint, params, batch, stage, key=key, weight=weight)
-            sums, grads = ring.gradients(part, training_table(blueprint, len(batch["tokens"])), columns)
-        return _psum(sums, by_hand, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
 
+def region(blueprint: Blueprint, batch: Batch) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
+    """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays."""
     specs, by_hand = _specs(blueprint), manual(blueprint)
     held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
-    return _manual(local, blueprint, training_table, (PartitionSpec(), specs))
+    table = training_table(blueprint, len(batch["tokens"])) if blueprint.n_stages > 1 else None
+
+    def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, blueprint)  # every stage has the whole batch
+        objective = jax.value_and_grad(partial(forward, blueprint.bind, blueprint.segments), has_aux=True)
+
+        def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
+            dropout = Dropout.of(key, one["sample_ids"], one["indices"])
+            (_, sums), grads = objective(params, one, dropout, 1 / weight)
+            return _added(total, (sums, blueprint.constrain(grads, "params"))), None
+
+        if table is not None:
+            part = Part(blueprint, params, batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(part, table, _own(columns))
+        else:
+            sums, grads = _summed(microbatch, batch)
+        return _reduced(sums, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
+
+    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), specs)
+    return _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
 
 
 def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
-    """(params, batch of [M, B, S] leaves) -> sums over the batch, without dropout and without gradients."""
+    """(params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and without gradients."""
 
-    def local(params: Params, batch: Batch, key: jax.Array, columns: Columns, stage: Columns) -> Sums:
-        if blueprint.stages.stages == 1:
-            sums = _summed(lambda one: blueprint.bind(params)(one, None), batch)
-        else:
-            sums = ring.sums(Part(blueprint, params, batch, stage), evaluation_table(blueprint, len(batch["tokens"])), columns)
-        return _psum(sums, manual(blueprint), blueprint)
+    def run(params: Params, batch: Batch) -> Sums:
+        table = evaluation_table(blueprint, len(batch["tokens"])) if blueprint.n_stages > 1 else None
 
-    run = _manual(local, blueprint, evaluation_table, PartitionSpec())
-    return lambda params, batch: run(params, batch, jax.random.key(0))
+        def local(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
+            def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
+                sums = forward(blueprint.bind, blueprint.segments, params, one)[1]
+                return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
+
+            if table is not None:
+                return _psum(ring.sums(Part(blueprint, params, batch, _own(stage)), table, _own(columns)), manual(blueprint), blueprint)
+            return _psum(_summed(microbatch, batch), manual(blueprint), blueprint)
+
+        return _manual(local, blueprint, table, batch, (), PartitionSpec())(params, dict(batch))
+
+    return run
 
 
 @functools.cache
@@ -100,21 +122,31 @@ def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[T
 
 def training_table(blueprint: Blueprint, microbatches: int) -> Table:
     """As the engine reads the schedule of a step. Raises as `training_schedule`."""
-    return _tables(blueprint.pipeline, blueprint.stages.stages, microbatches)[0]
+    return _tables(blueprint.pipeline, blueprint.n_stages, microbatches)[0]
 
 
 def evaluation_table(blueprint: Blueprint, microbatches: int) -> Table:
     """The same of an evaluation: forward passes alone."""
-    return _tables(blueprint.pipeline, blueprint.stages.stages, microbatches)[1]
+    return _tables(blueprint.pipeline, blueprint.n_stages, microbatches)[1]
 
 
-def _summed(f: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Sum of f over the leading dimension of the batch's leaves, in the results' own types."""
+def _summed(add: Callable[[Any, Batch], tuple[Any, None]], batch: Batch) -> Any:
+    """What `add` (total so far or None, one microbatch) -> (total, None) makes of all microbatches, in the results' own types."""
     one = {name: x[0] for name, x in batch.items()}
     if len(batch["tokens"]) == 1:
-        return f(one)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, one))
-    return lax.scan(lambda total, one: (jax.tree.map(jnp.add, total, f(one)), None), zeros, dict(batch))[0]
+        return add(None, one)[0]
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(partial(add, None), one)[0])
+    return lax.scan(add, zeros, dict(batch))[0]
+
+
+def _added(total: Any, more: Any) -> Any:
+    return more if total is None else jax.tree.map(jnp.add, total, more)
+
+
+def _reduced(sums: Sums, blueprint: Blueprint) -> tuple[Sums, Sums]:
+    """Scalars over all devices, and arrays over all but the stages, each of which has its own layers."""
+    scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
+    return _psum(scalars, manual(blueprint), blueprint), _psum(arrays, manual(blueprint) - {"pipeline"}, blueprint)
 
 
 def _psum(tree: Any, axes: frozenset[str] | set[str], blueprint: Blueprint) -> Any:
@@ -126,27 +158,30 @@ def _specs(blueprint: Blueprint) -> dict[str, PartitionSpec]:
     return {name: blueprint.shard.only(s.spec, manual(blueprint)) for name, s in blueprint.shardings("params").items()}
 
 
-def _manual(f: Callable, blueprint: Blueprint, table_of: Callable[[Blueprint, int], Table], out_specs: Any) -> Callable:
-    """f(params, batch, key, this stage's columns of the table, its number and layers) with its arrays local along the manual axes."""
-    shard, specs, stages = blueprint.shard, _specs(blueprint), blueprint.stages
-    leaf = shard.only(batch_sharding(blueprint).spec, manual(blueprint))
-    by_stage = PartitionSpec("pipeline" if stages.stages > 1 else None)
+def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+    """The spec of one leaf of a batch, from that of its largest: the dimensions it has, but none of size 1, which stands for all."""
+    return PartitionSpec(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=False)))
 
-    def run(params: Params, batch: Batch, key: jax.Array) -> Any:
-        batch_specs = {name: PartitionSpec(*leaf[: x.ndim]) for name, x in batch.items()}
-        columns, stage = {}, {}
-        if stages.stages > 1:
-            columns = {name: column.T for name, column in table_of(blueprint, len(batch["tokens"])).columns.items()}
-            stage = {"number": np.arange(stages.stages, dtype=np.int32), "first": stages.first(), "count": stages.count()}
 
-        def local(params: Params, batch: Batch, key: jax.Array, columns: Columns, stage: Columns) -> Any:
-            columns, stage = ({name: x[0] for name, x in rows.items()} for rows in (columns, stage))
-            return f(params, batch, key, columns, stage)
+def _manual(f: Callable, blueprint: Blueprint, table: Table | None, batch: Batch, rest: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
+    """(params, batch, ...) -> f(columns of the table, numbers of the stage, params, batch, ...), its arrays local along the manual axes.
 
-        in_specs = (specs, batch_specs, PartitionSpec(), by_stage, by_stage)
-        region = jax.shard_map(
-            local, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(blueprint), check_vma=False
-        )
-        return region(params, dict(batch), key, columns, stage)
+    rest: specs of what follows the batch. Columns and numbers are [1, ...] of all stages' (`_own`); without a table they are empty.
+    """
+    shard, columns, numbers = blueprint.shard, {}, {}
+    if table is not None:
+        columns = {name: column.T for name, column in table.columns.items()}
+        numbers = {"number": np.arange(table.stages, dtype=np.int32)}
+        for name, stack in blueprint.layout.items():
+            first = stack.first() + blueprint.config.stack().start(name)
+            found = {"first": first.astype(np.int32), "start": stack.start(), "skip": stack.skip(), "count": stack.count()}
+            numbers |= {f"{name}/{what}": x for what, x in found.items()}
+    by_stage, leaf = PartitionSpec("pipeline"), shard.only(batch_sharding(blueprint).spec, manual(blueprint))
+    in_specs = (by_stage, by_stage, _specs(blueprint), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
+    region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(blueprint), check_vma=False)
+    return partial(region, columns, numbers)
 
-    return run
+
+def _own(by_stage: Columns) -> Columns:
+    """A stage's own numbers, of leaves with all stages in front."""
+    return {name: x[0] for name, x in by_stage.items()}

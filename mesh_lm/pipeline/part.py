@@ -8,16 +8,18 @@ pinned to the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import Blueprint, Params, segment_of
 from mesh_lm.errors import ConfigError
-from mesh_lm.model import Batch, Staged, Sums
+from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.stack import added, fold
 
 
 class Work(NamedTuple):
@@ -31,12 +33,18 @@ class Gradients(NamedTuple):
     """Of one pass of one microbatch through one virtual stage."""
 
     sums: Sums
+    """Scalars."""
+    arrays: Sums
+    """Of each layer that the chunk has rows for: [width, ...]."""
     layers: Params
-    """Of the chunk's layers."""
+    """Of those layers' parameters."""
+    shared: Params
+    """Of what layers use of the other parameters."""
     loss: Params
-    """Of what the loss uses, zero but on the last virtual stage."""
+    """Of what the loss uses, zero but on the last virtual stage. Apart from `shared`: XLA would copy what passes through a second
+    conditional."""
     embed: Params
-    """Of what the embedding uses, zero but on the first. Apart from `loss`: XLA would copy what passes through a second conditional."""
+    """Of what the embedding uses, zero but on the first."""
     x: jax.Array
     """Of what went into the chunk, [B, S, D]."""
 
@@ -53,7 +61,8 @@ class Part:
         Args:
           params: this stage's, as the engine has them.
           batch: leaves [M, B, S], this device's.
-          stage: its "number" and, by chunk, the number of its "first" layer and the "count" of them.
+          stage: its "number" and, for each segment and chunk, of its rows "moe/start" and "moe/skip", and of its layers "moe/first", which
+            counts from the model's first layer, and "moe/count" (`mesh_lm.pipeline.stages`).
           key: the step's; None: without dropout.
           weight: of all labels of the global batch, by which the objective is divided.
         """
@@ -61,121 +70,145 @@ class Part:
         self.layers = {name: x for name, x in params.items() if name in blueprint.stacked}
         self.shared = {name: x for name, x in params.items() if name not in blueprint.stacked}
         some = Work(jnp.int32(0), jnp.int32(0))
-        embed, like = jax.make_jaxpr(lambda shared: self._embed(shared, some), return_shape=True)(self.shared)
+        embed, like = jax.make_jaxpr(partial(self._embed, some), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        layers, (_, more) = jax.make_jaxpr(lambda x: self._run(self._chunk(some), x, some), return_shape=True)(self.zero_input)
-        loss, sums = jax.make_jaxpr(lambda shared: self._loss(shared, self.zero_input, some), return_shape=True)(self.shared)
-        self.zero_sums: Sums = {name: jnp.float32(0) for name in {**more, **sums}}
+        run = partial(self.run, some, self.chunk(some))
+        layers, (_, more) = jax.make_jaxpr(run, return_shape=True)(self.shared, self.zero_input)
+        loss, sums = jax.make_jaxpr(partial(self._loss, some), return_shape=True)(self.shared, self.zero_input)
+        self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
+        self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
+        self.of_layers = _used(layers.jaxpr, self.shared)
         self.of_loss = _used(loss.jaxpr, self.shared)
         self.of_embed = _used(embed.jaxpr, self.shared)
         self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(blueprint.config).__name__)
+        self.kept = self._depends_on_x(some) if blueprint.pipeline.stash == "residuals" and key is not None else []
 
     # Forward.
 
-    def input(self, work: Work, stashed: jax.Array) -> jax.Array:
-        """What goes into the chunk, [B, S, D]: the embedding's output, or what came from the stage before."""
-        with jax.named_scope("embed"):
-            return lax.cond(self._first(work), lambda: self._pin(self._embed(self.shared, work)), lambda: self._pin(stashed))
+    def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
+        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output and all residuals that depend on x.
 
-    def forward(self, work: Work, x: jax.Array) -> tuple[jax.Array, Any]:
-        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output and all residuals that depend on x."""
+        stashed: what came from the stage before, which the first virtual stage does not look at.
+        """
+        x = self._input(work, stashed)
         if self.blueprint.pipeline.stash == "input":
-            return self._pin(self._run(self._chunk(work), x, work)[0]), ()
-        out, pull = self._vjp(work, x)
-        kept = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self._kept(work, x), strict=True) if keep]
-        return self._pin(out[0]), (out, kept)
+            return self._pin(self.run(work, self.chunk(work), self.shared, x)[0]), ()
+        (y, _), pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
+        left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
+        return self._pin(y), (y, left)
 
-    def evaluate(self, work: Work, x: jax.Array) -> tuple[jax.Array, Sums]:
-        """The chunk's output [B, S, D], and its sums."""
-        y, more = self._run(self._chunk(work), x, work)
+    def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
+        """The chunk's output [B, S, D], and its scalar sums."""
+        y, more = self.run(work, self.chunk(work), self.shared, self._input(work, stashed))
         with jax.named_scope("loss"):
-            sums = lax.cond(self._last(work), lambda: self._full(self._loss(self.shared, y, work)), lambda: self.zero_sums)
-        return self._pin(y), jax.tree.map(jnp.add, sums, self._full(more))
+            sums = lax.cond(self._last(work), lambda: self._full(self._loss(work, self.shared, y)), lambda: self.zero_sums)
+        return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
 
     # Backward.
 
-    def backward(self, work: Work, x: jax.Array, left: Any, dy: jax.Array) -> Gradients:
-        """x: as in the forward pass, [B, S, D]. left: what that left. dy: of the output, like x; not looked at where the loss is here."""
-        (y, more), pull = self._recalled(work, x, left)
+    def backward(self, work: Work, stashed: jax.Array, left: Any, dy: jax.Array) -> Gradients:
+        """stashed: as in the forward pass, [B, S, D]. left: what that left. dy: of the output, not looked at where the loss is here."""
+        (y, more), pull = self._recalled(work, self._input(work, stashed), left)
         with jax.named_scope("loss"):
             sums, d_loss, dy = lax.cond(
-                self._last(work), lambda: self._loss_and_grad(y, work), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
+                self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
             )
-        d_layers, dx = pull((dy, self._seeds(more)))
+        d_layers, d_shared, dx = pull((dy, self._seeds(more)))
         with jax.named_scope("embed"):
-            d_embed = lax.cond(self._first(work), lambda: self._embed_grad(dx, work), lambda: self._zeros(self.of_embed))
-        return Gradients(jax.tree.map(jnp.add, sums, self._full(more)), self._pin_params(d_layers), d_loss, d_embed, self._pin(dx))
+            d_embed = lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))
+        sums = jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
+        layers, shared = self._pin_params(d_layers), self._pin_params(d_shared)
+        return Gradients(sums, _arrays(more), layers, shared, d_loss, d_embed, self._pin(dx))
 
     def nothing(self, dx: jax.Array) -> Gradients:
         """Of no microbatch; dx stays."""
-        width = self.blueprint.stages.width
-        rows = {name: jax.ShapeDtypeStruct((width, *x.shape[1:]), x.dtype) for name, x in self.layers.items()}
-        return Gradients(self.zero_sums, self._zeros(rows), self._zeros(self.of_loss), self._zeros(self.of_embed), self._pin(dx))
+        width = {name: self.blueprint.stack_of(name).width for name in self.layers}
+        rows = {name: jax.ShapeDtypeStruct((width[name], *x.shape[1:]), x.dtype) for name, x in self.layers.items()}
+        layers, shared, loss, embed = map(self._zeros, (rows, self.of_layers, self.of_loss, self.of_embed))
+        return Gradients(self.zero_sums, self.zero_arrays, layers, shared, loss, embed, self._pin(dx))
 
     def _recalled(self, work: Work, x: jax.Array, left: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
         """The forward pass again, as `jax.vjp` gives it: computed, or from what it left."""
-        out, pull = self._vjp(work, x)
+        out, pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
         if self.blueprint.pipeline.stash == "input":
             return out, pull
-        out, residuals = left[0], iter(left[1])
-        leaves, structure = jax.tree.flatten(pull)
+        (y, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
         # What follows from weights alone is taken from this second pass, and XLA leaves out the rest of it.
-        recalled = [next(residuals) if keep else leaf for leaf, keep in zip(leaves, self._kept(work, x), strict=True)]
-        return out, jax.tree.unflatten(structure, recalled)
+        kept = iter(residuals)
+        recalled = [next(kept) if keep else leaf for leaf, keep in zip(leaves, self.kept, strict=True)]
+        return (y, out[1]), jax.tree.unflatten(structure, recalled)
 
-    def _kept(self, work: Work, x: jax.Array) -> list[bool]:
-        """Of each residual, whether it depends on x."""
-        jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(self._vjp(work, x)[1]))(x).jaxpr
-        reached = set(map(id, jaxpr.invars))
+    def _depends_on_x(self, some: Work) -> list[bool]:
+        """Of each residual of a pass, whether it depends on x."""
+
+        def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
+            return jax.tree.leaves(jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)[1])
+
+        jaxpr = jax.make_jaxpr(residuals)(self.zero_input, some).jaxpr
+        reached = {id(jaxpr.invars[0])}
         for equation in jaxpr.eqns:
             if any(id(operand) in reached for operand in equation.invars):
                 reached.update(map(id, equation.outvars))
         return [id(leaf) in reached for leaf in jaxpr.outvars]
 
-    def _vjp(self, work: Work, x: jax.Array) -> tuple[tuple[jax.Array, Sums], Callable]:
-        return jax.vjp(lambda weights, x: self._run(weights, x, work), self._chunk(work), x)
-
-    def _loss_and_grad(self, y: jax.Array, work: Work) -> tuple[Sums, Params, jax.Array]:
-        sums, pull = jax.vjp(lambda used, y: self._loss(self.shared | used, y, work), self.of_loss, y)
+    def _loss_and_grad(self, work: Work, y: jax.Array) -> tuple[Sums, Params, jax.Array]:
+        sums, pull = jax.vjp(partial(self._loss, work), self.of_loss, y)
         d_loss, dy = pull(self._seeds(sums))
         return self._full(sums), self._pin_params(d_loss), self._pin(dy)
 
-    def _embed_grad(self, dx: jax.Array, work: Work) -> Params:
-        pull = jax.vjp(lambda used: self._embed(self.shared | used, work), self.of_embed)[1]
-        return self._pin_params(pull(dx)[0])
+    def _embed_grad(self, work: Work, dx: jax.Array) -> Params:
+        return self._pin_params(jax.vjp(partial(self._embed, work), self.of_embed)[1](dx)[0])
 
-    # The model's own methods.
+    # The model's own methods. `used` are those of the shared parameters that a gradient is taken of, or all.
 
-    def _embed(self, shared: Params, work: Work) -> jax.Array:
-        return self._module(shared, self.layers).embed(*self._microbatch(work))
+    def run(self, work: Work, weights: Params, used: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
+        """x through the chunk's layers: of each segment, in order, those that the virtual stage has."""
+        model, (batch, dropout) = self._module({**self.shared, **used, **weights}), self._microbatch(work)
+        ctx, total = Context(batch, dropout, model.prepare(batch)), {}
+        for segment in self.blueprint.segments:
+            padded = self.blueprint.layout[segment.name].padded
+            first, skip, count = (self.at(segment.name, what, work) for what in ("first", "skip", "count"))
+            x, _, sums = fold(model, segment, x, ctx, first, *((skip, count) if padded else ()))
+            total = added(total, sums)
+        return x, total
 
-    def _run(self, weights: Params, x: jax.Array, work: Work) -> tuple[jax.Array, Sums]:
-        first, count = (lax.dynamic_index_in_dim(self.stage[name], work.chunk, keepdims=False) for name in ("first", "count"))
-        padded = self.blueprint.stages.rows != self.blueprint.stages.n_layers
-        return self._module(self.shared, weights).stage(x, *self._microbatch(work), first, count if padded else None)
+    def chunk(self, work: Work) -> Params:
+        """The rows of the stage's stacked parameters that a pass reads."""
+        return {name: self.rows(work, name, x) for name, x in self.layers.items()}
 
-    def _loss(self, shared: Params, y: jax.Array, work: Work) -> Sums:
-        return self._module(shared, self.layers).loss(y, *self._microbatch(work))
+    def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
+        """Those of one parameter, gradient or array of sums: [height, ...] to [width, ...]."""
+        width = self.blueprint.stack_of(name).width
+        return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
-    def _module(self, shared: Params, layers: Params) -> Staged:
-        return self.blueprint.bind({**shared, **layers})  # pyright: ignore[reportReturnType]
+    def at(self, segment: str, what: str, work: Work) -> jax.Array:
+        """One of this stage's numbers, for the chunk at work (see __init__)."""
+        return lax.dynamic_index_in_dim(self.stage[f"{segment}/{what}"], jnp.maximum(work.chunk, 0), keepdims=False)
+
+    def _input(self, work: Work, stashed: jax.Array) -> jax.Array:
+        """What goes into the chunk, [B, S, D]: the embedding's output, or what came from the stage before."""
+        with jax.named_scope("embed"):
+            return lax.cond(self._first(work), lambda: self._pin(self._embed(work, self.shared)), lambda: self._pin(stashed))
+
+    def _embed(self, work: Work, used: Params) -> jax.Array:
+        return self._module({**self.shared, **used, **self.layers}).embed(*self._microbatch(work))
+
+    def _loss(self, work: Work, used: Params, y: jax.Array) -> Sums:
+        return self._module({**self.shared, **used, **self.layers}).loss(y, *self._microbatch(work))
+
+    def _module(self, params: Params) -> Model:
+        return self.blueprint.bind(params)
 
     def _microbatch(self, work: Work) -> tuple[Batch, Dropout | None]:
         one = {name: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False) for name, x in self.batch.items()}
-        return one, None if self.key is None else Dropout.of(self.key, one["sample_ids"])
-
-    def _chunk(self, work: Work) -> Params:
-        stages = self.blueprint.stages
-        if stages.chunks == 1:
-            return self.layers
-        return {name: lax.dynamic_slice_in_dim(x, work.chunk * stages.width, stages.width) for name, x in self.layers.items()}
+        return one, None if self.key is None else Dropout.of(self.key, one["sample_ids"], one["indices"])
 
     def _first(self, work: Work) -> jax.Array:
         return (self.stage["number"] == 0) & (work.chunk == 0)
 
     def _last(self, work: Work) -> jax.Array:
-        stages = self.blueprint.stages
-        return (self.stage["number"] == stages.stages - 1) & (work.chunk == stages.chunks - 1)
+        last = self.blueprint.pipeline.chunks - 1
+        return (self.stage["number"] == self.blueprint.n_stages - 1) & (work.chunk == last)
 
     def _pin(self, x: jax.Array) -> jax.Array:
         return self.blueprint.shard(x, "batch", "seq_resid", "embed")
@@ -196,10 +229,18 @@ class Part:
         return {name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x) for name, x in sums.items()}
 
 
+def _scalars(sums: Mapping[str, Any]) -> Sums:
+    return {name: x for name, x in sums.items() if not x.ndim}
+
+
+def _arrays(sums: Mapping[str, Any]) -> Sums:
+    return {name: x for name, x in sums.items() if x.ndim}
+
+
 def _used(jaxpr: Any, params: Params) -> Params:
-    """Those of the parameters, which are all that the jaxpr takes, that it does something with."""
+    """Those of the parameters, which are the first that the jaxpr takes, that it does something with."""
     used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
-    return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=True) if id(taken) in used}
+    return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=False) if id(taken) in used}
 
 
 def _permutes(stage: Any, ends: Sequence[Any], model: str) -> bool:

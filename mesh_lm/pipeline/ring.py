@@ -12,13 +12,14 @@ Stashes and sums of gradients are read before a conditional and written after it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_lm.blueprint import Params
+from mesh_lm.blueprint import Params, segment_of
 from mesh_lm.model import Sums
 from mesh_lm.pipeline.part import Gradients, Part, Work
 from mesh_lm.pipeline.table import Table
@@ -31,7 +32,8 @@ class Carry(NamedTuple):
     """From tick to tick.
 
     inputs and upstream (gradients of outputs): [slots + 1, B, S, D]; residuals: a tree of [slots + 1, ...]. y and dx, [B, S, D], are what
-    the last slots made: a stage without work sends them again, and nobody keeps them. grads: this stage's, as it has its parameters.
+    the last slots made: a stage without work sends them again, and nobody keeps them. grads and arrays: of this stage, with its layers in
+    the rows that its parameters have.
     """
 
     inputs: jax.Array
@@ -41,44 +43,47 @@ class Carry(NamedTuple):
     dx: jax.Array
     grads: Params
     sums: Sums
+    arrays: Sums
 
 
 def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]:
     """Sums over this device's share of the batch, and its share of the gradients: of its own layers, and of all other parameters."""
     x = part.zero_input
-    left = jax.eval_shape(lambda: part.forward(Work(jnp.int32(0), jnp.int32(0)), x)[1])
+    left = jax.eval_shape(part.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
     zeros = {name: jnp.zeros(w.shape, w.dtype) for name, w in {**part.layers, **part.shared}.items()}
+    height = {name: part.blueprint.stack_of(name).height for name in part.zero_arrays}
     start = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,
         part.blueprint.constrain(zeros, "params"), part.zero_sums,
+        {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in part.zero_arrays.items()},
     )  # fmt: skip
-    end = lax.scan(lambda carry, row: (_tick(part, table, carry, row), None), start, dict(columns))[0]
-    return end.sums, end.grads
+    end = lax.scan(partial(_tick, part, table), start, dict(columns))[0]
+    return {**end.sums, **end.arrays}, end.grads
 
 
 def sums(part: Part, table: Table, columns: Columns) -> Sums:
-    """Sums over this device's share of the batch, by a table of forward slots alone."""
+    """Scalar sums over this device's share of the batch, by a table of forward slots alone."""
+    slot = _slot(part)
 
     def tick(carry: tuple[jax.Array, jax.Array, Sums], row: Columns) -> tuple[Any, None]:
         inputs, y, total = carry
         work, stashed = _work(row, "forward"), _read(inputs, row["forward_input"])
         with jax.named_scope("forward_slot"):
-            y, more = _slot(part, work, lambda: part.evaluate(work, part.input(work, stashed)), lambda: (y, part.zero_sums))
+            y, more = slot(work.microbatch >= 0, partial(part.evaluate, work, stashed), lambda: (y, part.zero_sums))
         return (_write(inputs, _hop(table, y, 1), row["receive_input"]), y, jax.tree.map(jnp.add, total, more)), None
 
     x = part.zero_input
     return lax.scan(tick, (_stash(table.n_inputs, x), x, part.zero_sums), dict(columns))[0][-1]
 
 
-def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
-    forward, backward = _work(row, "forward"), _work(row, "backward")
+def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> tuple[Carry, None]:
+    forward, backward, slot = _work(row, "forward"), _work(row, "backward"), _slot(part)
     x_forward, x_backward = _read(carry.inputs, row["forward_input"]), _read(carry.inputs, row["backward_input"])
 
     arrived = _hop(table, carry.dx, -1)
     with jax.named_scope("forward_slot"):
-        y, left = _slot(
-            part, forward, lambda: part.forward(forward, part.input(forward, x_forward)), lambda: (carry.y, _blank(carry.residuals))
-        )
+        run, idle = partial(part.forward, forward, x_forward), lambda: (carry.y, _blank(carry.residuals))
+        y, left = slot(forward.microbatch >= 0, run, idle)
     arrived, y, left = lax.optimization_barrier((arrived, y, left))
     # The last virtual stage reads what was just written. Without the barrier XLA reads from before the write, and copies the stash for it.
     residuals = lax.optimization_barrier(_write(carry.residuals, left, row["forward_residual"]))
@@ -87,35 +92,35 @@ def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> Carry:
     upstream = _write(carry.upstream, arrived, row["receive_grad"])
     dy, left = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
     with jax.named_scope("backward_slot"):
-        made: Gradients = _slot(
-            part, backward, lambda: part.backward(backward, part.input(backward, x_backward), left, dy), lambda: part.nothing(carry.dx)
-        )
+        run, idle = partial(part.backward, backward, x_backward, left, dy), lambda: part.nothing(carry.dx)
+        made: Gradients = slot(backward.microbatch >= 0, run, idle)
     onward, made = lax.optimization_barrier((onward, made))
     with jax.named_scope("accumulate"):
-        grads = _accumulated(part, carry.grads, made, backward)
+        grads, arrays = _accumulated(part, carry, made, backward)
     inputs = _write(carry.inputs, onward, row["receive_input"])
-    return Carry(inputs, upstream, residuals, y, made.x, grads, jax.tree.map(jnp.add, carry.sums, made.sums))
+    return Carry(inputs, upstream, residuals, y, made.x, grads, jax.tree.map(jnp.add, carry.sums, made.sums), arrays), None
 
 
-def _accumulated(part: Part, total: Params, made: Gradients, work: Work) -> Params:
-    width = part.blueprint.stages.width
-    first = jnp.maximum(work.chunk, 0) * width
+def _accumulated(part: Part, carry: Carry, made: Gradients, work: Work) -> tuple[Params, Sums]:
+    def rows(name: str, held: jax.Array, more: jax.Array) -> jax.Array:
+        if held.shape == more.shape:
+            return held + more
+        return lax.dynamic_update_slice_in_dim(held, part.rows(work, name, held) + more, part.at(segment_of(name), "start", work), 0)
 
-    def rows(held: jax.Array, more: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(held, lax.dynamic_slice_in_dim(held, first, width) + more, first, 0)
-
-    total = total | {name: rows(total[name], g) for name, g in made.layers.items()}
-    for ends in (made.loss, made.embed):
-        total = total | {name: total[name] + g for name, g in ends.items()}
-    return part.blueprint.constrain(total, "params")
+    total = carry.grads | {name: rows(name, carry.grads[name], g) for name, g in made.layers.items()}
+    for more in (made.shared, made.loss, made.embed):
+        total = total | {name: total[name] + g for name, g in more.items()}
+    arrays = {name: rows(name, carry.arrays[name], x) for name, x in made.arrays.items()}
+    return part.blueprint.constrain(total, "params"), arrays
 
 
-def _slot(part: Part, work: Work, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
-    """What `run` makes where this stage has work, else `idle`."""
-    working = work.microbatch >= 0
-    if part.permutes or part.blueprint.pipeline.idle == "mask":
-        return jax.tree.map(lambda made, kept: jnp.where(working, made, kept), run(), idle())
-    return lax.cond(working, run, idle)
+def _slot(part: Part) -> Callable[[jax.Array, Callable[[], Any], Callable[[], Any]], Any]:
+    """f(whether there is work, run, idle) -> what `run` makes where this stage has work, else `idle`."""
+    return _masked if part.permutes or part.blueprint.pipeline.idle == "mask" else lax.cond
+
+
+def _masked(working: jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+    return jax.tree.map(lambda made, kept: jnp.where(working, made, kept), run(), idle())
 
 
 def _work(row: Columns, slot: str) -> Work:

@@ -1,60 +1,35 @@
 """Which layers lie on which stage, and where a layer lies in a stacked leaf.
 
-P stages of V chunks are P * V virtual stages, through which every token goes in order: virtual stage s is chunk s // P of stage s % P. In
-memory a leaf that stacks one weight of all layers has P * V * width rows in order (stage, chunk, slot), so that cutting its first dimension
-into P gives each stage its own; width is the most layers of any virtual stage, and the rows of the others that hold no layer are padding.
+P stages of V chunks are P * V virtual stages, through which every token goes in order: virtual stage s is chunk s // P of stage s % P. A
+virtual stage is a contiguous run of the model's layers: of each segment it holds a contiguous run, perhaps empty, in the segments' order.
+
+In memory a leaf that stacks one weight of all layers of a segment has P * height rows, so that sharding its first dimension over P stages
+gives each its own. A stage's chunks lie one after another; height is the most layers of the segment on any stage, and the rows of the
+others that hold no layer are padding at the end. A pass through a virtual stage reads `width` rows, from `start` on, of which `skip` belong
+to the chunk before and all after the next `count` are not its own either.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from mesh_lm.errors import ConfigError
+from mesh_lm.segments import Segment, Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """Matmul FLOPs of one token, or any other unit: only ratios matter. A prefix of unlike layers counts as embed, a suffix as head."""
-
-    embed: float = 0.0
-    layer: float = 1.0
-    head: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """What of a model can be divided."""
-
-    n_layers: int
-    period: int = 1
-    """Layers of one window pattern: a virtual stage has whole ones."""
-    costs: Costs = Costs()
-
-    def run(self, virtual: int, repeats: bool) -> Costs:
-        """What so many virtual stages compute, not only what the model needs.
-
-        repeats: a backward slot repeats the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no forward slot of
-        its own, and its head is free up to that.
-        """
-        if not repeats:
-            return self.costs
-        again = self.costs.layer / 3
-        head = max(0.0, self.costs.head - self.n_layers / virtual * again)
-        return Costs(self.costs.embed, self.costs.layer + again, head)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stages:
-    """A division of the layers; `divide` makes it."""
+class StackLayout:
+    """Where the layers of one segment lie; `divide` makes it."""
 
     stages: int
     """P, the size of the mesh axis pipeline."""
     counts: tuple[int, ...]
-    """Layers of each of the P * V virtual stages, in model order."""
+    """Layers of the segment on each of the P * V virtual stages, in model order."""
 
     @property
     def chunks(self) -> int:
@@ -67,13 +42,23 @@ class Stages:
 
     @property
     def width(self) -> int:
-        """Rows of one virtual stage."""
+        """Rows that a pass through one virtual stage reads."""
         return max(self.counts)
+
+    @property
+    def height(self) -> int:
+        """Rows of one stage."""
+        return int(self.count().sum(1).max())
 
     @property
     def rows(self) -> int:
         """Rows of a stacked leaf in memory."""
-        return len(self.counts) * self.width
+        return self.stages * self.height
+
+    @property
+    def padded(self) -> bool:
+        """Whether some pass reads a row that is not one of its own layers."""
+        return min(self.counts) < self.width
 
     @property
     def identity(self) -> bool:
@@ -85,13 +70,24 @@ class Stages:
         return self._by_stage(self.counts)
 
     def first(self) -> np.ndarray:
-        """int32 [P, V]: the number in the model of each chunk's first layer."""
+        """int32 [P, V]: the number in the segment of each chunk's first layer."""
         return self._by_stage(np.cumsum((0, *self.counts[:-1])))
 
+    def start(self) -> np.ndarray:
+        """int32 [P, V]: the row of a stage from which a pass through a chunk reads `width` rows."""
+        return np.minimum(self._offset(), self.height - self.width).astype(np.int32)
+
+    def skip(self) -> np.ndarray:
+        """int32 [P, V]: how many of those rows belong to the chunk before."""
+        return (self._offset() - self.start()).astype(np.int32)
+
     def layer_of_row(self) -> np.ndarray:
-        """int32 [rows]: the layer that a row in memory holds; -1 where it is padding."""
-        slot = np.arange(self.width, dtype=np.int32)
-        return np.where(slot < self.count()[..., None], self.first()[..., None] + slot, -1).ravel()
+        """int32 [rows]: the layer of the segment that a row in memory holds; -1 where it is padding."""
+        layers = np.full((self.stages, self.height), -1, np.int32)
+        for stage, chunk in np.ndindex(self.stages, self.chunks):
+            offset, count, first = (int(of[stage, chunk]) for of in (self._offset(), self.count(), self.first()))
+            layers[stage, offset : offset + count] = range(first, first + count)
+        return layers.ravel()
 
     def row_of_layer(self) -> np.ndarray:
         """int32 [n_layers]: the row in memory that holds a layer."""
@@ -99,58 +95,110 @@ class Stages:
         rows = np.flatnonzero(layers >= 0).astype(np.int32)
         return rows[np.argsort(layers[rows])]
 
-    def flops(self, costs: Costs) -> np.ndarray:
-        """float64 [P]: what each stage does for one token. The embedding is on the first virtual stage, the head on the last."""
-        return self.count().sum(1) * costs.layer + _ends(costs, len(self.counts)).reshape(self.chunks, self.stages).sum(0)
-
     def wasted_bytes(self, bytes_per_layer: float) -> float:
         """Bytes that the padding takes, over all stages."""
         return (self.rows - self.n_layers) * bytes_per_layer
+
+    def _offset(self) -> np.ndarray:
+        return np.cumsum(self.count(), 1) - self.count()
 
     def _by_stage(self, of_virtual: Sequence[int] | np.ndarray) -> np.ndarray:
         return np.asarray(of_virtual, np.int32).reshape(self.chunks, self.stages).T
 
 
+Layout = dict[str, StackLayout]
+"""By the name of the segment, in model order."""
+
+
+def flops(layout: Layout, stack: Stack) -> np.ndarray:
+    """float64 [P]: what each stage does for one token. The embedding is on the first virtual stage, the head on the last."""
+    each = [layout[segment.name].count() * segment.cost for segment in stack.segments]
+    stages, chunks = each[0].shape
+    return np.sum(each, 0).sum(1) + _ends(stack, stages * chunks).reshape(chunks, stages).sum(0)
+
+
 def divide(
-    n_layers: int,
-    stages: int,
-    chunks: int = 1,
-    *,
-    layers: Sequence[int] = (),
-    balance: Literal["equal", "flops"] = "equal",
-    period: int = 1,
-    costs: Costs = Costs(),
-) -> Stages:
-    """Gives every virtual stage at least one of the n_layers, in whole periods of the window pattern.
+    stack: Stack, stages: int, chunks: int = 1, *, layers: Sequence[int] = (), balance: Literal["equal", "flops"] = "equal"
+) -> Layout:
+    """Gives every virtual stage at least one layer, and of every segment whole periods.
 
     Args:
-      layers: how many each virtual stage gets, in model order; empty: by `balance`.
-      balance: equal: the same everywhere. flops: so that the stage that does most for a token, with `costs`, does as little as can be;
-        of all such divisions, one whose busiest virtual stage does least.
-      period: layers of one window pattern.
+      layers: how many layers each virtual stage gets, in model order, whatever their segments; empty: by `balance`.
+      balance: equal: the same everywhere. flops: as even as whole periods allow, by the costs of the stack. Of layers that all cost the
+        same, the stage that does most for a token does as little as can be, and of all such divisions the busiest virtual stage does
+        least. Of unlike layers the busiest virtual stage does as little as can be, and of all such divisions the sum of the squares of
+        what the virtual stages do is least.
 
     Raises ConfigError where the layers do not go into the stages, with what would.
     """
-    virtual = stages * chunks
+    virtual, n_layers = stages * chunks, stack.n_layers
     what = f"the {virtual} virtual stages of mesh.pipeline={stages} x pipeline.chunks={chunks}"
-    if n_layers % period:
-        raise ConfigError(f"model.n_layers={n_layers} is not a multiple of the {period} entries of model.window")
+    patterns = _Patterns(stack)
     if layers:
-        return Stages(stages, _checked(tuple(layers), n_layers, virtual, period, what))
-    if n_layers < virtual * period:
-        least = f"each needs at least {period}{' (the entries of model.window)' * (period > 1)}"
-        raise ConfigError(f"model.n_layers={n_layers} is too few for {what}: {least}; lower mesh.pipeline or pipeline.chunks")
+        return _layout(stages, _checked(tuple(layers), n_layers, virtual, patterns, what), stack)
+    if len(patterns.units) < virtual:
+        least = f"each needs at least {patterns.largest}" + f" ({patterns.field})" * (patterns.largest > 1)
+        raise ConfigError(f"{patterns.size} is too few for {what}: {least}; lower mesh.pipeline or pipeline.chunks")
     if balance == "flops":
-        block = dataclasses.replace(costs, layer=costs.layer * period)
-        return Stages(stages, tuple(period * count for count in _balanced(n_layers // period, stages, chunks, block)))
-    if n_layers % (unit := virtual * period):
-        equal = f"does not divide into {what}" + f" in whole periods of the {period} entries of model.window" * (period > 1)
-        near = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit}"
-        raise ConfigError(f"model.n_layers={n_layers} {equal}; {near} would, or set pipeline.balance=flops or pipeline.layers")
-    return Stages(stages, (n_layers // virtual,) * virtual)
+        units = _greedy(stack, patterns, stages, chunks) if patterns.alike else _partition(patterns.costs, _ends(stack, virtual))
+        return _layout(stages, patterns.layers_of(units), stack)
+    equal = (n_layers // virtual,) * virtual
+    if n_layers % virtual or patterns.split_by(equal):
+        raise ConfigError(f"{patterns.size} {patterns.not_equal(virtual, what)}, or set pipeline.balance=flops or pipeline.layers")
+    return _layout(stages, equal, stack)
 
 
-def _checked(layers: tuple[int, ...], n_layers: int, virtual: int, period: int, what: str) -> tuple[int, ...]:
+class _Patterns:
+    """The layers of a stack as the units that no stage boundary cuts in two: one period of a segment each."""
+
+    def __init__(self, stack: Stack) -> None:
+        if broken := [s for s in stack.segments if s.n_layers % s.period]:
+            name, size = (broken[0].name, broken[0].n_layers) if len(stack.segments) > 1 else ("", stack.n_layers)
+            which = f"segment {name!r} has {size} layers, which" if name else f"model.n_layers={size}"
+            raise ConfigError(f"{which} is not a multiple of the {broken[0].period} entries of model.window")
+        self.stack = stack
+        self.units: list[Segment] = [s for s in stack.segments for _ in range(s.n_layers // s.period)]
+
+    @property
+    def largest(self) -> int:
+        return max(unit.period for unit in self.units)
+
+    @property
+    def alike(self) -> bool:
+        return len({(unit.period, unit.cost) for unit in self.units}) == 1
+
+    @property
+    def costs(self) -> list[float]:
+        return [unit.period * unit.cost for unit in self.units]
+
+    @property
+    def size(self) -> str:
+        return f"model.n_layers={self.stack.n_layers}"
+
+    @property
+    def field(self) -> str:
+        return "the entries of model.window"
+
+    def layers_of(self, units: Sequence[int]) -> tuple[int, ...]:
+        """Numbers of units, in order, as numbers of layers."""
+        each = iter(self.units)
+        return tuple(sum(unit.period for unit in itertools.islice(each, count)) for count in units)
+
+    def split_by(self, layers: Sequence[int]) -> int:
+        """The period of a pattern that such a division of the layers would cut in two; 0: none."""
+        bounds = set(itertools.accumulate(unit.period for unit in self.units))
+        cuts = list(itertools.accumulate(layers))
+        whole = all(cut in bounds for cut in cuts)
+        return 0 if whole else self.largest
+
+    def not_equal(self, virtual: int, what: str) -> str:
+        """What is wrong with equal stages, and how many layers would be right."""
+        unit, n_layers = virtual * self.largest, self.stack.n_layers
+        patterns = f" in whole periods of the {self.largest} entries of model.window" * (self.largest > 1)
+        return f"does not divide into {what}{patterns}; model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would"
+
+
+def _checked(layers: tuple[int, ...], n_layers: int, virtual: int, patterns: _Patterns, what: str) -> tuple[int, ...]:
     wrong = []
     if len(layers) != virtual:
         wrong.append(f"has {len(layers)} entries; it needs one for each of {what}, in model order")
@@ -158,32 +206,74 @@ def _checked(layers: tuple[int, ...], n_layers: int, virtual: int, period: int, 
         wrong.append(f"sums to {sum(layers)}, not to model.n_layers={n_layers}")
     if min(layers) < 1:
         wrong.append("leaves a virtual stage without layers; each needs at least 1")
-    elif any(count % period for count in layers):
-        wrong.append(f"cuts the pattern of model.window in two; every entry must be a multiple of {period}")
+    elif not wrong and (period := patterns.split_by(layers)):
+        fix = f"every entry must be a multiple of {period}" if patterns.alike else "each must end between two patterns of its segment"
+        wrong.append(f"cuts the pattern of model.window in two; {fix}")
     if wrong:
         raise ConfigError(f"pipeline.layers={','.join(map(str, layers))} {'; it '.join(wrong)}")
     return layers
 
 
-def _ends(costs: Costs, virtual: int) -> np.ndarray:
+def _layout(stages: int, layers: Sequence[int], stack: Stack) -> Layout:
+    """The layers of each virtual stage, whatever their segments, as layers of each segment."""
+    ends = list(itertools.accumulate(layers, initial=0))
+    layout = {}
+    for segment in stack.segments:
+        begin = stack.start(segment.name)
+        held = (min(b, begin + segment.n_layers) - max(a, begin) for a, b in itertools.pairwise(ends))
+        layout[segment.name] = StackLayout(stages, tuple(max(0, count) for count in held))
+    return layout
+
+
+def _ends(stack: Stack, virtual: int) -> np.ndarray:
     """What each virtual stage does besides its layers."""
     extra = np.zeros(virtual)
-    extra[0] += costs.embed
-    extra[-1] += costs.head
+    extra[0] += stack.embed
+    extra[-1] += stack.head
     return extra
 
 
-def _balanced(n: int, stages: int, chunks: int, costs: Costs) -> list[int]:
-    """The least that the busiest stage can do limits how many layers each may have; within that, the virtual stages are levelled."""
-    extra = _ends(costs, stages * chunks)
+def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
+    """Numbers of units for each virtual stage, at least one: dynamic programming over (virtual stages x units), which is exact.
+
+    It runs twice: for the least that the busiest virtual stage can do, and for the least sum of squares among the divisions within that.
+    """
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    n, virtual = len(costs), len(ends)
+    load = np.where(np.tri(n + 1, k=-1, dtype=bool), total[:, None] - total[None, :], np.inf)  # [end, begin]; inf: no unit
+
+    def best(of_stage: np.ndarray, join: np.ufunc) -> list[np.ndarray]:
+        """[n + 1] for each number of virtual stages: the least cost of the units before the end."""
+        found = [np.where(np.arange(n + 1) == 0, 0.0, np.inf)]
+        for each in of_stage:
+            found.append(join(found[-1][None, :], each).min(1))
+        return found
+
+    loads = load[None] + ends[:, None, None]
+    most = best(loads, np.maximum)[-1][n]
+    allowed = np.where(loads <= most * (1 + 1e-12), loads**2, np.inf)
+    prefix, counts, end = best(allowed, np.add), [], n
+    for stage in reversed(range(virtual)):
+        begin = int(np.argmin(prefix[stage] + allowed[stage, end]))
+        counts.append(end - begin)
+        end = begin
+    return counts[::-1]
+
+
+def _greedy(stack: Stack, patterns: _Patterns, stages: int, chunks: int) -> list[int]:
+    """The same for units that all cost the same, of which the stages count, too: what all chunks of a stage do.
+
+    The least that the busiest stage can do limits how many units each may have; within that, the virtual stages are levelled.
+    """
+    n, cost, extra = len(patterns.units), patterns.costs[0], _ends(stack, stages * chunks)
     of_stage = extra.reshape(chunks, stages).sum(0)
-    most = (of_stage + costs.layer * _fill(n, of_stage, costs.layer, chunks, np.full(stages, n))).max()
-    room = (of_stage[:, None] + costs.layer * np.arange(n + 1) <= most).sum(1) - 1
-    return _fill(n, extra, costs.layer, 1, room).tolist()
+    most = (of_stage + cost * _fill(n, of_stage, cost, chunks, np.full(stages, n))).max()
+    room = (of_stage[:, None] + cost * np.arange(n + 1) <= most).sum(1) - 1
+    return _fill(n, extra, cost, 1, room).tolist()
 
 
 def _fill(n: int, extra: np.ndarray, layer: float, least: int, room: np.ndarray) -> np.ndarray:
-    """Hands out n layers one by one, each to the place that then does least, where stage i % len(room) of place i has room.
+    """Hands out n units one by one, each to the place that then does least, where stage i % len(room) of place i has room.
 
     Greedy is exact: the counts allowed are a matroid, whose greedy basis has the least maximum. Of equals the last takes it, for
     late stages hold fewer microbatches at once.

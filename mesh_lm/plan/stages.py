@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import Blueprint, segment_of
 from mesh_lm.config import TrainConfig
 from mesh_lm.pipeline.cost import Durations, in_flight, timeline
 from mesh_lm.pipeline.engine import training_schedule, training_table
@@ -16,7 +16,7 @@ from sharding_rules.lab.report import Slot
 
 def slots(blueprint: Blueprint, microbatches: int) -> tuple[Slot, ...]:
     """Of the conditionals in the engine's tick, by its named scopes (`mesh_lm.pipeline.ring`); none without a pipeline."""
-    if blueprint.stages.stages == 1:
+    if blueprint.n_stages == 1:
         return ()
     table = training_table(blueprint, microbatches)
     stage, forward, backward = np.arange(table.stages), table.columns["forward_chunk"], table.columns["backward_chunk"]
@@ -34,31 +34,40 @@ def slots(blueprint: Blueprint, microbatches: int) -> tuple[Slot, ...]:
 
 def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tuple[str, str], ...]:
     """Lines for the report: the schedule's bubble and what is in flight, FLOPs by stage, the bytes of padding and of FSDP's gathers."""
-    pipeline, stages, stack = config.pipeline, blueprint.stages, config.model.stack()
-    if stages.stages == 1 or stack is None:
+    pipeline, stages, stack = config.pipeline, blueprint.n_stages, config.model.stack()
+    if stages == 1:
         return ()
-    schedule = training_schedule(pipeline, stages.stages, config.train.microbatches)
+    schedule = training_schedule(pipeline, stages, config.train.microbatches)
     again = pipeline.stash == "input"
     # In units of a stage's forward pass. The head is by its share of the model's FLOPs, which are those of forward and backward.
-    head = stack.costs.head / stack.costs.layer * stages.stages / stages.n_layers
+    head = stages * stack.head / sum(segment.n_layers * segment.cost for segment in stack.segments)
     durations = Durations(forward=1.0, backward=2.0 + again + (getattr(config.model, "remat", "") == "full"), head=head)
     made = timeline(schedule, durations, drop_last_forward=again)
-    idle = 1 - sum(made.busy) / (made.span * stages.stages)
-    what = f"{pipeline.schedule}, {stages.stages} stages" + f" x {stages.chunks} chunks" * (stages.chunks > 1)
+    idle = 1 - sum(made.busy) / (made.span * stages)
+    what = f"{pipeline.schedule}, {stages} stages" + f" x {pipeline.chunks} chunks" * (pipeline.chunks > 1)
     flops = np.array(report.stage_flops, np.float64)
     lines = [
         ("pipeline", f"{what}, {config.train.microbatches} microbatches: bubble {made.bubble:.1%}, stages idle {idle:.1%} of the time"),
         ("in flight", f"at most {max(in_flight(schedule))} passes on a stage, by the schedule"),
-        ("by stage", f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_numbers(stages.count().sum(1), 'd')} layers"),
+        ("by stage", f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_layers(blueprint)} layers"),
     ]
-    if stages.rows != stages.n_layers:
-        each = sum(math.prod(s.shape[1:]) * s.dtype.itemsize for n, s in blueprint.shapes.items() if n in blueprint.stacked)
-        wasted = stages.wasted_bytes(each) / 2**30
-        lines.append(("padding", f"{stages.rows - stages.n_layers} of {stages.rows} rows of the stacked weights: {wasted:.2f} GiB in all"))
+    rows, layers, wasted = 0, 0, 0.0
+    for name, layout in blueprint.layout.items():
+        shapes = [s for n, s in blueprint.shapes.items() if n in blueprint.stacked and segment_of(n) == name]
+        wasted += layout.wasted_bytes(sum(math.prod(s.shape[1:]) * s.dtype.itemsize for s in shapes))
+        rows, layers = rows + layout.rows, layers + layout.n_layers
+    if rows != layers:
+        lines.append(("padding", f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} GiB in all"))
     if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
         fix = "zero1 or zero2 would send none of it, where the replicas divide a dimension"
         lines.append(("FSDP in stages", f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent a step; {fix}"))
     return tuple(lines)
+
+
+def _layers(blueprint: Blueprint) -> str:
+    """On each stage, by segment where there are several."""
+    by_segment = {name: _numbers(stack.count().sum(1), "d") for name, stack in blueprint.layout.items()}
+    return "; ".join(f"{name} {said}" for name, said in by_segment.items()) if len(by_segment) > 1 else next(iter(by_segment.values()))
 
 
 def _numbers(values: np.ndarray, form: str) -> str:

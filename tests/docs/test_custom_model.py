@@ -21,6 +21,7 @@ import train
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
 from mesh_lm.config import ConfigError
+from mesh_lm.model import whole_texts
 from sharding_rules import Rules, ShardingRuleError, preset
 
 COMPILE_BUDGET = 45
@@ -77,8 +78,8 @@ def test_its_own_axis_is_cut() -> None:
     blueprint = Blueprint.of(TINY, shard_on(CONFIG.rules, fsdp=4, tensor=2))
     for kind in ("params", "gradients", "optimizer"):
         specs = {name: sharding.spec for name, sharding in blueprint.shardings(kind).items()}
-        assert specs["gates"] == P("pipeline", "fsdp", None, "tensor") and specs["out"] == P("pipeline", "tensor", "fsdp")
-    assert blueprint.shard.spec("gathered", blueprint.axes["gates"][1:]) == P(None, None, "tensor")
+        assert specs["blocks.gates"] == P("pipeline", "fsdp", None, "tensor") and specs["blocks.out"] == P("pipeline", "tensor", "fsdp")
+    assert blueprint.shard.spec("gathered", blueprint.axes["blocks.gates"][1:]) == P(None, None, "tensor")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_block_speaks_once() -> None:
     places = blueprint.shardings("params")
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in blueprint.shapes.items()}
     tokens = jax.ShapeDtypeStruct((8, SEQ), "int32", sharding=blueprint.shard.sharding("activations", ("batch", "seq")))
-    program = jax.jit(lambda params, tokens: blueprint.bind(params).hidden({"tokens": tokens})).lower(params, tokens).compile().as_text()
+    program = jax.jit(lambda params, tokens: blueprint.bind(params).logits(whole_texts(tokens))).lower(params, tokens).compile().as_text()
     found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
     assert found == ["all-reduce"] * 2
 
@@ -127,7 +128,7 @@ def test_neither_the_future_nor_another_document_is_seen() -> None:
     positions = np.broadcast_to(np.r_[:9, : SEQ - 9], tokens.shape).astype(np.int32)  # a document starts at 9
     run = jax.jit(lambda batch: blueprint.bind(params).logits(batch))
     for batch, blind in (({}, [slice(5)]), ({"positions": positions}, [slice(5), slice(9, None)])):
-        before, after = (np.asarray(run({"tokens": t, **batch})) for t in (tokens, changed))
+        before, after = (np.asarray(run({**whole_texts(t), **batch})) for t in (tokens, changed))
         for part in blind:
             np.testing.assert_array_equal(before[:, part], after[:, part])
         assert all((before[:, t] != after[:, t]).any() for t in range(5, 9)), "the recurrence has no memory"

@@ -22,7 +22,7 @@ def test_stages_are_balanced_for_what_they_compute(stash, counts: tuple[int, int
     config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16)
     layer = (config.flops_per_token() - 6 * config.vocab_size * config.d_model) / config.n_layers
     config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16, vocab_size=round(2 * layer / (6 * config.d_model)))
-    assert divided(config, PipelineConfig(stash=stash, balance="flops"), 2).counts == counts
+    assert divided(config, PipelineConfig(stash=stash, balance="flops"), 2)["blocks"].counts == counts
 
 
 @pytest.mark.parametrize("kind", ["params", "optimizer"])
@@ -30,7 +30,7 @@ def test_what_moves_into_stages_lies_there_as_the_rules_say(kind: Kind) -> None:
     """Under ZeRO moments are cut over data, and weights are not."""
     model = dataclasses.replace(GPT, n_layers=3)
     blueprint, name = Blueprint.of(model, shard_on("zero1", pipeline=2, data=2), PipelineConfig(layers=(1, 2))), "blocks.mlp.up.weight"
-    shape, stages = blueprint.shapes[name].shape, blueprint.stages
+    shape, stages = blueprint.shapes[name].shape, blueprint.stack_of(name)
     values = np.random.default_rng(0).random(shape, np.float32)
     memory = blueprint.by_stage({name: jax.device_put(values, blueprint.canonical_shardings(kind)[name])}, kind)[name]
     assert memory.sharding.is_equivalent_to(blueprint.shardings(kind)[name], memory.ndim)

@@ -8,6 +8,7 @@ from support import GPT, host_batch, initial, shard_on
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.stack import forward
 from mesh_lm.pipeline import engine
 
 COMPILE_BUDGET = 20
@@ -24,15 +25,16 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.Mon
         return x
 
     monkeypatch.setattr(Dropout, "__call__", noted)
-    forward = jax.jit(lambda params: blueprint.bind(params)(batch, Dropout.of(jax.random.key(3), batch["sample_ids"])))
-    jax.block_until_ready(forward(initial(blueprint)))
+    dropout = Dropout.of(jax.random.key(3), batch["sample_ids"], batch["indices"])
+    run = jax.jit(lambda params: forward(blueprint.bind, blueprint.segments, params, batch, dropout))
+    jax.block_until_ready(run(initial(blueprint)))
     jax.effects_barrier()
     assert len(keys) == len(batch["sample_ids"]) * (1 + 2 * GPT.n_layers)
 
 
 def test_the_mean_stays() -> None:
     x = np.full((64, 16, 32), 3.0, np.float32)
-    found = np.asarray(jax.jit(lambda x: Dropout.of(jax.random.key(0), jnp.arange(64, dtype=jnp.uint32))(x, 0.25))(x))
+    found = np.asarray(jax.jit(lambda x: Dropout.of(jax.random.key(0), jnp.arange(64, dtype=jnp.uint32), jnp.arange(16)[None])(x, 0.25))(x))
     assert set(np.unique(found)) == {0.0, 4.0} and found.mean() == pytest.approx(3.0, rel=0.01)
 
 

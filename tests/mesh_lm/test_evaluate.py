@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mesh_lm import evaluate, perplexity
 from mesh_lm.config import ConfigError
+from mesh_lm.model import whole_texts
 from mesh_lm.perplexity import windows
 from mesh_lm.trained import Trained
 from sharding_rules import MeshConfig
@@ -34,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cost(run: Path):
     """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
     trained = Trained.load(run, mesh=MeshConfig(data=8))
-    logits = jax.jit(lambda params, tokens: trained.blueprint.bind(params).logits({"tokens": tokens}))
+    logits = jax.jit(lambda params, tokens: trained.blueprint.bind(params).logits(whole_texts(tokens)))
 
     def nats(cases: list[tuple[list[int], int]]) -> float:
         tokens = np.zeros((256, SEQ), np.int32)

@@ -16,6 +16,7 @@ from mesh_lm import evaluate, harness
 from mesh_lm.config import ConfigError
 from mesh_lm.generation import Sampling
 from mesh_lm.harness import Requests
+from mesh_lm.model import whole_texts
 from mesh_lm.trained import Trained
 from sharding_rules import MeshConfig
 
@@ -75,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logprobs(run: Path):
     """Log-probabilities [n, V] of the token after each of n, at most SEQ, from the model's own logits."""
     trained = Trained.load(run, mesh=MeshConfig(data=8))
-    logits = jax.jit(lambda params, tokens: trained.blueprint.bind(params).logits({"tokens": tokens}))
+    logits = jax.jit(lambda params, tokens: trained.blueprint.bind(params).logits(whole_texts(tokens)))
 
     def after(tokens: list[int]) -> np.ndarray:
         padded = np.zeros((8, SEQ), np.int32)

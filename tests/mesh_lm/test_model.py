@@ -12,7 +12,8 @@ from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, ho
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.cli import load
 from mesh_lm.loss import cross_entropy
-from mesh_lm.model import DecoderConfig
+from mesh_lm.model import DecoderConfig, whole_texts
+from mesh_lm.model.stack import forward
 from mesh_lm.pipeline.engine import value_and_grad
 from sharding_rules import ShardingRuleError, preset
 
@@ -101,7 +102,7 @@ def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
     B, S = 64, 256
     text = np.random.default_rng(0).integers(0, VOCAB, (1, B, S + 1)).astype(np.int32)
     batch = {"tokens": text[..., :-1], "labels": text[..., 1:], "weights": np.ones((1, B, S), np.float32)}
-    batch["sample_ids"] = np.arange(B, dtype=np.uint32)[None]
+    batch["sample_ids"], batch["indices"] = np.arange(B, dtype=np.uint32)[None], np.arange(S, dtype=np.int32)[None, None]
     params, grads = None, {}
     for dtype in ("float32", "bfloat16"):
         blueprint = Blueprint.of(dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096), shard_on("ddp", data=2))
@@ -119,7 +120,7 @@ def test_the_future_is_not_seen() -> None:
     tokens = host_batch(1)["tokens"][0, :2]
 
     def logits(params, tokens):
-        return blueprint.bind(params).logits({"tokens": tokens})
+        return blueprint.bind(params).logits(whole_texts(tokens))
 
     run = jax.jit(logits)
     before, changed = np.asarray(run(params, tokens)), tokens.copy()
@@ -143,7 +144,7 @@ def test_kv_heads_that_do_not_line_up_are_refused() -> None:
     blueprint = Blueprint.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
     batch = {name: x[0] for name, x in host_batch(1).items()}
     with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share whole kv heads"):
-        jax.eval_shape(lambda p: blueprint.bind(p)(batch, None), blueprint.shapes)
+        jax.eval_shape(lambda p: forward(blueprint.bind, blueprint.segments, p, batch), blueprint.shapes)
 
 
 def test_fsdp_without_remat_keeps_no_gathered_weights() -> None:

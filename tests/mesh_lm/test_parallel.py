@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
@@ -74,7 +75,7 @@ def test_padded_layers_have_no_gradient() -> None:
     blueprint = Blueprint.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
     batch = on_devices(host_batch(2), blueprint)
     _, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, initial(blueprint)), batch, jax.random.key(0))
-    padded = blueprint.stages.layer_of_row() < 0
+    padded = blueprint.layout["blocks"].layer_of_row() < 0
     for name in blueprint.stacked:
         rows = np.asarray(grads[name])
         assert not rows[padded].any() and rows[~padded].any(), name
@@ -86,7 +87,7 @@ def test_dropout_masks_do_not_depend_on_the_mesh(rules: str, mesh: dict[str, int
     ids = np.arange(8, dtype=np.uint32)
 
     def mask(x, ids):
-        return Dropout.of(jax.random.key(1), ids).fold(3).fold(1)(x, 0.25)
+        return Dropout.of(jax.random.key(1), ids, jnp.arange(16)[None]).fold(3).fold(1)(x, 0.25)
 
     shard = shard_on(rules, **mesh)
     places = (shard.sharding("activations", ("batch", "seq_resid", "embed")), shard.sharding("activations", ("batch",)))

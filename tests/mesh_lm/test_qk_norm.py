@@ -9,6 +9,7 @@ import pytest
 from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 from mesh_lm.blueprint import Blueprint
+from mesh_lm.model.stack import forward
 
 COMPILE_BUDGET = 15
 CONFIG = dataclasses.replace(LLAMA, qk_norm=True, sinks=False, softcap=0.0, window=(), head_softcap=0.0, z_loss=0.0)
@@ -31,8 +32,11 @@ def test_save_names_computes_no_projection_again() -> None:
 
     def matmuls(**changes: object) -> int:
         blueprint = Blueprint.of(dataclasses.replace(CONFIG, **changes), shard_on("ddp"))
-        batch = {name: np.zeros((1, 16), kind) for name, kind in (("tokens", np.int32), ("labels", np.int32), ("weights", np.float32))}
-        program = jax.make_jaxpr(jax.grad(lambda p: blueprint.bind(p)(batch, None)["objective"]))(blueprint.shapes)
+        batch = {
+            name: np.zeros((1, 16), kind)
+            for name, kind in (("tokens", np.int32), ("labels", np.int32), ("weights", np.float32), ("indices", np.int32))
+        }
+        program = jax.make_jaxpr(jax.grad(lambda p: forward(blueprint.bind, blueprint.segments, p, batch)[0]))(blueprint.shapes)
         return str(program).count("dot_general")
 
     assert (

@@ -14,6 +14,7 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import ConfigError
 from mesh_lm.generation import Engine, Sampling, Scorer
 from mesh_lm.generation.engine import whole_sequences
+from mesh_lm.model import whole_texts
 
 COMPILE_BUDGET = 70
 
@@ -45,7 +46,7 @@ def placed(name: str, blueprint: Blueprint) -> dict[str, jax.Array]:
 def full_logits(name: str):
     """(tokens [B, SEQ]) -> logits [B, SEQ, V] of the model as it is trained."""
     blueprint = Blueprint.of(MODELS[name], shard_on("ddp"))
-    run = jax.jit(lambda params, tokens: blueprint.bind(params).logits({"tokens": tokens}))
+    run = jax.jit(lambda params, tokens: blueprint.bind(params).logits(whole_texts(tokens)))
     return lambda tokens: run(weights(name), tokens)
 
 

@@ -14,6 +14,8 @@ from mesh_lm import huggingface
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import ConfigError
 from mesh_lm.huggingface import files
+from mesh_lm.model import whole_texts
+from mesh_lm.model.stack import forward
 
 COMPILE_BUDGET = 20
 
@@ -59,12 +61,12 @@ def test_the_loss_gives_padding_no_probability() -> None:
     assert not np.asarray(found.params["embedding"])[150:].any()
     labels = np.roll(found.ids, -1, axis=1)
     batch = {
-        "tokens": found.ids,
         "labels": labels,
         "weights": np.ones(labels.shape, np.float32),
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
-    sums = jax.jit(lambda p: found.blueprint.bind(p)(batch, None))(found.params)
+    batch |= whole_texts(found.ids)
+    sums = jax.jit(lambda p: forward(found.blueprint.bind, found.blueprint.segments, p, batch)[1])(found.params)
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.mean(), rel=1e-6)

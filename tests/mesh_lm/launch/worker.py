@@ -46,7 +46,7 @@ def bits(argv: list[str]) -> dict[str, Any]:
     taken = [batch for _, batch in islice(loader, 3)]
     loader.close()
     ids = taken[-1]["sample_ids"][0]
-    mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
+    mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
     return {
         "init": digest(init_state(blueprint, AdamW(config.optimizer, config.train.steps), config.seed)),
         "batches": [digest(batch) for batch in taken],

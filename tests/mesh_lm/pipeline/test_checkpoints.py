@@ -46,7 +46,7 @@ def config_at(output: Path, place: str) -> TrainConfig:
 
 def in_model_order(state: State, blueprint: Blueprint) -> dict[str, np.ndarray]:
     """Every leaf on the host, without the code that is tested; what pads the rows is 0."""
-    stages, out = blueprint.stages, {}
+    stages, out = blueprint.layout["blocks"], {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         x, name = np.array(leaf), path[-1].key
         if name in blueprint.stacked:

@@ -94,7 +94,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
 
 
 def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
-    """Stages of 3, 4, 4 and 5 layers hold a quarter more than equal ones; a conditional around what remat repeats would save its weights."""
+    """Stages of 3, 4, 4 and 5 layers hold a quarter more than equal ones; a conditional around what remat repeats saves its weights."""
 
     def temporaries(layers: tuple[int, ...]) -> int:
         config = TrainConfig(

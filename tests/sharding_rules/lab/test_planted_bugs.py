@@ -37,12 +37,12 @@ def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: Decod
     mesh = h100(**MESH) if mesh is None else mesh
     blueprint, optimizer = Blueprint.of(config, Shard(rules, mesh)), AdamW(OptimizerConfig(), 10)
     spec = engine.batch_sharding(blueprint).spec
-    dtypes = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32, "sample_ids": jnp.uint32}
-    whole = (MICROBATCHES, ROWS, config.seq_len)
+    dtypes = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32, "sample_ids": jnp.uint32, "indices": jnp.int32}
+    shapes = {"sample_ids": (MICROBATCHES, ROWS), "indices": (MICROBATCHES, 1, config.seq_len)}
     batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*spec[: len(shape)])))
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, engine.leaf_spec(spec, shape)))
         for name, dtype in dtypes.items()
-        for shape in (whole[:2] if name == "sample_ids" else whole,)
+        for shape in (shapes.get(name, (MICROBATCHES, ROWS, config.seq_len)),)
     }
     state = step.abstract_state(blueprint, optimizer)
     report = compile_report(step.train_step(blueprint, optimizer, 0), state, batch, mesh=mesh, cache=reports)

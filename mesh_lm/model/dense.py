@@ -1,0 +1,66 @@
+"""The layer of a dense transformer: pre-norm attention, then an MLP. Sizes: B batch, S sequence, D embed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_lm.model.cache import Past
+from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.contract import Context, Sums
+from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.layers import Attention, Mlp, Norm, Weights
+from sharding_rules import Shard
+
+
+class Layer(nnx.Module):
+    """Fulfils `mesh_lm.model.Layer`."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.shard, self.rate, self.windows = shard, config.dropout, config.windows()
+        self.attention_norm, self.attention = Norm(config, weights), Attention(config, weights, shard)
+        self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
+
+    def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+        dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
+        past = Past(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
+        with jax.named_scope("attention"):
+            h_BSD = self._enter(self.attention_norm(x_BSD))
+            y_BSD, past = self.attention(h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past)
+            x_BSD = checkpoint_name(self._add(x_BSD, y_BSD, dropout, 0), "mid_residual")
+        with jax.named_scope("mlp"):
+            y_BSD = self.mlp(self._enter(self.mlp_norm(x_BSD)))
+            return self._add(x_BSD, y_BSD, dropout, 1), past and past.cache, {}
+
+    def _enter(self, x_BSD: jax.Array) -> jax.Array:
+        return self.shard(x_BSD, "batch", "seq", "embed")
+
+    def _add(self, x_BSD: jax.Array, y_BSD: jax.Array, dropout: Dropout | None, site: int) -> jax.Array:
+        y_BSD = self.shard(y_BSD.astype(x_BSD.dtype), "batch", "seq_resid", "embed")
+        return x_BSD + (dropout.fold(site)(y_BSD, self.rate) if dropout and self.rate else y_BSD)
+
+
+def n_params(config: DecoderConfig) -> int:
+    """Parameters of one layer."""
+    d, h = config.d_model, config.d_head
+    norm = 2 if config.norm == "layernorm" and config.biases else 1  # vectors in one
+    total = _matmul_weights(config) + norm * (2 * d + 2 * h * config.qk_norm) + config.n_heads * config.sinks
+    if config.biases:
+        total += h * (config.n_heads + 2 * config.kv_heads) + d + config.d_mlp * (2 if config.activation == "swiglu" else 1) + d
+    return total
+
+
+def flops_per_token(config: DecoderConfig) -> float:
+    """Of one layer, forward and backward, as `DecoderConfig.flops_per_token` counts them; the mean over a period of windows."""
+    S = config.seq_len
+    windows = [min(window or S, S) for window in config.windows()]
+    seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)
+    return 6 * _matmul_weights(config) + 12 * config.n_heads * config.d_head * seen
+
+
+def _matmul_weights(config: DecoderConfig) -> int:
+    attention = config.d_model * config.d_head * (2 * config.n_heads + 2 * config.kv_heads)
+    return attention + config.d_model * config.d_mlp * (3 if config.activation == "swiglu" else 2)
