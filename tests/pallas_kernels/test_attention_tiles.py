@@ -1,7 +1,7 @@
 """The cut of the square: every visible pair of query and key lies in exactly one tile, and no tile is without one."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.attention.problem import Problem
@@ -22,6 +22,8 @@ def plan_of(S: int, T: int, q_chunk: int, kv_chunk: int, **features) -> Plan:
 
 @settings(deadline=None)
 @given(lengths, lengths, st.integers(1, 100), st.integers(1, 100), st.integers(-100, 100), st.none() | st.integers(1, 100), st.booleans())
+@example(90, 90, 100, 100, 0, 10, True)  # unrolled, and in tiles: the oldest key of a window is seen by a tile's first row alone
+@example(64, 64, 16, 16, 0, 2, True)
 def test_tiles_cover_what_is_visible_once_and_nothing_else(
     S: int, T: int, q_chunk: int, kv_chunk: int, q_offset: int, window: int | None, causal: bool
 ) -> None:

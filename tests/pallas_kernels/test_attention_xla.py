@@ -38,7 +38,7 @@ CASES = {
         "traced": -7,
         "window": 30,
         "segment_ids": SEGMENTS[:, :33],
-        "kv_segment_ids": SEGMENTS,
+        "kv_segment_ids": np.roll(SEGMENTS, -9, 1),
     },
     "loop: nothing is visible": {"S": 40, "T": 40, "K": 2, "q_offset": -99, "sinks": True},
     "unrolled: causal, groups, padded": {"S": 150, "T": 150, "K": 2},

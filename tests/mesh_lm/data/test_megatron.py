@@ -125,7 +125,7 @@ def greedy(weights: list[float], size: int) -> list[int]:
     return chosen
 
 
-TIES = [[0.5, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
+TIES = [[0.2, 0.5, 0.3], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
 """Where sums of weights meet exactly; and tiny weights, whose blocks start from a wrong guess."""
 
 

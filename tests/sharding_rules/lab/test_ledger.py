@@ -96,6 +96,12 @@ def test_shapes_are_the_whole_arrays() -> None:
         assert len(found(version)["reduce-scatter-start.5"].shapes) == 4
 
 
+def test_a_gather_along_a_later_dimension() -> None:
+    text = "  ROOT %all = f32[8,32]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={1}"
+    (one,) = of(program(text), tensor=4)
+    assert (one.shapes, one.payload, one.wire) == (("f32[8,32]",), 8 * 32 * 4, 8 * 32 * 4 * 3 / 4)
+
+
 def program(body: str, computations: str = "") -> hlo.Module:
     return hlo.parse(
         f"HloModule m\n\n{computations}\nENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  %x = f32[8,8]{{1,0}} parameter(0)\n{body}\n}}\n"
