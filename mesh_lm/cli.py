@@ -23,9 +23,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.model import SegmentConfig
 from sharding_rules import PRESETS, Rules, preset
 
 DEFAULT = "configs/gpt_tiny.py"
+_SEGMENT = "NAME:LAYERS[:KIND[:REMAT]]"
 T = TypeVar("T")
 
 
@@ -220,6 +222,8 @@ def _expected(hint: Any, text: str) -> str:
     if get_origin(hint) is Literal:
         choices = [str(choice) for choice in get_args(hint)]
         return f"expected one of {', '.join(choices)}{_did_you_mean(difflib.get_close_matches(text, choices, n=1))}"
+    if hint == tuple[SegmentConfig, ...]:
+        return f"expected {_SEGMENT}, with commas between several"
     return f"expected {inspect.formatannotation(hint)}"
 
 
@@ -290,7 +294,7 @@ def _print_command_help(cls: type, description: str) -> None:
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
-    """How tyro reads and shows the two types that it does not know, or spells in Python."""
+    """How tyro reads and shows the types that it does not know, or spells in Python."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -299,6 +303,8 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             return _one_word(f"{{{','.join(PRESETS)}}}[+...]", Rules, preset, lambda rules: rules.name)
         if info.type is bool:
             return _one_word("{true,false}", bool, _boolean, lambda value: str(value).lower())
+        if info.type is SegmentConfig:
+            return _one_word(_SEGMENT, SegmentConfig, SegmentConfig.parse, str)
         return None
 
     return registry

@@ -254,5 +254,7 @@ def as_dict(config: Any) -> dict[str, Any]:
             value = value.as_dict()
         elif dataclasses.is_dataclass(value):
             value = as_dict(value)
-        out[field.name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            value = [as_dict(each) if dataclasses.is_dataclass(each) else each for each in value]
+        out[field.name] = value
     return out

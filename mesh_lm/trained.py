@@ -15,7 +15,7 @@ from mesh_lm import checkpoint, huggingface
 from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.model import DecoderConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.pipeline.unpiped import folded
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 from sharding_rules.rules import Kind
@@ -162,7 +162,8 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
         fields = {f.name for f in dataclasses.fields(DecoderConfig)}
         if unknown := plain["model"].keys() - fields - {"class"}:
             raise ConfigError(f"{where}: its model has fields that this version does not know: {', '.join(sorted(unknown))}")
-        model = DecoderConfig(**_known(DecoderConfig, plain["model"]))
+        runs = tuple(SegmentConfig(**_known(SegmentConfig, run)) for run in plain["model"].get("segments", ()))
+        model = DecoderConfig(**_known(DecoderConfig, plain["model"]) | {"segments": runs})
     hints = get_type_hints(TrainConfig)
     sections = {name: hints[name] for name in plain if dataclasses.is_dataclass(hints.get(name)) and name not in ("model", "rules")}
     built = {name: section(**_known(section, plain[name])) for name, section in sections.items()}

@@ -115,6 +115,10 @@ class Saved:
         problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
                     for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
         if problems:
+            parts = [{name.partition(".")[0] for name in names if "." in name} for names in (saved, wanted)]
+            theirs, ours = (", ".join(sorted(some - other)) for some, other in (parts, parts[::-1]))
+            if theirs and ours:
+                problems.insert(0, f"its layers are in {theirs}; those of this config in {ours} (model.segments)")
             told = listed(f"{self.path} is a checkpoint of another model", problems)
             raise ConfigError(f"{told}\nset another output, or that model's config")
 

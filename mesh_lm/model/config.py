@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
@@ -29,6 +29,17 @@ class SegmentConfig:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of this segment's matmuls; the residual stream keeps the model's. None: as the model's."""
 
+    @classmethod
+    def parse(cls, word: str) -> SegmentConfig:
+        """From name:layers[:kind[:remat]], as the command line spells it. Raises ValueError for another form."""
+        name, layers, *rest = word.split(":")
+        if len(rest) > 2 or (rest[1:] and rest[1] not in get_args(Remat)):
+            raise ValueError(word)
+        return cls(name, int(layers), *rest)
+
+    def __str__(self) -> str:
+        return ":".join([self.name, str(self.n_layers), self.kind, *([self.remat] if self.remat else [])])
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
@@ -37,7 +48,7 @@ class DecoderConfig(ModelConfig):
     n_layers: int = 4
     """Transformer layers, of all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Runs of unlike layers, first to last, which a config file sets; empty: one run of dense layers, called blocks."""
+    """Runs of unlike layers, first to last, as name:layers[:kind[:remat]]; empty: one run of dense layers, called blocks."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4

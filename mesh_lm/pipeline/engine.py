@@ -76,8 +76,11 @@ def region(blueprint: Blueprint, batch: Batch) -> Callable[[Params, Batch, jax.A
         if table is not None:
             part = Part(blueprint, params, batch, _own(stage), key=key, weight=weight)
             sums, grads = ring.gradients(part, table, _own(columns))
+        elif len(batch["tokens"]) == 1:
+            sums, grads = microbatch(None, _first(batch))[0]
         else:
-            sums, grads = _summed(microbatch, batch)
+            zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
+            sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
         return _reduced(sums, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
 
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), specs)
@@ -97,7 +100,8 @@ def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
 
             if table is not None:
                 return _psum(ring.sums(Part(blueprint, params, batch, _own(stage)), table, _own(columns)), manual(blueprint), blueprint)
-            return _psum(_summed(microbatch, batch), manual(blueprint), blueprint)
+            zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
+            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual(blueprint), blueprint)
 
         return _manual(local, blueprint, table, batch, (), PartitionSpec())(params, dict(batch))
 
@@ -130,13 +134,12 @@ def evaluation_table(blueprint: Blueprint, microbatches: int) -> Table:
     return _tables(blueprint.pipeline, blueprint.n_stages, microbatches)[1]
 
 
-def _summed(add: Callable[[Any, Batch], tuple[Any, None]], batch: Batch) -> Any:
-    """What `add` (total so far or None, one microbatch) -> (total, None) makes of all microbatches, in the results' own types."""
-    one = {name: x[0] for name, x in batch.items()}
-    if len(batch["tokens"]) == 1:
-        return add(None, one)[0]
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(partial(add, None), one)[0])
-    return lax.scan(add, zeros, dict(batch))[0]
+def _first(batch: Batch) -> Batch:
+    return {name: x[0] for name, x in batch.items()}
+
+
+def _zeros(like: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
 
 def _added(total: Any, more: Any) -> Any:

@@ -1,0 +1,20 @@
+"""The dense layer, with the matrix of `experts_toy.ExpertsDecoder` before its MLP's input: layers of two segments share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mesh_lm.model import Context, Sums
+from mesh_lm.model import dense as dense_kind
+from mesh_lm.model.dense import flops_per_token as flops_per_token
+from mesh_lm.model.dense import n_params as n_params
+
+
+class Layer(dense_kind.Layer):
+    def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+        x_BSD = x_BSD + self.shard(0.1 * jnp.tanh(self._enter(x_BSD) @ ctx.shared), "batch", "seq_resid", "embed")
+        return super().__call__(x_BSD, dataclasses.replace(ctx, shared=None))
