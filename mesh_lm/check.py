@@ -159,7 +159,21 @@ def _sizes(config: TrainConfig) -> Iterator[str]:
                 seen.add((field, axes))
                 product = " x ".join(setting(a, mesh[a]) for a in axes)
                 hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
+                hint += _whole_kv_heads(config, logical, ways)
                 yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
+
+
+def _whole_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
+    """The other way out where kv heads do not divide: each device has all of them, and takes those of its query heads."""
+    sizes = config.model.sizes()
+    heads, kv_heads = (sizes.get(name, ("", 0))[1] for name in ("heads", "kv_heads"))
+    if logical.rpartition("/")[2] != "kv_heads" or not kv_heads or heads % kv_heads or heads % ways:
+        return ""
+    group, local = heads // kv_heads, heads // ways
+    if local % group and group % local:
+        return ""
+    given = [k for k in get_args(Kind) if getattr(config.rules, k) is not None and axes_of(config.rules.column(k).get(logical))]
+    return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device has all kv heads then"
 
 
 def _rows_with_sizes(column: Column, sizes: dict[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:

@@ -179,3 +179,20 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
     )
     with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: moe/mlp -> fsdp\)"):
         check(config, 8)
+
+
+def test_fewer_kv_heads_than_tensor_ways() -> None:
+    """The way out that is offered passes."""
+    many = ["model.n_heads=8", "model.n_kv_heads=2", "mesh.data=2", "mesh.tensor=4", "model.head_dim=16"]
+    said = (
+        "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2; "
+        "or set kv_heads to None in rules.params and {}rules.activations: each device has all kv heads then"
+    )
+    assert problems(*many, "rules=megatron") == [said.format("")]
+    assert problems(*many, "rules=zero1+megatron") == [said.format("rules.gradients and rules.optimizer and ")]
+    config = parse([f"--config={TINY}", *(f"--config.{override}" for override in many)])
+    whole: dict[str, Any] = {kind: {"kv_heads": None} for kind in ("params", "activations")}
+    check(dataclasses.replace(config, rules=preset("megatron").replace(**whole)), 8)
+    # Three query heads of a device would share one kv head and a half.
+    (found,) = problems("model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16", "mesh.data=4", "mesh.tensor=2", "rules=megatron")
+    assert found.endswith("mesh.tensor can be 1, 3")
