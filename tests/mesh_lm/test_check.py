@@ -196,3 +196,23 @@ def test_fewer_kv_heads_than_tensor_ways() -> None:
     # Three query heads of a device would share one kv head and a half.
     (found,) = problems("model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16", "mesh.data=4", "mesh.tensor=2", "rules=megatron")
     assert found.endswith("mesh.tensor can be 1, 3")
+
+
+def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
+    """Each hangs where it is not refused: XLA's permutes stand in the branches of stages. Without stages both are right."""
+    stored: dict[str, Any] = {"params": {"embed": None, "mlp": ("fsdp", "tensor")}}
+    crossed = stored | {"gathered": {"mlp": ("fsdp", "tensor")}, "activations": {"batch": "data", "mlp": ("tensor", "fsdp")}}
+    train = dataclasses.replace(load(TINY).train, microbatches=2)
+    said = []
+    for columns in (stored, crossed):
+        config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace(**columns), train=train)
+        check(dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 8)
+        with pytest.raises(ConfigError) as caught:
+            check(dataclasses.replace(config, mesh=MeshConfig(pipeline=2, fsdp=2, tensor=2)), 8)
+        said += str(caught.value).split("\n  - ")[1:]
+    wait = "XLA would permute arrays in a branch that some stages skip, and wait for ever"
+    assert said == [
+        f"mesh.pipeline=2: rules.params['mlp']=('fsdp', 'tensor') does not begin with rules.gathered['mlp']=('tensor',); {wait}",
+        "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and rules.gathered['mlp']=('fsdp', 'tensor') do not begin alike; "
+        + wait,
+    ]
