@@ -25,7 +25,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _sizes, _batch, _pipeline):
+    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _sizes, _batch, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -132,11 +132,12 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
 def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
     """What would be trained wrongly rather than slowly."""
     manual = config.rules.manual_axes()
-    for logical, entry in config.rules.params.items():
-        for axis in axes_of(entry):
-            if axis in manual and (logical, axis) != ("layers", "pipeline"):
-                fix = "to cut them along the batch use the mesh axis 'fsdp'"
-                yield f"rules.params[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
+    for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
+        for logical, entry in column.items():
+            for axis in axes_of(entry):
+                if axis in manual and (logical, axis) != ("layers", "pipeline"):
+                    fix = "to cut them along the batch use the mesh axis 'fsdp'"
+                    yield f"rules.{kind}[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
     reasons = {
         "embed": "the residual stream is cut along batch and seq_resid only",
         "seq": "attention needs all of a sequence",
@@ -148,7 +149,8 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
         if entry and (reason := reasons.get(logical.rpartition("/")[2])):
             yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
         elif logical != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
-            yield f"rules.activations[{logical!r}]={entry!r}: along {axis} the batch alone is cut; leave {axis!r} out"
+            alone = "no activation" if axis == "pipeline" else "the batch alone"
+            yield f"rules.activations[{logical!r}]={entry!r}: along {axis} {alone} is cut; leave {axis!r} out"
 
 
 def _sizes(config: TrainConfig) -> Iterator[str]:
@@ -162,7 +164,21 @@ def _sizes(config: TrainConfig) -> Iterator[str]:
                 seen.add((field, axes))
                 product = " x ".join(setting(a, mesh[a]) for a in axes)
                 hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
+                hint += _whole_kv_heads(config, logical, ways)
                 yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
+
+
+def _whole_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
+    """The other way out where kv heads do not divide: each device has all of them, and takes those of its query heads."""
+    sizes = config.model.sizes()
+    heads, kv_heads = (sizes.get(name, ("", 0))[1] for name in ("heads", "kv_heads"))
+    if logical.rpartition("/")[2] != "kv_heads" or not kv_heads or heads % kv_heads or heads % ways:
+        return ""
+    group, local = heads // kv_heads, heads // ways
+    if local % group and group % local:
+        return ""
+    given = [k for k in get_args(Kind) if getattr(config.rules, k) is not None and axes_of(config.rules.column(k).get(logical))]
+    return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device has all kv heads then"
 
 
 def _rows_with_sizes(column: Column, sizes: dict[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
@@ -198,6 +214,28 @@ def _pipeline(config: TrainConfig) -> Iterator[str]:
             fits()
         except ConfigError as error:
             yield str(error)
+
+
+def _permuted(config: TrainConfig) -> Iterator[str]:
+    """Rules by which XLA would permute weights among devices. In a pipeline it would do so in a branch that some stages do not take, and
+    wait for them for ever."""
+    rules, mesh = config.rules, config.mesh.sizes()
+    if mesh["pipeline"] == 1:
+        return
+
+    def cut(kind: Kind, logical: str) -> tuple[str, ...]:
+        row, auto = rules.row(kind, logical), set(mesh) - rules.manual_axes()
+        return tuple(a for a in axes_of(rules.column(kind)[row] if row else None) if a in auto and mesh[a] > 1)
+
+    for logical in rules.params:
+        stored, used, acts = (cut(kind, logical) for kind in ("params", "gathered", "activations"))
+        if stored[: len(used)] != used:
+            pair = f"rules.params[{logical!r}]={stored} does not begin with rules.gathered[{logical!r}]={used}"
+        elif acts[: len(used)] != used[: len(acts)]:
+            pair = f"rules.activations[{logical!r}]={acts} and rules.gathered[{logical!r}]={used} do not begin alike"
+        else:
+            continue
+        yield f"mesh.pipeline={mesh['pipeline']}: {pair}; XLA would permute arrays in a branch that some stages skip, and wait for ever"
 
 
 def _divisors(n: int) -> list[int]:

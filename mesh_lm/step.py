@@ -24,12 +24,15 @@ what a checkpoint holds."""
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
 
+_STEPS = 0x73746570  # "step": no model has so many parameters
+
+
 def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float = 0.0) -> Step:
     """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
     finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late."""
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), state["step"])
+        key = step_key(seed, state["step"])
         (sums, _), grads = region(blueprint, batch)(state["params"], dict(batch), key)
         with jax.named_scope("optimizer"):
             grads = blueprint.constrain(grads, "gradients")
@@ -54,6 +57,11 @@ def train_step(blueprint: Blueprint, optimizer: AdamW, seed: int, outlier: float
 
     shardings = state_shardings(blueprint)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def step_key(seed: int, step: jax.Array | int) -> jax.Array:
+    """The key of a step's dropout. Initialisation folds each parameter's number into the seed's key, so steps fold a tag in first."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
 
 
 def state_shardings(blueprint: Blueprint) -> State:

@@ -163,7 +163,8 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
         if unknown := plain["model"].keys() - fields - {"class"}:
             raise ConfigError(f"{where}: its model has fields that this version does not know: {', '.join(sorted(unknown))}")
         runs = tuple(SegmentConfig(**_known(SegmentConfig, run)) for run in plain["model"].get("segments", ()))
-        model = DecoderConfig(**_known(DecoderConfig, plain["model"]) | {"segments": runs})
+        known: dict[str, Any] = {**_known(DecoderConfig, plain["model"]), "segments": runs}
+        model = DecoderConfig(**known)
     hints = get_type_hints(TrainConfig)
     sections = {name: hints[name] for name in plain if dataclasses.is_dataclass(hints.get(name)) and name not in ("model", "rules")}
     built = {name: section(**_known(section, plain[name])) for name, section in sections.items()}

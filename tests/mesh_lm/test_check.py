@@ -166,20 +166,57 @@ def test_mesh_axes_that_rules_declare() -> None:
 
 
 def test_rules_of_a_part_are_checked_as_all_others() -> None:
-    rows = {"moe/mlp": "data", "moe/embed": "tensor", "moe/head": "tensr"}
-    rules = preset("megatron").replace(params={"moe/mlp": "data"}, activations=rows)
+    rows = {"blocks/mlp": "data", "blocks/embed": "tensor", "blocks/head": "tensr"}
+    rules = preset("megatron").replace(params={"blocks/mlp": "data"}, activations=rows)
     config = dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2))
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value).split("\n  - ")[1:] == [
-        "rules.activations['moe/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; did you mean 'tensor'?",
-        "rules.params['moe/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
-        "rules.activations['moe/mlp']='data': along data the batch alone is cut; leave 'data' out",
-        "rules.activations['moe/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
+        "rules.activations['blocks/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; did you mean 'tensor'?",
+        "rules.params['blocks/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
+        "rules.activations['blocks/mlp']='data': along data the batch alone is cut; leave 'data' out",
+        "rules.activations['blocks/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
     ]
     odd = dataclasses.replace(config.model, d_ff=510)
     config = dataclasses.replace(
-        config, model=odd, rules=preset("ddp").replace(params={"moe/mlp": "fsdp"}), mesh=MeshConfig(fsdp=4, data=2)
+        config, model=odd, rules=preset("ddp").replace(params={"blocks/mlp": "fsdp"}), mesh=MeshConfig(fsdp=4, data=2)
     )
-    with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: moe/mlp -> fsdp\)"):
+    with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: blocks/mlp -> fsdp\)"):
         check(config, 8)
+
+
+def test_fewer_kv_heads_than_tensor_ways() -> None:
+    """The way out that is offered passes."""
+    many = ["model.n_heads=8", "model.n_kv_heads=2", "mesh.data=2", "mesh.tensor=4", "model.head_dim=16"]
+    said = (
+        "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2; "
+        "or set kv_heads to None in rules.params and {}rules.activations: each device has all kv heads then"
+    )
+    assert problems(*many, "rules=megatron") == [said.format("")]
+    assert problems(*many, "rules=zero1+megatron") == [said.format("rules.gradients and rules.optimizer and ")]
+    config = parse([f"--config={TINY}", *(f"--config.{override}" for override in many)])
+    whole: dict[str, Any] = {kind: {"kv_heads": None} for kind in ("params", "activations")}
+    check(dataclasses.replace(config, rules=preset("megatron").replace(**whole)), 8)
+    # Three query heads of a device would share one kv head and a half.
+    (found,) = problems("model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16", "mesh.data=4", "mesh.tensor=2", "rules=megatron")
+    assert found.endswith("mesh.tensor can be 1, 3")
+
+
+def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
+    """Each hangs where it is not refused: XLA's permutes stand in the branches of stages. Without stages both are right."""
+    stored: dict[str, Any] = {"params": {"embed": None, "mlp": ("fsdp", "tensor")}}
+    crossed = stored | {"gathered": {"mlp": ("fsdp", "tensor")}, "activations": {"batch": "data", "mlp": ("tensor", "fsdp")}}
+    train = dataclasses.replace(load(TINY).train, microbatches=2)
+    said = []
+    for columns in (stored, crossed):
+        config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace(**columns), train=train)
+        check(dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 8)
+        with pytest.raises(ConfigError) as caught:
+            check(dataclasses.replace(config, mesh=MeshConfig(pipeline=2, fsdp=2, tensor=2)), 8)
+        said += str(caught.value).split("\n  - ")[1:]
+    wait = "XLA would permute arrays in a branch that some stages skip, and wait for ever"
+    assert said == [
+        f"mesh.pipeline=2: rules.params['mlp']=('fsdp', 'tensor') does not begin with rules.gathered['mlp']=('tensor',); {wait}",
+        "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and rules.gathered['mlp']=('fsdp', 'tensor') do not begin alike; "
+        + wait,
+    ]

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support import GPT, host_batch, on_devices, shard_on
 
+from mesh_lm import step as step_module
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optimizer import AdamW, decayed
-from mesh_lm.step import abstract_state, init_state, train_step
+from mesh_lm.step import abstract_state, init_state, step_key, train_step
 
-COMPILE_BUDGET = 80
+COMPILE_BUDGET = 90
 
 
 def rates(**fields) -> np.ndarray:
@@ -45,6 +47,35 @@ def test_a_decay_longer_than_the_run_still_ends_at_its_end() -> None:
 
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert rates(warmup_steps=0, schedule="constant")[0] == 2.0
+
+
+def test_no_step_draws_what_initialisation_drew() -> None:
+    """The key of a parameter is the seed's with its number folded in, that of a step the seed's with a tag and the step folded in."""
+    seed, tag = jax.random.key(5), 0x73746570
+    steps = [step_key(5, n) for n in range(64)]
+    rngs = nnx.Rngs(params=jax.random.key(5))
+    parameters = [rngs.params() for _ in range(64)]
+    bits = [jax.random.key_data(key).tobytes() for key in (*parameters, *steps)]
+    assert bits == [
+        *(jax.random.key_data(jax.random.fold_in(seed, n)).tobytes() for n in range(64)),
+        *(jax.random.key_data(jax.random.fold_in(jax.random.fold_in(seed, tag), n)).tobytes() for n in range(64)),
+    ]
+    assert len(set(bits)) == 128
+
+
+def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(key: jax.Array) -> jax.Array:  # float32 holds 16 bits of each word
+        return jnp.stack([jax.random.key_data(key) >> 16, jax.random.key_data(key) & 0xFFFF]).astype(jnp.float32)
+
+    def told(params, batch, key):
+        return {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}, params
+
+    monkeypatch.setattr(step_module, "value_and_grad", lambda blueprint: told)
+    blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp")), AdamW(OptimizerConfig(), 10)
+    state, step = init_state(blueprint, optimizer, 5), train_step(blueprint, optimizer, 5)
+    for number in range(2):
+        state, metrics = step(state, on_devices(host_batch(1), blueprint))
+        np.testing.assert_array_equal(metrics["key"], halves(step_key(5, number)))
 
 
 def test_equals_optax() -> None:

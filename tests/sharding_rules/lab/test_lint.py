@@ -141,6 +141,7 @@ def test_a_row_that_cuts_nothing() -> None:
     assert found["dead-rule"].fix == "did you mean rules.params['vocab']?" and "embedding stay whole" in found["dead-rule"].text
     assert found["dead-rule"].bytes == found["replicated"].bytes == 3 * V * D * 4 // 2 * 3 // 4
     assert lint(report(), RULES.replace(params={"experts": "tensor"}), AXES) == ()  # another model's row
+    assert lint(report(), RULES.replace(params={"moe/mlp": "tensor"}), AXES) == ()  # a row for one part of the model
 
 
 def test_replicated() -> None:

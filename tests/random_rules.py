@@ -1,0 +1,114 @@
+"""One step of training under rules that nobody wrote: that it equals one device, or is refused with a message.
+
+`python tests/random_rules.py '{"model": "gpt", "mesh": {"tensor": 2}, "rules": {"params": {"mlp": ["tensor"]}}}'` runs one example; without
+an argument, one for each line of its input. The answer is a line of JSON: [verdict, what was said].
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import traceback
+from typing import Any
+
+if __name__ == "__main__":  # as tests/conftest.py does for a test run
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    )
+
+import dataclasses
+
+import jax
+import numpy as np
+from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, initial, on_devices, shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.config import ConfigError, DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.optimizer import AdamW
+from mesh_lm.step import abstract_state, fresh_recent, train_step
+from sharding_rules import MeshConfig, ShardingRuleError, preset
+
+MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
+BASE = "hsdp+megatron"
+"""The rules that an example changes."""
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0)
+"""With which an update is nearly linear in the gradient, and does not amplify its noise."""
+Example = dict[str, Any]
+
+
+def config_of(example: Example) -> TrainConfig:
+    """The config of {"model", "mesh", "rules" (column -> row -> mesh axes), "microbatches", "pipeline"}."""
+    changes: dict[str, Any] = {kind: {row: tuple(axes) or None for row, axes in rows.items()} for kind, rows in example["rules"].items()}
+    return TrainConfig(
+        model=MODELS[example["model"]],
+        output="nowhere",
+        mesh=MeshConfig(**example["mesh"]),
+        rules=preset(BASE).replace("random", **changes),
+        train=TrainLoop(steps=10, global_batch=16, microbatches=example.get("microbatches", 1)),
+        optimizer=OPTIMIZER,
+        data=DataConfig(tokenizer_vocab=64),
+        pipeline=PipelineConfig(**example.get("pipeline", {})),
+    )
+
+
+def verdict(example: Example) -> tuple[str, str]:
+    """("same", ""), ("refused", the message), or what must not be: ("wrong" or "crashed", what was seen)."""
+    config = config_of(example)
+    try:
+        config = check(config, math.prod(config.mesh.sizes().values()))
+        found = stepped(config)
+    except (ConfigError, ShardingRuleError) as error:
+        return "refused", str(error)
+    except Exception:
+        return "crashed", traceback.format_exc()[-3000:]
+    try:
+        for wanted, got in zip(reference(example["model"]), found, strict=True):
+            assert_same_gradients(got, wanted)
+    except AssertionError as error:
+        return "wrong", str(error)
+    return "same", ""
+
+
+Found = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]
+
+
+def stepped(config: TrainConfig) -> Found:
+    """Metrics, first moments (a tenth of the gradients) and new parameters after a step from seed 0, layers in model order."""
+    sizes = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
+    shard = shard_on(config.rules, **sizes)
+    blueprint, optimizer = Blueprint.of(config.model, shard, config.pipeline), AdamW(config.optimizer, config.train.steps)
+    params = by_stage(blueprint, initial(Blueprint.of(config.model, shard_on("ddp"))))
+    abstract = abstract_state(blueprint, optimizer)
+    zeros = {n: np.zeros(x.shape, x.dtype) for n, x in abstract["mu"].items()}
+    moments = {slot: {n: jax.device_put(x, abstract[slot][n].sharding) for n, x in zeros.items()} for slot in ("mu", "nu")}
+    counters = {"step": np.int32(0), "skipped": np.int32(0), "recent": fresh_recent()}
+    state = {n: jax.device_put(x, abstract[n].sharding) for n, x in counters.items()} | {"params": params, **moments}
+    batch = on_devices(host_batch(config.train.microbatches), blueprint)
+    after, metrics = train_step(blueprint, optimizer, seed=3)(state, batch)
+
+    def whole(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+        rows = blueprint.stages.row_of_layer()
+        return {name: np.asarray(x)[rows] if name in blueprint.stacked else np.asarray(x) for name, x in tree.items()}
+
+    return {name: np.asarray(x) for name, x in metrics.items()}, whole(after["mu"]), whole(after["params"])
+
+
+@functools.cache
+def reference(model: str) -> Found:
+    return stepped(config_of({"model": model, "mesh": {}, "rules": {}}))
+
+
+def main() -> None:
+    for line in sys.argv[1:] or sys.stdin:
+        print("\0" + json.dumps(verdict(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
