@@ -150,8 +150,10 @@ class Blueprint:
 
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Layout:
-    """The layers of a model, by segment, on the stages of a mesh. Raises ConfigError where they do not fit."""
+    """The layers of a model, by segment, on the stages of a mesh. Raises ConfigError where they do not fit or cannot be."""
     stack = config.stack()
+    if problems := stack.problems():
+        raise ConfigError("\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems]))
     if stages == 1:
         return {segment.name: StackLayout(1, (segment.n_layers,)) for segment in stack.segments}
     if not stack.segments:

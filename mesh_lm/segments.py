@@ -52,6 +52,10 @@ class Stack:
     def problems(self) -> list[str]:
         """What no module could have, a sentence each."""
         found = [f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1" for s in self.segments if s.n_layers < 1]
+        for segment in self.segments:
+            if segment.n_layers % segment.period:
+                fix = f"not a multiple of its period of {segment.period}"
+                found.append(f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}")
         for name in dict.fromkeys(self.names):
             if not name.isidentifier():
                 found.append(f"model.segments: {name!r} is not a name that a module's attribute can have")

@@ -34,7 +34,7 @@ def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], layout: St
         return sharding
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     cut = [axis for axis in axes_of(spec[0]) if sharding.mesh.shape[axis] > 1]
-    if cut != [_AXIS] * (layout.stages > 1):
+    if cut != [_AXIS]:
         raise ShardingRuleError(
             f"the dimension layers is cut over the mesh axes {cut} in {layout.stages} pipeline stages; with uneven stages or "
             "pipeline.chunks > 1 it can be cut over pipeline alone: give the others to another dimension"

@@ -63,7 +63,7 @@ class StackLayout:
     @property
     def identity(self) -> bool:
         """True where the rows in memory are the layers in model order, none padding."""
-        return self.rows == self.n_layers and 1 in (self.stages, self.chunks)
+        return np.array_equal(self.layer_of_row(), np.arange(self.n_layers))
 
     def count(self) -> np.ndarray:
         """int32 [P, V]: layers of each chunk of each stage."""
@@ -83,10 +83,10 @@ class StackLayout:
 
     def layer_of_row(self) -> np.ndarray:
         """int32 [rows]: the layer of the segment that a row in memory holds; -1 where it is padding."""
-        layers = np.full((self.stages, self.height), -1, np.int32)
-        for stage, chunk in np.ndindex(self.stages, self.chunks):
-            offset, count, first = (int(of[stage, chunk]) for of in (self._offset(), self.count(), self.first()))
-            layers[stage, offset : offset + count] = range(first, first + count)
+        layers, offset, first = np.full((self.stages, self.height), -1, np.int32), self._offset(), self.first()
+        for (stage, chunk), count in np.ndenumerate(self.count()):
+            begin, layer = offset[stage, chunk], first[stage, chunk]
+            layers[stage, begin : begin + count] = range(layer, layer + count)
         return layers.ravel()
 
     def row_of_layer(self) -> np.ndarray:
@@ -123,104 +123,69 @@ def divide(
     """Gives every virtual stage at least one layer, and of every segment whole periods.
 
     Args:
+      stack: without problems (`Stack.problems`).
       layers: how many layers each virtual stage gets, in model order, whatever their segments; empty: by `balance`.
-      balance: equal: the same everywhere. flops: as even as whole periods allow, by the costs of the stack. Of layers that all cost the
+      balance: equal: the same everywhere. flops: as even as whole periods allow, by the costs of the stack. Of periods that all cost the
         same, the stage that does most for a token does as little as can be, and of all such divisions the busiest virtual stage does
-        least. Of unlike layers the busiest virtual stage does as little as can be, and of all such divisions the sum of the squares of
+        least. Of unlike periods the busiest virtual stage does as little as can be, and of all such divisions the sum of the squares of
         what the virtual stages do is least.
 
     Raises ConfigError where the layers do not go into the stages, with what would.
     """
     virtual, n_layers = stages * chunks, stack.n_layers
     what = f"the {virtual} virtual stages of mesh.pipeline={stages} x pipeline.chunks={chunks}"
-    patterns = _Patterns(stack)
     if layers:
-        return _layout(stages, _checked(tuple(layers), n_layers, virtual, patterns, what), stack)
-    if len(patterns.units) < virtual:
-        least = f"each needs at least {patterns.largest}" + f" ({patterns.field})" * (patterns.largest > 1)
-        raise ConfigError(f"{patterns.size} is too few for {what}: {least}; lower mesh.pipeline or pipeline.chunks")
+        return _as_given(tuple(layers), stack, stages, virtual, what)
+    periods = [
+        (segment.period, segment.period * segment.cost) for segment in stack.segments for _ in range(0, segment.n_layers, segment.period)
+    ]
+    if len(periods) < virtual:
+        size = f"model.n_layers={n_layers}" + f" ({len(periods)} whole periods)" * (len(periods) < n_layers)
+        raise ConfigError(f"{size} is too few for {what}: each needs at least 1; lower mesh.pipeline or pipeline.chunks")
     if balance == "flops":
-        units = _greedy(stack, patterns, stages, chunks) if patterns.alike else _partition(patterns.costs, _ends(stack, virtual))
-        return _layout(stages, patterns.layers_of(units), stack)
-    equal = (n_layers // virtual,) * virtual
-    if n_layers % virtual or patterns.split_by(equal):
-        raise ConfigError(f"{patterns.size} {patterns.not_equal(virtual, what)}, or set pipeline.balance=flops or pipeline.layers")
-    return _layout(stages, equal, stack)
+        costs, ends = [cost for _, cost in periods], _ends(stack, virtual)
+        held = _greedy(len(periods), costs[0], ends, stages) if len(set(periods)) == 1 else _partition(costs, ends)
+        each = iter(periods)
+        return _layout([sum(length for length, _ in itertools.islice(each, count)) for count in held], stack, stages)
+    equal = _layout([n_layers // virtual] * virtual, stack, stages)
+    cut = _cut(equal, stack)
+    if n_layers % virtual or cut:
+        whole = f" in whole periods of segment {cut.name!r} ({cut.period} layers)" if cut and not n_layers % virtual else ""
+        unit = virtual * stack.segments[0].period
+        would = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or " * (len(stack.segments) == 1)
+        raise ConfigError(
+            f"model.n_layers={n_layers} does not divide into {what}{whole}; {would}set pipeline.balance=flops or pipeline.layers"
+        )
+    return equal
 
 
-class _Patterns:
-    """The layers of a stack as the units that no stage boundary cuts in two: one period of a segment each."""
-
-    def __init__(self, stack: Stack) -> None:
-        if broken := [s for s in stack.segments if s.n_layers % s.period]:
-            name, size = (broken[0].name, broken[0].n_layers) if len(stack.segments) > 1 else ("", stack.n_layers)
-            which = f"segment {name!r} has {size} layers, which" if name else f"model.n_layers={size}"
-            raise ConfigError(f"{which} is not a multiple of the {broken[0].period} entries of model.window")
-        self.stack = stack
-        self.units: list[Segment] = [s for s in stack.segments for _ in range(s.n_layers // s.period)]
-
-    @property
-    def largest(self) -> int:
-        return max(unit.period for unit in self.units)
-
-    @property
-    def alike(self) -> bool:
-        return len({(unit.period, unit.cost) for unit in self.units}) == 1
-
-    @property
-    def costs(self) -> list[float]:
-        return [unit.period * unit.cost for unit in self.units]
-
-    @property
-    def size(self) -> str:
-        return f"model.n_layers={self.stack.n_layers}"
-
-    @property
-    def field(self) -> str:
-        return "the entries of model.window"
-
-    def layers_of(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of units, in order, as numbers of layers."""
-        each = iter(self.units)
-        return tuple(sum(unit.period for unit in itertools.islice(each, count)) for count in units)
-
-    def split_by(self, layers: Sequence[int]) -> int:
-        """The period of a pattern that such a division of the layers would cut in two; 0: none."""
-        bounds = set(itertools.accumulate(unit.period for unit in self.units))
-        cuts = list(itertools.accumulate(layers))
-        whole = all(cut in bounds for cut in cuts)
-        return 0 if whole else self.largest
-
-    def not_equal(self, virtual: int, what: str) -> str:
-        """What is wrong with equal stages, and how many layers would be right."""
-        unit, n_layers = virtual * self.largest, self.stack.n_layers
-        patterns = f" in whole periods of the {self.largest} entries of model.window" * (self.largest > 1)
-        return f"does not divide into {what}{patterns}; model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would"
-
-
-def _checked(layers: tuple[int, ...], n_layers: int, virtual: int, patterns: _Patterns, what: str) -> tuple[int, ...]:
+def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> Layout:
     wrong = []
     if len(layers) != virtual:
         wrong.append(f"has {len(layers)} entries; it needs one for each of {what}, in model order")
-    if sum(layers) != n_layers:
-        wrong.append(f"sums to {sum(layers)}, not to model.n_layers={n_layers}")
+    if sum(layers) != stack.n_layers:
+        wrong.append(f"sums to {sum(layers)}, not to model.n_layers={stack.n_layers}")
     if min(layers) < 1:
         wrong.append("leaves a virtual stage without layers; each needs at least 1")
-    elif not wrong and (period := patterns.split_by(layers)):
-        fix = f"every entry must be a multiple of {period}" if patterns.alike else "each must end between two patterns of its segment"
-        wrong.append(f"cuts the pattern of model.window in two; {fix}")
+    layout = {} if wrong else _layout(layers, stack, stages)
+    if layout and (cut := _cut(layout, stack)):
+        wrong.append(f"cuts a period of segment {cut.name!r} in two; each entry must hold a multiple of {cut.period} of its layers")
     if wrong:
         raise ConfigError(f"pipeline.layers={','.join(map(str, layers))} {'; it '.join(wrong)}")
-    return layers
+    return layout
 
 
-def _layout(stages: int, layers: Sequence[int], stack: Stack) -> Layout:
+def _cut(layout: Layout, stack: Stack) -> Segment | None:
+    """The first segment of which some virtual stage holds a part of a period."""
+    return next((s for s in stack.segments if any(count % s.period for count in layout[s.name].counts)), None)
+
+
+def _layout(layers: Sequence[int], stack: Stack, stages: int) -> Layout:
     """The layers of each virtual stage, whatever their segments, as layers of each segment."""
-    ends = list(itertools.accumulate(layers, initial=0))
-    layout = {}
+    bounds, layout = list(itertools.accumulate(layers, initial=0)), {}
     for segment in stack.segments:
-        begin = stack.start(segment.name)
-        held = (min(b, begin + segment.n_layers) - max(a, begin) for a, b in itertools.pairwise(ends))
+        first = stack.start(segment.name)
+        held = (min(end, first + segment.n_layers) - max(begin, first) for begin, end in itertools.pairwise(bounds))
         layout[segment.name] = StackLayout(stages, tuple(max(0, count) for count in held))
     return layout
 
@@ -234,7 +199,7 @@ def _ends(stack: Stack, virtual: int) -> np.ndarray:
 
 
 def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
-    """Numbers of units for each virtual stage, at least one: dynamic programming over (virtual stages x units), which is exact.
+    """How many units each virtual stage holds, at least one: dynamic programming over (virtual stages x units), which is exact.
 
     It runs twice: for the least that the busiest virtual stage can do, and for the least sum of squares among the divisions within that.
     """
@@ -260,16 +225,16 @@ def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
     return counts[::-1]
 
 
-def _greedy(stack: Stack, patterns: _Patterns, stages: int, chunks: int) -> list[int]:
-    """The same for units that all cost the same, of which the stages count, too: what all chunks of a stage do.
+def _greedy(n: int, cost: float, ends: np.ndarray, stages: int) -> list[int]:
+    """The same for n units that all cost the same, but what counts first is what all chunks of a stage do.
 
     The least that the busiest stage can do limits how many units each may have; within that, the virtual stages are levelled.
     """
-    n, cost, extra = len(patterns.units), patterns.costs[0], _ends(stack, stages * chunks)
-    of_stage = extra.reshape(chunks, stages).sum(0)
+    chunks = len(ends) // stages
+    of_stage = ends.reshape(chunks, stages).sum(0)
     most = (of_stage + cost * _fill(n, of_stage, cost, chunks, np.full(stages, n))).max()
     room = (of_stage[:, None] + cost * np.arange(n + 1) <= most).sum(1) - 1
-    return _fill(n, extra, cost, 1, room).tolist()
+    return _fill(n, ends, cost, 1, room).tolist()
 
 
 def _fill(n: int, extra: np.ndarray, layer: float, least: int, room: np.ndarray) -> np.ndarray:

@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 
 from mesh_lm.pipeline import relayout
-from mesh_lm.pipeline.stages import Stages
+from mesh_lm.pipeline.stages import StackLayout
 from sharding_rules import MeshConfig, ShardingRuleError, make_mesh
 from sharding_rules.lab import compile_report, h100
 
 COMPILE_BUDGET = 16
 
-UNEVEN = Stages(4, (2, 2, 3, 2, 2, 3, 1, 2))
-CASES: dict[str, tuple[dict[str, int], Stages, tuple[int, ...], jax.P, jax.P]] = {
+UNEVEN = StackLayout(4, (2, 2, 3, 2, 2, 3, 1, 2))
+CASES: dict[str, tuple[dict[str, int], StackLayout, tuple[int, ...], jax.P, jax.P]] = {
     "uneven": ({"pipeline": 4, "fsdp": 2}, UNEVEN, (8, 6), jax.P("pipeline", None, "fsdp"), jax.P(None, "pipeline", "fsdp")),
     "permuted": (
-        {"pipeline": 2, "fsdp": 2, "tensor": 2}, Stages(2, (2,) * 6), (8, 6), jax.P("pipeline", ("fsdp", "tensor")),
+        {"pipeline": 2, "fsdp": 2, "tensor": 2}, StackLayout(2, (2,) * 6), (8, 6), jax.P("pipeline", ("fsdp", "tensor")),
         jax.P(None, ("fsdp", "tensor", "pipeline"), None),
     ),
-    "third dimension": ({"pipeline": 8}, Stages(8, (1,) * 7 + (2,)), (3, 16, 2), jax.P("pipeline"), jax.P(None, None, "pipeline", None)),
+    "third dimension": (
+        {"pipeline": 8}, StackLayout(8, (1,) * 7 + (2,)), (3, 16, 2), jax.P("pipeline"), jax.P(None, None, "pipeline", None),
+    ),
     "nothing divides": ({"pipeline": 4, "tensor": 2}, UNEVEN, (6,), jax.P("pipeline", "tensor"), jax.P(None, "tensor")),
-    "one stage": ({"data": 2}, Stages(1, (1, 2)), (4,), jax.P(), jax.P(None, "pipeline")),
+    "all on one stage": ({"pipeline": 2, "data": 2}, StackLayout(2, (0, 1, 0, 2)), (4,), jax.P("pipeline"), jax.P(None, "pipeline")),
 }  # fmt: skip
 
 
@@ -36,25 +38,26 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_keeps_every_bit(case: str) -> None:
-    sizes, stages, rest, spec, wanted = CASES[case]
+    sizes, layout, rest, spec, wanted = CASES[case]
     sharding = jax.NamedSharding(mesh_of(sizes), spec)
-    bits = np.random.default_rng(0).integers(0, 2**32, (stages.n_layers, *rest), np.uint32)
-    where = relayout.canonical_sharding(sharding, (stages.rows, *rest), stages)
+    bits = np.random.default_rng(0).integers(0, 2**32, (layout.n_layers, *rest), np.uint32)
+    where = relayout.canonical_sharding(sharding, (layout.rows, *rest), layout)
     assert where.spec == wanted
     disk = jax.device_put(bits.view(np.float32), where)  # NaNs, infinities and -0.0 too
 
-    memory = relayout.to_memory(disk, stages, sharding)
+    memory = relayout.to_memory(disk, layout, sharding)
     assert disk.is_deleted() and memory.sharding.is_equivalent_to(sharding, memory.ndim)
-    layers = stages.layer_of_row()
+    layers = layout.layer_of_row()
     assert np.array_equal(np.asarray(memory).view(np.uint32), np.where((layers < 0).reshape(-1, *[1] * len(rest)), 0, bits[layers]))
 
-    back = relayout.to_canonical(memory, stages, sharding)
+    back = relayout.to_canonical(memory, layout, sharding)
     assert memory.is_deleted() and back.sharding.is_equivalent_to(where, back.ndim)
     assert np.array_equal(np.asarray(back).view(np.uint32), bits)
 
 
-def test_where_rows_are_layers_nothing_moves() -> None:
-    even, sharding = Stages(4, (2,) * 4), jax.NamedSharding(mesh_of({"pipeline": 4, "fsdp": 2}), jax.P("pipeline", None, "fsdp"))
+@pytest.mark.parametrize("counts", [(2,) * 4, (2,) * 4 + (0,) * 4])
+def test_where_rows_are_layers_nothing_moves(counts: tuple[int, ...]) -> None:
+    even, sharding = StackLayout(4, counts), jax.NamedSharding(mesh_of({"pipeline": 4, "fsdp": 2}), jax.P("pipeline", None, "fsdp"))
     leaf = jax.device_put(np.zeros((8, 8, 6), np.float32), sharding)
     assert relayout.canonical_sharding(sharding, leaf.shape, even) is sharding
     assert relayout.to_canonical(leaf, even, sharding) is leaf and relayout.to_memory(leaf, even, sharding) is leaf
@@ -77,7 +80,7 @@ def program(sharding: jax.NamedSharding, rest: tuple[int, ...], to_memory: bool)
     disk = jax.ShapeDtypeStruct((UNEVEN.n_layers, *rest), np.float32, sharding=canonical)
     memory = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     local = math.prod(sharding.shard_shape(shape))
-    bytes = 4 * (local + math.prod(disk.sharding.shard_shape(disk.shape)) + 2 * local // (UNEVEN.chunks * UNEVEN.width))
+    bytes = 4 * (local + math.prod(disk.sharding.shard_shape(disk.shape)) + 2 * local // UNEVEN.height)
     return relayout._program(UNEVEN, sharding, shape, to_memory), disk if to_memory else memory, bytes
 
 
@@ -98,5 +101,5 @@ def test_on_gpus_one_all_to_all_travels_over_pipeline(reports: str, to_memory: b
     relay, argument, most = program(jax.NamedSharding(mesh, jax.P("pipeline", None, "tensor")), (1024, 4096), to_memory)
     report = compile_report(relay, argument, mesh=mesh, cache=reports)
     (one,) = report.collectives
-    assert (one.kind, one.axes, one.loops) == ("all-to-all", ("pipeline",), (UNEVEN.chunks * UNEVEN.width,))
+    assert (one.kind, one.axes, one.loops) == ("all-to-all", ("pipeline",), (UNEVEN.height,))
     assert report.memory.peak <= most + 4096
