@@ -27,12 +27,14 @@ pytestmark = pytest.mark.deviceless
 
 GPT = DecoderConfig(n_layers=2, d_model=1024, n_heads=8, seq_len=512, vocab_size=8192, attention="xla", remat="full", loss_chunk=512)
 LLAMA = dataclasses.replace(GPT, n_kv_heads=4, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False)
+SMALL = dataclasses.replace(GPT, biases=False, norm="rmsnorm", remat="none")
+"""What a bug is planted into: a third less to compile, and nothing that a bug needs is gone."""
 RULES = preset("hsdp+megatron_sp")
 MESH = {"data": 2, "fsdp": 2, "tensor": 4}
 MICROBATCHES, ROWS = 4, 16
 
 
-def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: DecoderConfig = GPT) -> tuple[Finding, ...]:
+def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: DecoderConfig = SMALL) -> tuple[Finding, ...]:
     """What lint says of a whole training step."""
     mesh = h100(**MESH) if mesh is None else mesh
     blueprint, optimizer = Blueprint.of(config, Shard(rules, mesh)), AdamW(OptimizerConfig(), 10)
