@@ -23,6 +23,7 @@ os.environ["XLA_FLAGS"] = (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # which take twice as long to compile
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers, and processes that tests start, would compile every module anew
 
 import hypothesis
 import jax
