@@ -6,12 +6,14 @@ it has done, and with --only what it has not.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 from record import ROOT, Record, Row, options
@@ -29,6 +31,8 @@ PARTS = {
     "faults": [*PYTEST, "-m", "fault", "tests/fault"],
 }
 """In the order in which they run; faults alone, because they say in seconds what must have been noticed."""
+SECONDS = ROOT / "tests" / "seconds.json"
+"""How long each file's tests took, by part, from which tests/conftest.py tells which to begin with."""
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -67,7 +71,11 @@ def ran(name: str, cache: Path) -> Row:
     begin = time.monotonic()
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
     row: Row = {"part": name, "status": status, "seconds": round(time.monotonic() - begin)}
-    return row | (counted(report) if report.exists() else {})
+    if not report.exists():
+        return row
+    if name in ("fast", "slow", "exhaustive") and not status:
+        remember(name, report)
+    return row | counted(report)
 
 
 def counted(report: Path) -> Row:
@@ -77,6 +85,19 @@ def counted(report: Path) -> Row:
         tags = {child.tag for child in case}
         found["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
     return found
+
+
+def remember(name: str, report: Path) -> None:
+    """Writes the seconds of a part's files into SECONDS, and leaves those of other parts."""
+    known: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
+    found: Counter[str] = Counter()
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        found[case.get("file", "")] += float(case.get("time", 0))
+    kept = {file: {part: s for part, s in parts.items() if part != name} for file, parts in known.items()}
+    for file, seconds in found.items():
+        kept.setdefault(file, {})[name] = round(seconds, 1)
+    lines = (f"{json.dumps(file)}: {json.dumps(parts)}" for file, parts in sorted(kept.items()) if parts and (ROOT / file).is_file())
+    SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

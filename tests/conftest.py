@@ -6,10 +6,12 @@ import atexit
 import gc
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # What one test has compiled, another of this run, or a process that it starts, takes from here; MESH_LM_TEST_CACHE keeps it for later runs.
@@ -37,6 +39,7 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
+_SECONDS: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "seconds.json").read_text())
 _FRAMES = jax.config.jax_traceback_in_locations_limit
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None
@@ -73,10 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
-def _work(items: list[pytest.Item]) -> int:
-    """Of a file's tests, roughly, in compilations of a small program for the CPU."""
+def _work(items: list[pytest.Item]) -> float:
+    """Seconds that a file's tests may take: as long as when benchmarks/full_run.py last ran them, or, where it never has, a guess."""
+    kinds = {next((kind for kind in ("exhaustive", "slow") if item.get_closest_marker(kind)), "fast") for item in items}
+    known = _SECONDS.get(str(items[0].path.relative_to(items[0].config.rootpath)), {})
+    if kinds <= known.keys():
+        return sum(known[kind] for kind in kinds)
     marked = sum(5 if item.get_closest_marker("slow") or item.get_closest_marker("deviceless") else 0 for item in items)
-    return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0)
+    return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0) / 5
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,6 +41,19 @@ def test_outcomes_are_counted(full_run, tmp_path: Path) -> None:
     assert full_run.counted(tmp_path / "report.xml") == {"passed": 2, "failed": 2, "skipped": 1}
 
 
+def test_seconds_are_remembered_by_file_and_part(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gone is forgotten; the rest of what was known stays."""
+    here, other = "tests/test_house.py", "tests/test_readme.py"
+    monkeypatch.setattr(full_run, "SECONDS", tmp_path / "seconds.json")
+    full_run.SECONDS.write_text(
+        json.dumps({here: {"fast": 1, "slow": 9}, other: {"slow": 5, "fast": 2}, "tests/test_gone.py": {"fast": 3}})
+    )
+    cases = (f'<testcase file="{file}" time="{time}"/>' for file, time in ((here, 2.25), (here, 0.5), ("tests/test_new.py", 1)))
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    full_run.remember("slow", tmp_path / "report.xml")
+    assert json.loads(full_run.SECONDS.read_text()) == {here: {"fast": 1, "slow": 2.8}, other: {"fast": 2}}
+
+
 def test_what_failed_and_what_was_not_run_is_told(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = "import sys; sys.exit({})".format
     parts = {"good": [sys.executable, "-c", python(0)], "bad": [sys.executable, "-c", python(3)], "other": []}
