@@ -63,8 +63,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a worker takes up to 3 GB."""
-    return min(os.cpu_count() or 1, 8)
+    """`-n auto`: one more than cores, because tests also wait for processes and disks; a worker takes up to 3 GB."""
+    return min((os.cpu_count() or 1) + 1, 8)
 
 
 @pytest.hookimpl(optionalhook=True)
