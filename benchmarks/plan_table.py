@@ -1,8 +1,8 @@
 """Every config's training step, compiled for H100s that are not here, at its published number of devices: memory, network, time, cost.
 
-Writes docs/configs.md and its chart from the raw results. Each row is a process of its own, so that its peak memory is its own; rows that
-today's results have already are not compiled again, so a run may be cut short and go on. Nothing runs on a GPU: step times are the lab's
-estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+Writes docs/configs.md and its chart from the raw results; --check says what has changed since. Each row is a process of its own, so that
+its peak memory is its own; rows that today's results have already are not compiled again, so a run may be cut short and go on. Nothing runs
+on a GPU: step times are the lab's estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ BY_FSDP = {
     "megatron_314b": (24, 16, 1), "megatron_462b": (24, 32, 1),
 }  # fmt: skip
 """Those with stages, without them: data, fsdp, microbatches."""
+FOR_CPUS = ("gpt_tiny",)
+"""Configs that have no row."""
 SUBJECTS = [
     *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),
     *(
@@ -80,12 +82,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between")
     parser.add_argument("--again", action="store_true", help="compile also what today's results have")
     parser.add_argument("--page", action="store_true", help="only write the page and the chart anew, from the newest results")
+    parser.add_argument("--check", action="store_true", help="only say which configs have changed since, or have no row; status 1 for any")
     parser.add_argument("--row", default="", help="compile this one and print it (internal)")
     args = parser.parse_args()
     if args.row:
         (subject,) = (s for s in SUBJECTS if s.name == args.row)
         print(json.dumps(measured(subject, args.quick)))
         return
+    if args.check:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        sys.exit("\n".join(stale(json.loads(plan_page.newest().read_text()))) or None)
     if not args.page:
         collect(args)
     if not args.quick:
@@ -118,6 +124,29 @@ def collect(args: Any) -> None:
             record.write()
             said = f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
             print(f"{subject.name}: {said}", flush=True)
+
+
+def stale(data: Any) -> list[str]:
+    """Of results as they are kept: a line for each config and row that a new run would change, and what to run. Empty where none would."""
+    rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
+    files = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__", *FOR_CPUS}
+    found = [f"configs/{name}.py has no row: add its devices to PUBLISHED" for name in sorted(files - PUBLISHED.keys())]
+    for subject in SUBJECTS:
+        if subject.config not in files:
+            found.append(f"{subject.name}: there is no configs/{subject.config}.py; remove it from PUBLISHED")
+        elif subject.name not in rows:
+            found.append(f"{subject.name} has no row: python benchmarks/plan_table.py '--only={subject.name}'")
+        elif changes := changed(subject, rows[subject.name]):
+            found.append(f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py --again '--only={subject.name}'")
+    return found
+
+
+def changed(subject: Subject, row: Row) -> list[str]:
+    """Where its config is no longer what was compiled: "remat none, which was full"."""
+    from mesh_lm.plan.program import compilable
+
+    now = about(compilable(prepared(subject, False)), subject.devices)
+    return [f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)]
 
 
 def write_page() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # What one test has compiled, another of this run, or a process that it starts, takes from here; MESH_LM_TEST_CACHE keeps it for later runs.
@@ -22,15 +25,22 @@ os.environ["XLA_FLAGS"] = (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # which take twice as long to compile
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers, and processes that tests start, would compile every module anew
 
 import hypothesis
 import jax
 import pytest
 
+# What the imports have made stays: the collector need not look at it again each time that tracing has made as many objects.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
+
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
+_SECONDS: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "seconds.json").read_text())
+_FRAMES = jax.config.jax_traceback_in_locations_limit
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None
 )
@@ -45,10 +55,16 @@ def compile_budget(request: pytest.FixtureRequest) -> Iterator[None]:
     assert used <= budget, f"{request.module.__name__} compiled {used} programs, over its COMPILE_BUDGET of {budget}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A program knows the lines that it comes from only where a test may look at them: else it compiles a tenth more slowly."""
+    jax.config.update("jax_traceback_in_locations_limit", _FRAMES if item.get_closest_marker("deviceless") else 0)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a worker takes up to 3 GB."""
-    return min(os.cpu_count() or 1, 8)
+    """`-n auto`: one more than cores, because tests also wait for processes and disks; a worker takes up to 3 GB."""
+    return min((os.cpu_count() or 1) + 1, 8)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,10 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
-def _work(items: list[pytest.Item]) -> int:
-    """Of a file's tests, roughly, in compilations of a small program for the CPU."""
+def _work(items: list[pytest.Item]) -> float:
+    """Seconds that a file's tests may take: as long as when benchmarks/full_run.py last ran them, or, where it never has, a guess."""
+    kinds = {next((kind for kind in ("exhaustive", "slow") if item.get_closest_marker(kind)), "fast") for item in items}
+    known = _SECONDS.get(str(items[0].path.relative_to(items[0].config.rootpath)), {})
+    if kinds <= known.keys():
+        return sum(known[kind] for kind in kinds)
     marked = sum(5 if item.get_closest_marker("slow") or item.get_closest_marker("deviceless") else 0 for item in items)
-    return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0)
+    return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0) / 5
 
 
 @pytest.hookimpl(tryfirst=True)

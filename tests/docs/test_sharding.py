@@ -102,7 +102,7 @@ def test_the_config_runs() -> None:
     assert config.rules.params["vocab"] is None and config.rules.params["mlp"] == "tensor"
 
 
-ONE_BY_ONE = [pytest.param([row], marks=pytest.mark.slow, id=row) for row in EXPERIMENTS]
+ONE_BY_ONE = [pytest.param([row], marks=pytest.mark.exhaustive, id=row) for row in EXPERIMENTS]
 
 
 @pytest.mark.parametrize("rows", [*ONE_BY_ONE, pytest.param(EXPERIMENTS, marks=pytest.mark.slow, id="all rows at once")])

@@ -15,26 +15,31 @@ from mesh_lm.pipeline import engine
 from sharding_rules import preset
 
 COMPILE_BUDGET = 130
+SLOW = pytest.mark.slow
 
 CASES = [
-    ("ddp", {"data": 8}, 1, None),
-    ("ddp", {"data": 4}, 4, "llama"),
-    ("zero1", {"data": 8}, 2, None),
-    ("zero2", {"data": 8}, 1, "llama"),
-    ("fsdp", {"fsdp": 8}, 2, None),
-    ("hsdp", {"data": 2, "fsdp": 4}, 1, None),
-    ("megatron", {"data": 2, "tensor": 4}, 2, "gpt"),
-    ("megatron_sp", {"data": 2, "tensor": 4}, 1, None),
-    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2, None),
-    ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, None),
-    ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt"),
+    ("ddp", {"data": 8}, 1, "gpt", SLOW),
+    ("ddp", {"data": 4}, 4, "llama", ()),
+    ("zero1", {"data": 8}, 2, "gpt", SLOW),
+    ("zero2", {"data": 8}, 1, "llama", ()),
+    ("fsdp", {"fsdp": 8}, 2, "gpt", SLOW),
+    ("hsdp", {"data": 2, "fsdp": 4}, 1, "llama", SLOW),
+    ("megatron", {"data": 2, "tensor": 4}, 2, "gpt", ()),
+    ("megatron_sp", {"data": 2, "tensor": 4}, 1, "llama", SLOW),
+    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2, "llama", SLOW),
+    ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, "llama", SLOW),
+    ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt", ()),
 ]
-"""Rules, mesh, microbatches and the model of the fast suite; the rest is slow, what pipeline/test_engine.py has among it."""
+"""Rules, mesh, microbatches, the model that CI tries and in which suite; with the other model a case is exhaustive."""
 
 
 @pytest.mark.parametrize(
     ("model", "rules", "mesh", "microbatches"),
-    [pytest.param(model, *case, marks=() if model == fast else pytest.mark.slow) for *case, fast in CASES for model in ("gpt", "llama")],
+    [
+        pytest.param(model, *case, marks=marks if model == first else pytest.mark.exhaustive)
+        for *case, first, marks in CASES
+        for model in ("gpt", "llama")
+    ],
     ids=lambda value: str(value).replace("'", ""),
 )
 def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microbatches: int) -> None:

@@ -283,6 +283,16 @@ def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> Non
     assert out.splitlines()[-1].startswith("error: ") and "data.path=/no/such/text" in out
 
 
+@pytest.fixture(scope="module")
+def losses_alone(arguments, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run on one device, in a process of its own."""
+    alone = tmp_path_factory.mktemp("alone")
+    process = spawn(arguments(alone, launch__cpu_devices=1))
+    out = ended(process)
+    assert process.returncode == 0, out
+    return losses(alone)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "mesh"),
@@ -291,10 +301,6 @@ def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> Non
      ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}),
      ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
 )  # fmt: skip
-def test_every_preset_by_command_line(arguments, tmp_path: Path, rules: str, mesh: dict[str, int]) -> None:
+def test_every_preset_by_command_line(arguments, tmp_path: Path, losses_alone: list[float], rules: str, mesh: dict[str, int]) -> None:
     assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0
-    alone = tmp_path / "alone"
-    process = spawn(arguments(alone, launch__cpu_devices=1))
-    out = ended(process)
-    assert process.returncode == 0, out
-    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-6)
+    np.testing.assert_allclose(losses(tmp_path), losses_alone, rtol=1e-6)

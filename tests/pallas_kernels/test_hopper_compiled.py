@@ -69,6 +69,7 @@ def test_features_cost_no_spills(name: str, reports: str) -> None:
         assert kernel.wgmma and kernel.tma_loads and kernel.tma_stores
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_memory_is_in_proportion_to_the_length() -> None:
     """Forward and backward of 128k tokens on one device: beside arguments and results less than five arrays of their size."""

@@ -91,7 +91,7 @@ MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "data": 2, "tenso
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("mesh", MESHES, ids=["hsdp", "pipeline"])
+@pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], id="hsdp"), pytest.param(MESHES[1], marks=pytest.mark.slow, id="pipeline")])
 def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: dict) -> None:
     """A kernel that the partitioner gets to see is replicated without a word: all-gathers around it, and every device does all."""
     report, config = compiled(reports, **mesh)
@@ -107,6 +107,7 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
     assert facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_kernel_is_counted(reports: str) -> None:
     """Its FLOPs by hand: 2 matmuls forward, 7 in the two kernels of the backward, which both compute the probabilities again."""
