@@ -166,20 +166,21 @@ def test_mesh_axes_that_rules_declare() -> None:
 
 
 def test_rules_of_a_part_are_checked_as_all_others() -> None:
-    rows = {"moe/mlp": "data", "moe/embed": "tensor", "moe/head": "tensr"}
-    rules = preset("megatron").replace(params={"moe/mlp": "data"}, activations=rows)
+    rows = {"blocks/mlp": "data", "blocks/embed": "tensor", "blocks/head": "tensr"}
+    rules = preset("megatron").replace(params={"blocks/mlp": "data"}, activations=rows)
     config = dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2))
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value).split("\n  - ")[1:] == [
-        "rules.activations['moe/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; did you mean 'tensor'?",
-        "rules.params['moe/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
-        "rules.activations['moe/mlp']='data': along data the batch alone is cut; leave 'data' out",
-        "rules.activations['moe/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
+        "rules.activations['blocks/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; "
+        "did you mean 'tensor'?",
+        "rules.params['blocks/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
+        "rules.activations['blocks/mlp']='data': along data the batch alone is cut; leave 'data' out",
+        "rules.activations['blocks/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
     ]
     odd = dataclasses.replace(config.model, d_ff=510)
     config = dataclasses.replace(
-        config, model=odd, rules=preset("ddp").replace(params={"moe/mlp": "fsdp"}), mesh=MeshConfig(fsdp=4, data=2)
+        config, model=odd, rules=preset("ddp").replace(params={"blocks/mlp": "fsdp"}), mesh=MeshConfig(fsdp=4, data=2)
     )
-    with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: moe/mlp -> fsdp\)"):
+    with pytest.raises(ConfigError, match=r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: blocks/mlp -> fsdp\)"):
         check(config, 8)
