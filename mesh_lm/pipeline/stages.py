@@ -148,15 +148,17 @@ def divide(
         each = iter(periods)
         return _layout([sum(length for length, _ in itertools.islice(each, count)) for count in held], stack, stages)
     equal = _layout([n_layers // virtual] * virtual, stack, stages)
-    cut = _cut(equal, stack)
-    if n_layers % virtual or cut:
-        whole = f" in whole periods of segment {cut.name!r} ({cut.period} layers)" if cut and not n_layers % virtual else ""
-        unit = virtual * stack.segments[0].period
-        would = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or " * (len(stack.segments) == 1)
-        raise ConfigError(
-            f"model.n_layers={n_layers} does not divide into {what}{whole}; {would}set pipeline.balance=flops or pipeline.layers"
-        )
+    if n_layers % virtual or _cut(equal, stack):
+        raise ConfigError(_unequal(stack, virtual, what, _cut(equal, stack)))
     return equal
+
+
+def _unequal(stack: Stack, virtual: int, what: str, cut: Segment | None) -> str:
+    """Why no equal stages are possible, and what is."""
+    n_layers, unit = stack.n_layers, virtual * stack.segments[0].period
+    whole = f" in whole periods of segment {cut.name!r} ({cut.period} layers)" if cut and n_layers % virtual == 0 else ""
+    would = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or " if len(stack.segments) == 1 else ""
+    return f"model.n_layers={n_layers} does not divide into {what}{whole}; {would}set pipeline.balance=flops or pipeline.layers"
 
 
 def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> Layout:

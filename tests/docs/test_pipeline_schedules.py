@@ -1,5 +1,6 @@
-"""docs/pipeline.md: what it shows of schedules is what the command and the files say."""
+"""docs/pipeline.md: what it shows of schedules and of stages is what the command, the files and Python say."""
 
+import doctest
 import io
 import re
 import shlex
@@ -54,3 +55,8 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError) as error:
         load("mine.csv")
     assert f"error: {error.value}" == block("error: mine.csv:2")
+
+
+def test_the_stages_of_unlike_segments() -> None:
+    found = doctest.testfile(str(Path(__file__).parents[2] / "docs" / "pipeline.md"), module_relative=False)
+    assert (found.attempted, found.failed) == (6, 0)

@@ -172,7 +172,8 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value).split("\n  - ")[1:] == [
-        "rules.activations['blocks/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; did you mean 'tensor'?",
+        "rules.activations['blocks/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; "
+        "did you mean 'tensor'?",
         "rules.params['blocks/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
         "rules.activations['blocks/mlp']='data': along data the batch alone is cut; leave 'data' out",
         "rules.activations['blocks/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
