@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
@@ -32,10 +32,10 @@ class SegmentConfig:
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
         """From name:layers[:kind[:remat]], as the command line spells it. Raises ValueError for another form."""
-        name, layers, *rest = word.split(":")
-        if len(rest) > 2 or (rest[1:] and rest[1] not in get_args(Remat)):
+        name, layers, kind, remat = word.split(":") + ["dense", ""][word.count(":") - 1 :]
+        if remat not in ("", *get_args(Remat)):
             raise ValueError(word)
-        return cls(name, int(layers), *rest)
+        return cls(name, int(layers), kind, cast(Remat, remat) or None)
 
     def __str__(self) -> str:
         return ":".join([self.name, str(self.n_layers), self.kind, *([self.remat] if self.remat else [])])
