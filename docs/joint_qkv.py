@@ -14,7 +14,8 @@ from flax import nnx
 from configs import gpt_1_3b
 from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.model.decoder import Block, Decoder
+from mesh_lm.model.decoder import Decoder
+from mesh_lm.model.dense import Layer
 from mesh_lm.model.layers import Attention, Linear, Weights
 from sharding_rules import MeshConfig, Shard, preset
 
@@ -37,7 +38,7 @@ class MyAttention(Attention):
         self.qkv = Qkv(config, weights, shard)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class MyBlock(Block):
+class MyLayer(Layer):
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         super().__init__(config, weights, shard)
         self.attention = MyAttention(config, weights, shard)
@@ -47,7 +48,8 @@ class MyBlock(Block):
 class MyConfig(DecoderConfig):
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         model = Decoder(self, shard, rngs)
-        model.blocks = MyBlock(self, Weights(self, rngs, layers=self.n_layers), shard)
+        layer = MyLayer(self, Weights(self, rngs, layers=self.n_layers), shard.within("blocks"))
+        model.blocks = layer  # pyright: ignore[reportAttributeAccessIssue]
         return model
 
 

@@ -52,6 +52,9 @@ def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatche
 
 
 def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
+    """Of one batch and the rows in it, which say nothing of the tokens' indices."""
+    indices = np.arange(SEQ_LEN, dtype=np.int32)
+    expected = {**expected, "indices": np.broadcast_to(indices, (len(batch["tokens"]), 1, SEQ_LEN))}
     assert set(batch) == set(expected)
     for name, leaf in batch.items():
         assert (np.asarray(leaf).reshape(expected[name].shape) == expected[name]).all(), name
@@ -70,6 +73,8 @@ def test_rows_are_those_of_the_positions_on_every_sharding(name: str):
         assert batch["tokens"].shape == (2, 8, SEQ_LEN)
         assert batch["tokens"].sharding == sharding
         assert batch["sample_ids"].sharding.is_equivalent_to(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2])), 2)
+        along_sequence = NamedSharding(sharding.mesh, PartitionSpec(None, None, *sharding.spec[2:]))
+        assert batch["indices"].sharding.is_equivalent_to(along_sequence, 3)
     loader.close()
 
 
@@ -104,11 +109,12 @@ def test_heldout_is_one_pass_of_equal_batches(limit: int):
     used = min(limit or 38, 38)
     batches = list(heldout(sequences, global_batch=16, microbatches=2, sharding=sharding, threads=2, prefetch=2, limit=limit))
     assert len(batches) == -(-used // 16)
-    rows = {name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches]) for name in batches[0]}
     for batch in batches:
         assert batch["tokens"].shape == (2, 8, SEQ_LEN)
         assert batch["tokens"].sharding == sharding
     expected = sequences.rows(np.arange(used) * 38 // used)  # evenly spaced
+    assert all(set(batch) == {*expected, "indices"} for batch in batches)
+    rows = {name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches]) for name in expected}
     for name in rows:
         assert (rows[name][:used] == expected[name].reshape(used, -1)).all()
     assert (rows["weights"][used:] == 0).all()
@@ -166,7 +172,7 @@ for name, (shape, spec) in SHARDINGS.items():
     sequences.asked = None
     next(loader)  # makes the third batch, 64 to 79
     expected = make_sequences().rows(np.arange(32, 48))
-    for leaf in batch:
+    for leaf in expected:
         whole = expected[leaf].reshape(2, 8, *expected[leaf].shape[1:])
         for shard in batch[leaf].addressable_shards:
             assert (np.asarray(shard.data) == whole[shard.index]).all(), (name, leaf)

@@ -65,8 +65,8 @@ def test_the_loss_gives_padding_no_probability() -> None:
         "weights": np.ones(labels.shape, np.float32),
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
-    batch |= whole_texts(found.ids)
-    sums = jax.jit(lambda p: forward(found.blueprint.bind, found.blueprint.segments, p, batch)[1])(found.params)
+    bind, segments = found.blueprint.bind, found.blueprint.segments
+    sums = jax.jit(lambda p: forward(bind, segments, p, batch | whole_texts(found.ids))[1])(found.params)
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.mean(), rel=1e-6)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mesh_lm import step
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
-from mesh_lm.model import DecoderConfig, decoder
+from mesh_lm.model import DecoderConfig, dense
 from mesh_lm.model.layers import Attention, Linear, Weights
 from mesh_lm.optimizer import AdamW
 from mesh_lm.pipeline import engine
@@ -101,7 +101,7 @@ class FreeAttention(Attention):
 
 
 def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "Attention", JointAttention)
+    monkeypatch.setattr(dense, "Attention", JointAttention)
     found = errors(findings(reports, RULES))
     assert found.keys() == {"reshard"}
     assert any("activation bf16[4,512,24,128] is gathered over tensor" in one.text for one in found["reshard"])
@@ -113,7 +113,7 @@ def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_missing_output_constraint(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "Attention", FreeAttention)
+    monkeypatch.setattr(dense, "Attention", FreeAttention)
     found = errors(findings(reports, RULES))
     gathered = [one for one in found["reshard"] if one.text.startswith("blocks.attention.out.weight is gathered over tensor")]
     assert gathered and "rules.activations['heads']" in gathered[0].fix and "attention" in gathered[0].where.part
