@@ -31,7 +31,7 @@ from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.launch import gpu
 from mesh_lm.optimizer import AdamW
-from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.pipeline.engine import batch_sharding, leaf_spec
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.step import State, abstract_state, init_state, train_step
 from pallas_kernels.interpreter import interpreted
@@ -91,11 +91,13 @@ class Run:
         return self.placed(self.sequences.rows(position + np.arange(self.config.train.global_batch)))
 
     def placed(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The rows of a global batch, on the devices."""
+        """The rows of a global batch, and the tokens' indices, on the devices."""
         parts, size = self.config.train.microbatches, self.config.train.global_batch
-        sharding = batch_sharding(self.blueprint)
+        sharding, length = batch_sharding(self.blueprint), rows["tokens"].shape[1]
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
-        return {n: jax.device_put(x, jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[: x.ndim]))) for n, x in shaped.items()}
+        shaped["indices"] = np.broadcast_to(np.arange(length, dtype=np.int32), (parts, 1, length))
+        where = {name: jax.NamedSharding(sharding.mesh, leaf_spec(sharding.spec, x.shape)) for name, x in shaped.items()}
+        return {name: jax.device_put(x, where[name]) for name, x in shaped.items()}
 
     def steps(self, state: State, n: int, first: int = 0) -> tuple[State, list[dict[str, float]]]:
         """n steps from step `first` on, and their metrics."""
