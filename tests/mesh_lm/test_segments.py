@@ -40,7 +40,7 @@ CASES = {
     "no pipeline": ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, PipelineConfig()),
     "own rules": (SPLIT, {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(layers=(3, 3))),
 }
-FAST = ("residuals", "two chunks", "own rules")
+FAST = ("two chunks", "own rules")
 
 
 @functools.cache

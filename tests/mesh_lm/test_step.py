@@ -68,9 +68,10 @@ def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.stack([jax.random.key_data(key) >> 16, jax.random.key_data(key) & 0xFFFF]).astype(jnp.float32)
 
     def told(params, batch, key):
-        return {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}, params
+        sums = {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}
+        return (sums, {}), params
 
-    monkeypatch.setattr(step_module, "value_and_grad", lambda blueprint: told)
+    monkeypatch.setattr(step_module, "region", lambda blueprint, batch: told)
     blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp")), AdamW(OptimizerConfig(), 10)
     state, step = init_state(blueprint, optimizer, 5), train_step(blueprint, optimizer, 5)
     for number in range(2):

@@ -93,6 +93,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
     assert not [finding for finding in lint(report, preset(rules), program.blueprint.axes) if finding.severity == "error"]
 
 
+@pytest.mark.slow
 def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
     """Stages of 3, 4, 4 and 5 layers hold a quarter more than equal ones; a conditional around what remat repeats saves its weights."""
 
