@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
 CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
-    CONFIGS: "Each config at its published number of H100s.",
+    CONFIGS: "Each config at its published number of H100s. step_s, exposed_s: predicted, never measured.",
     FSDP: "The configs with stages by FSDP instead, on as many H100s: no stages, few microbatches, and remat=full as they had it.",
     DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, and ZeRO cuts nothing.",
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
@@ -48,8 +48,8 @@ Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H10
 step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over both), and all of it over the least that
 the strategy must send ([closed forms](closed_forms.md)); of stages, each collective on the one that runs it most. FLOPs of the program's
 matmuls over the model's own: `remat=full` runs each layer's forward again but for its last matmul, and the attention kernel's backward pass
-makes seven matmuls where the formula counts four. The step is the lab's estimate: for comparing configs, not a promise. It assumes that our
-attention kernel, which nobody has measured, reaches FlashAttention-3's published rates. Stages were compiled with XLA's flags for them
+makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: for comparing configs, not a promise.
+It assumes that our attention kernel reaches FlashAttention-3's published rates. Stages were compiled with XLA's flags for them
 (`pipeline`), the rest as XLA comes.
 
 {needs}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from sharding_rules.lab.report import LabError, Report, Where, place
-from sharding_rules.lab.summary import SCALAR, by_meaning, duration, flop, mesh_words, over, rows, size, wire_by_axes
+from sharding_rules.lab.summary import PREDICTED, SCALAR, by_meaning, duration, flop, mesh_words, over, rows, size, wire_by_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Difference:
         if self.collectives:
             lines += ["collectives", *(f"  {change}" for change in self.collectives)]
         lines += _table("matmuls", self.flops, flop)
-        lines += _table("predicted", {"step": self.step} if self.step else {}, duration)
+        lines += _table(PREDICTED, {"step": self.step} if self.step else {}, duration)
         return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from sharding_rules.lab.report import KINDS, Report, Where, place
 from sharding_rules.lab.schedule import Piece, pieces
 from sharding_rules.lab.summary import (
     GIB,
+    PREDICTED,
     Row,
     alike,
     by_meaning,
@@ -100,7 +101,7 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
     told.append(f"The peak is {size(report.peak_bytes)}{of} on each device.")
     if line := report.timeline:
         told.append(
-            f"A step is predicted to take {duration(line.step)}, of which {duration(line.exposed)} "
+            f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
             f"({percent(line.exposed, line.step)}) wait for the network."
         )
     n = len(findings)
@@ -216,7 +217,7 @@ def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> 
         shares.append(Share("", piece.waiting, "--wait", f"{tip}\nof it {duration(piece.waiting)} waiting for the network"))
     whole = max(sum(share.value for share in shares), 1e-9)
     lead = (
-        f"<p>The schedule replayed with estimates, XLA's and the data sheets'; no measurement: "
+        f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step, compute {duration(line.compute)}, "
         f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits for them "
         f"({swatch('--wait')}). Below, one trip of each piece at its own scale: compute above the axis, matmuls tall; "

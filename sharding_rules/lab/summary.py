@@ -20,6 +20,10 @@ def size(n: float) -> str:
     return f"{n:,.0f} B"
 
 
+PREDICTED = "predicted, never measured"
+"""Said wherever a step's time is first shown, as long as no GPU has confirmed one (benchmarks/gpu_truth.py)."""
+
+
 def duration(microseconds: float) -> str:
     """18.4 s, 56.1 ms, 3.2 µs."""
     for unit, scale in (("s", 1e6), ("ms", 1e3)):

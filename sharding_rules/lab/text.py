@@ -17,6 +17,7 @@ from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.report import SCALAR, Report, Where, place
 from sharding_rules.lab.summary import (
     GIB,
+    PREDICTED,
     alike,
     by_axes,
     duration,
@@ -200,8 +201,8 @@ def _sums(report: Report) -> RenderableType:
     whole = f"; {flop(sum(report.flops.values()))} in all" if len(phases) > 1 else ""
     _add(table, "matmuls", ", ".join(phases) + whole + stages_words(report) or "none")
     if line := report.timeline:
-        said = f"{duration(line.step)} predicted: compute {duration(line.compute)}, network {duration(line.network)}"
-        _add(table, "step", f"{said}, {duration(line.exposed)} of it exposed ({percent(line.exposed, line.step)} of the step)")
+        said = f"{duration(line.step)} {PREDICTED}: compute {duration(line.compute)}, network {duration(line.network)}"
+        _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)})")
     return table
 
 
