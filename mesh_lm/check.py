@@ -202,10 +202,13 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 def _pipeline(config: TrainConfig) -> Iterator[str]:
     stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
-    if stages == 1 or config.model.problems() or pipeline.chunks < 1 or config.train.microbatches < 1:
+    if stages == 1 or config.model.problems() or (stack := config.model.stack()).problems():
         return
-    if pipeline.stash == "residuals" and getattr(config.model, "remat", "") == "offload":
-        yield "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; set one of them to another"
+    if pipeline.chunks < 1 or config.train.microbatches < 1:
+        return
+    if pipeline.stash == "residuals" and (offloaded := [s.name for s in stack.segments if s.remat == "offload"]):
+        whose = "model.remat=offload" if len(offloaded) == len(stack.segments) else f"remat=offload of segment {offloaded[0]!r}"
+        yield f"pipeline.stash=residuals keeps on the device what {whose} moves to the host; set one of them to another"
     for kind in ("params", "gradients", "optimizer"):
         if axes_of(rules.column(kind).get("layers")) != ("pipeline",):
             yield f"mesh.pipeline={stages}, but rules.{kind}['layers']={rules.column(kind).get('layers')!r}; set it to 'pipeline'"
@@ -227,7 +230,7 @@ def _permuted(config: TrainConfig) -> Iterator[str]:
         row, auto = rules.row(kind, logical), set(mesh) - rules.manual_axes()
         return tuple(a for a in axes_of(rules.column(kind)[row] if row else None) if a in auto and mesh[a] > 1)
 
-    for logical in rules.params:
+    for logical in dict.fromkeys([*rules.params, *rules.column("gathered"), *rules.activations]):
         stored, used, acts = (cut(kind, logical) for kind in ("params", "gathered", "activations"))
         if stored[: len(used)] != used:
             pair = f"rules.params[{logical!r}]={stored} does not begin with rules.gathered[{logical!r}]={used}"
@@ -235,7 +238,15 @@ def _permuted(config: TrainConfig) -> Iterator[str]:
             pair = f"rules.activations[{logical!r}]={acts} and rules.gathered[{logical!r}]={used} do not begin alike"
         else:
             continue
-        yield f"mesh.pipeline={mesh['pipeline']}: {pair}; XLA would permute arrays in a branch that some stages skip, and wait for ever"
+        yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
+    whole = cut("activations", "seq_resid")
+    for logical in rules.activations:
+        if logical.endswith("/seq_resid") and (part := cut("activations", logical))[: len(whole)] != whole[: len(part)]:
+            pair = f"rules.activations[{logical!r}]={part} and rules.activations['seq_resid']={whole} do not begin alike"
+            yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
+
+
+_WAITS = "XLA would permute arrays in a branch that some stages skip, and wait for ever"
 
 
 def _divisors(n: int) -> list[int]:

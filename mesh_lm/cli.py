@@ -27,7 +27,7 @@ from mesh_lm.model import SegmentConfig
 from sharding_rules import PRESETS, Rules, preset
 
 DEFAULT = "configs/gpt_tiny.py"
-_SEGMENT = "NAME:LAYERS[:KIND[:REMAT]]"
+_SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
 T = TypeVar("T")
 
 

@@ -53,7 +53,9 @@ class Stack:
         """What no module could have, a sentence each."""
         found = [f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1" for s in self.segments if s.n_layers < 1]
         for segment in self.segments:
-            if segment.n_layers % segment.period:
+            if segment.period < 1:
+                found.append(f"model.segments: {segment.name!r} has a period of {segment.period} layers; it needs at least 1")
+            elif segment.n_layers % segment.period:
                 fix = f"not a multiple of its period of {segment.period}"
                 found.append(f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}")
         for name in dict.fromkeys(self.names):
@@ -68,7 +70,7 @@ class Stack:
         """With the costs of what so many virtual stages compute, not only of what the model needs.
 
         repeats: a backward slot repeats the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no forward slot of
-        its own, and its head is free up to that.
+        its own, so its head costs only what exceeds that forward pass.
         """
         if not repeats:
             return self

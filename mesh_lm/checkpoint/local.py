@@ -255,7 +255,7 @@ def _layout(state: State, blueprint: Blueprint) -> dict[str, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = {name: [stack.stages, *stack.counts] for name, stack in blueprint.layout.items()}
+    stages = [[name, stack.stages, *stack.counts] for name, stack in blueprint.layout.items()]
     sizes = dict(blueprint.shard.mesh.shape)
     return {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves}
 

@@ -93,11 +93,13 @@ class Saved:
 
     def resumed(self, blueprint: Blueprint, optimizer: AdamW) -> State:
         """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
+        self._require_order(blueprint)
         abstract = each_part(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
         return each_part(blueprint.by_stage, self.state(abstract))
 
     def params(self, blueprint: Blueprint) -> Params:
         """The weights alone, layers in model order. Raises as `state` does."""
+        self._require_order(blueprint)
         return self.state({"params": _in_model_order(blueprint, blueprint.shapes, "params")})["params"]
 
     @property
@@ -108,6 +110,16 @@ class Saved:
     def changed(self, config: TrainConfig) -> list[str]:
         """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
         return differences(self.metadata["config"], as_dict(config))
+
+    def _require_order(self, blueprint: Blueprint) -> None:
+        """Raises ConfigError where segments follow one another in another order: no shape would tell."""
+        model = self.metadata["config"]["model"]
+        theirs, ours = [each["name"] for each in model.get("segments", ())], [segment.name for segment in blueprint.segments]
+        if theirs and theirs != ours and sorted(theirs) == sorted(ours):
+            raise ConfigError(
+                f"{self.path} is a checkpoint of another model: its segments are {', '.join(theirs)}, in this order, and those of this "
+                f"config {', '.join(ours)}\nset another output, or that model's config"
+            )
 
     def require(self, params: Mapping[str, Any]) -> None:
         """Raises ConfigError where its parameters do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct)."""

@@ -23,7 +23,8 @@ _AXES = (None, "batch", "seq", "kv_heads", "head_dim")
 def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
     """A cache with nothing in it, for `rows` texts of at most `length` tokens, padding included."""
     shape = (config.n_layers, rows, length, config.kv_heads, config.d_head)
-    pair = {name: shard(jnp.zeros(shape, config.dtype), *_AXES) for name in ("k", "v")}
+    dtype = jnp.result_type(*(config.within(run).dtype for run in config.runs()))  # the widest
+    pair = {name: shard(jnp.zeros(shape, dtype), *_AXES) for name in ("k", "v")}
     return pair | {"segment_ids": shard(jnp.zeros((rows, length), jnp.int32), "batch", "seq")}
 
 
@@ -38,7 +39,7 @@ class Past:
     def put(self, k_BSKH: jax.Array, v_BSKH: jax.Array, shard: Shard) -> Past:
         """With the new tokens' keys and values in place."""
         at = (self.layer, 0, self.start, 0, 0)
-        new = {"k": k_BSKH, "v": v_BSKH}
+        new = {"k": k_BSKH.astype(self.cache["k"].dtype), "v": v_BSKH.astype(self.cache["v"].dtype)}
         written = {name: shard(lax.dynamic_update_slice(self.cache[name], x[None], at), *_AXES) for name, x in new.items()}
         return dataclasses.replace(self, cache=self.cache | written)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sharding_rules import Shard
 
 
+Dtype = Literal["float32", "bfloat16"]
+
+
 @dataclasses.dataclass(frozen=True)
 class SegmentConfig:
     """A run of layers of one kind. Its name is the scope of its parameters and of its sharding rules, as in "late/mlp"."""
@@ -26,19 +29,20 @@ class SegmentConfig:
     """A kind of layer in mesh_lm.model.kinds."""
     remat: Remat | None = None
     """None: as the model's."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Dtype | None = None
     """Type of this segment's matmuls; the residual stream keeps the model's. None: as the model's."""
 
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
-        """From name:layers[:kind[:remat]], as the command line spells it. Raises ValueError for another form."""
-        name, layers, kind, remat = word.split(":") + ["dense", ""][word.count(":") - 1 :]
-        if remat not in ("", *get_args(Remat)):
+        """From name:layers[:kind[:remat[:dtype]]], as the command line spells it. Raises ValueError for another form."""
+        name, layers, *rest = word.split(":")
+        kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
+        if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)
-        return cls(name, int(layers), kind, cast(Remat, remat) or None)
+        return cls(name, int(layers), kind, cast(Remat, remat) or None, cast(Dtype, dtype) or None)
 
     def __str__(self) -> str:
-        return ":".join([self.name, str(self.n_layers), self.kind, *([self.remat] if self.remat else [])])
+        return ":".join([self.name, str(self.n_layers), self.kind, self.remat or "", self.dtype or ""]).rstrip(":")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class DecoderConfig(ModelConfig):
     n_layers: int = 4
     """Transformer layers, of all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Runs of unlike layers, first to last, as name:layers[:kind[:remat]]; empty: one run of dense layers, called blocks."""
+    """Runs of unlike layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: one run of dense layers, called blocks."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
@@ -93,7 +97,7 @@ class DecoderConfig(ModelConfig):
     """Weight of log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; outputs into the residual stream are divided by sqrt(2 n_layers) (GPT-2)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
     """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
@@ -170,6 +174,8 @@ class DecoderConfig(ModelConfig):
         return found
 
     def _segment_problems(self) -> list[str]:
+        from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
+
         entries, found = len(self.windows()), []
         if not self.segments and self.n_layers % entries:
             found.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
@@ -178,7 +184,7 @@ class DecoderConfig(ModelConfig):
         for run in self.segments:
             if run.n_layers % entries:
                 found.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
-            if run.name in _TAKEN:
+            if run.name in _TAKEN or hasattr(Decoder, run.name):
                 found.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
             try:
                 kind(run.kind)

@@ -92,7 +92,7 @@ class Model(Protocol):
 
 
 class Generative(Protocol):
-    """What a model may offer beside, so that generating a token does not read the whole text again (`mesh_lm.generation`).
+    """What a model may also offer, so that generating a token does not read the whole text again (`mesh_lm.generation`).
 
     The texts of a batch end in the same slot: `segment_ids` are 0 for the padding before them, which no other token may see, and 1 for
     the text; `positions` count from its first token. A model without these can offer `logits(batch)`, float32 [B, S, V], instead.

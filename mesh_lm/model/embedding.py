@@ -52,7 +52,7 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
 
 
 def add_positions(x_BSD: jax.Array, table_VD: jax.Array, ids_1S: jax.Array, shard: Shard, axes: tuple[str, str]) -> jax.Array:
-    """x plus the table's rows for ids int32 [1, S], the same for all sequences; each device gathers those of its part of the sequence.
+    """x plus the table's rows for ids int32 [1, S], the same for all sequences and no two alike; each device gathers those of its part.
 
     x: [B, S, D], sharded like the residual stream. axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every
     device gathers the whole table in fp32, and all-reduces its gradient.
@@ -77,7 +77,7 @@ def add_positions(x_BSD: jax.Array, table_VD: jax.Array, ids_1S: jax.Array, shar
         part = mine_SD if crossed else stored.scatter(mine_SD)
         whole = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
         whole_Sd = stored.scatter(whole) if crossed else whole
-        return jnp.zeros((rows, whole_Sd.shape[1]), jnp.float32).at[ids[0]].add(whole_Sd)
+        return jnp.zeros((rows, whole_Sd.shape[1]), jnp.float32).at[ids[0]].add(whole_Sd, unique_indices=True)
 
     @jax.custom_vjp
     def f(x: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:

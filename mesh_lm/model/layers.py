@@ -182,6 +182,7 @@ class Attention(nnx.Module):
             past = past.put(k, v, shard)
             if not (isinstance(past.start, int) and past.start == 0):  # else these tokens are all there is
                 (k, v), kv_segment_ids, start = past.keys_and_values(), past.cache["segment_ids"], jnp.asarray(past.start)
+                k, v = k.astype(q.dtype), v.astype(q.dtype)
         # What was chosen for training need not serve a text that is written on.
         chosen = None if self.config.attention == "auto" or past is not None else self.config.attention
         y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, chosen)

@@ -11,8 +11,8 @@ import jax
 from mesh_lm.segments import Remat
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
-"""What remat=save_names keeps of a layer, and remat=offload moves to the host: results of matmuls and of the attention kernel, all that is
-dear to compute again; norms and the nonlinearity are not kept."""
+"""What remat=save_names keeps of a layer, and remat=offload moves to the host: the results of matmuls and of the attention kernel,
+everything that is expensive to recompute; norms and the nonlinearity are not kept."""
 
 
 def remat(policy: Remat) -> Callable[[Callable], Callable]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.model.contract import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.remat import remat
@@ -34,14 +35,26 @@ def forward(
     for segment in segments:
         x, _, sums = fold(model, segment, x, ctx, first)
         total, first = added(total, sums), first + segment.n_layers
-    total = added(total, model.loss(x, batch, dropout))
+    total = added(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
+
+
+def loss_sums(model: Model, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
+    """What the model's loss returns. Raises ConfigError for arrays, which layers alone may return."""
+    sums = model.loss(x, batch, dropout)
+    if arrays := [name for name, value in sums.items() if value.ndim]:
+        raise ConfigError(f"{type(model).__name__}.loss returns {arrays[0]!r} {sums[arrays[0]].shape}; its sums are scalars")
+    return sums
 
 
 def hidden_states(
     model: Model, segments: Sequence[Segment], batch: Batch, cache: Any = None, start: int | jax.Array = 0
 ) -> tuple[jax.Array, Any]:
-    """(activations after the last layer, cache) without dropout, as text is generated and scored. cache, start: as in `Context`."""
+    """(activations after the last layer, cache) without dropout, as text is generated and scored. cache, start: as in `Context`.
+
+    Nothing is learnt from such a batch: where it has no weights, they are 0.
+    """
+    batch = {"weights": jnp.zeros(batch["tokens"].shape, jnp.float32), **batch}
     x, first, ctx = model.embed(batch, None), 0, Context(batch, None, model.prepare(batch), cache=cache, start=start)
     for segment in segments:
         x, cache, _ = fold(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
@@ -70,8 +83,8 @@ def fold(
     n, period = jax.tree.leaves(stacked)[0].shape[0], segment.period
     rows = stacked if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), stacked)
 
-    # The layer takes what the scan hands out: were its weights picked from that outside, they would be saved, a copy of the model.
-    # So would they be as residuals of a conditional around what remat repeats: the conditional lies inside.
+    # Weights are indexed inside the layer: picked outside, they would become residuals, a copy of the model. The conditional lies inside
+    # what remat repeats for the same reason.
     def layer(x: jax.Array, cache: Any, weights: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
         weights = weights if period == 1 else jax.tree.map(lambda w: w[i], weights)
         here = dataclasses.replace(ctx, number=first + (row + i - skip), place=i, cache=cache)
@@ -94,7 +107,8 @@ def fold(
         for i in range(period):
             x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, weights, row)
             found.append(sums)
-        return (x, cache), {name: jnp.stack([sums[name] for sums in found]) for name in found[0]}
+        like = {name: jnp.zeros_like(value) for sums in found for name, value in sums.items()}
+        return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in found]) for name, zero in like.items()}
 
     (x, cache), found = lax.scan(step, (x, ctx.cache), (rows, jnp.arange(0, n, period)))
     scalars = {name: each.sum() for name, each in found.items() if each.ndim == 2}

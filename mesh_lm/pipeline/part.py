@@ -19,7 +19,7 @@ from mesh_lm.blueprint import Blueprint, Params, segment_of
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import added, fold
+from mesh_lm.model.stack import added, fold, loss_sums
 
 
 class Work(NamedTuple):
@@ -86,16 +86,17 @@ class Part:
     # Forward.
 
     def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
-        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output and all residuals that depend on x.
+        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output, the sums and all residuals that depend
+        on x.
 
         stashed: what came from the stage before, which the first virtual stage does not look at.
         """
         x = self._input(work, stashed)
         if self.blueprint.pipeline.stash == "input":
             return self._pin(self.run(work, self.chunk(work), self.shared, x)[0]), ()
-        (y, _), pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
+        out, pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
         left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
-        return self._pin(y), (y, left)
+        return self._pin(out[0]), (out, left)
 
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
         """The chunk's output [B, S, D], and its scalar sums."""
@@ -132,11 +133,11 @@ class Part:
         out, pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
         if self.blueprint.pipeline.stash == "input":
             return out, pull
-        (y, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
+        (out, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
         # What follows from weights alone is taken from this second pass, and XLA leaves out the rest of it.
         kept = iter(residuals)
         recalled = [next(kept) if keep else leaf for leaf, keep in zip(leaves, self.kept, strict=True)]
-        return (y, out[1]), jax.tree.unflatten(structure, recalled)
+        return out, jax.tree.unflatten(structure, recalled)
 
     def _depends_on_x(self, some: Work) -> list[bool]:
         """Of each residual of a pass, whether it depends on x."""
@@ -194,7 +195,7 @@ class Part:
         return self._module({**self.shared, **used, **self.layers}).embed(*self._microbatch(work))
 
     def _loss(self, work: Work, used: Params, y: jax.Array) -> Sums:
-        return self._module({**self.shared, **used, **self.layers}).loss(y, *self._microbatch(work))
+        return loss_sums(self._module({**self.shared, **used, **self.layers}), y, *self._microbatch(work))
 
     def _module(self, params: Params) -> Model:
         return self.blueprint.bind(params)

@@ -47,6 +47,8 @@ def _remat(config: TrainConfig) -> Iterator[Change]:
     """Keep less for the backward, the cheapest to compute again first; or keep it on the host."""
     policies = ("none", "save_names", "full")
     now = getattr(config.model, "remat", None)
+    if any(segment.remat != now for segment in config.model.stack().segments):
+        return  # a segment of its own policy would not follow
     if now in policies:
         for policy in policies[policies.index(now) + 1 :]:
             yield "remat", {"model.remat": policy}

@@ -40,8 +40,10 @@ def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tu
     schedule = training_schedule(pipeline, stages, config.train.microbatches)
     again = pipeline.stash == "input"
     # In units of a stage's forward pass. The head is by its share of the model's FLOPs, which are those of forward and backward.
-    head = stages * stack.head / sum(segment.n_layers * segment.cost for segment in stack.segments)
-    durations = Durations(forward=1.0, backward=2.0 + again + (getattr(config.model, "remat", "") == "full"), head=head)
+    in_layers = sum(segment.n_layers * segment.cost for segment in stack.segments)
+    head = stages * stack.head / in_layers
+    repeated = sum(segment.n_layers * segment.cost for segment in stack.segments if segment.remat == "full") / in_layers
+    durations = Durations(forward=1.0, backward=2.0 + again + repeated, head=head)
     made = timeline(schedule, durations, drop_last_forward=again)
     idle = 1 - sum(made.busy) / (made.span * stages)
     what = f"{pipeline.schedule}, {stages} stages" + f" x {pipeline.chunks} chunks" * (pipeline.chunks > 1)

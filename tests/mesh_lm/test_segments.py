@@ -3,20 +3,25 @@
 import dataclasses
 import functools
 import json
+import math
 import re
+import sys
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_toy import EXPERTS, MODEL, rules
 from flax import nnx
-from support import GPT, Outcome, assert_same_gradients, by_stage, gradients, host_batch, on_devices, reference, shard_on
+from support import GPT, Outcome, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
 
 from mesh_lm import checkpoint, cli
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, PipelineConfig, TrainConfig, TrainLoop, as_dict
-from mesh_lm.model import DecoderConfig, SegmentConfig, whole_texts
+from mesh_lm.model import DecoderConfig, SegmentConfig, dense, whole_texts
+from mesh_lm.model.kinds import KINDS
 from mesh_lm.pipeline import engine
 from mesh_lm.trained import config_from
 from sharding_rules import MeshConfig, Rules, ShardingRuleError, preset
@@ -131,11 +136,13 @@ def test_each_segment_has_its_own_precision() -> None:
     )  # fmt: skip
 
 
-def test_a_text_is_continued_through_all_segments() -> None:
-    """Read in two parts, with a cache, as generation does."""
-    config = dataclasses.replace(SPLIT_GPT, dropout=0.0, segments=(SegmentConfig("early", 1), SegmentConfig("late", 1)))
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_text_is_continued_through_all_segments(dtypes: tuple) -> None:
+    """Read in two parts, with a cache, as generation does; whatever the precision of a segment."""
+    segments = SegmentConfig("early", 1), SegmentConfig("late", 1, dtype=dtypes[1])
+    config = dataclasses.replace(GPT, dropout=0.0, segments=segments, dtype=dtypes[0])
     blueprint = Blueprint.of(config, shard_on("ddp"))
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params = initial(blueprint)
     tokens = host_batch(1)["tokens"][0, :2]
     batch = {"tokens": tokens, "positions": np.broadcast_to(np.arange(16), tokens.shape), "segment_ids": np.ones_like(tokens)}
 
@@ -146,7 +153,67 @@ def test_a_text_is_continued_through_all_segments() -> None:
         return model.extend(last, cache, 9)[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     whole = jax.jit(lambda params: blueprint.bind(params).logits(whole_texts(tokens)))(params)
-    np.testing.assert_allclose(jax.jit(in_parts)(params), whole[:, -1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(in_parts)(params), whole[:, -1], rtol=3e-2, atol=3e-2)
+
+
+def test_layers_that_look_at_labels_read_texts() -> None:
+    blueprint = Blueprint.of(MODEL, shard_on(rules("ddp")))
+    batch = whole_texts(np.zeros((2, 16), np.int32))
+    assert jax.eval_shape(lambda params: blueprint.bind(params).logits(batch), blueprint.shapes).shape == (2, 16, 250)
+
+
+def test_a_layer_of_a_period_may_have_sums_that_others_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second(dense.Layer):
+        def __call__(self, x, ctx):
+            x, cache, _ = super().__call__(x, ctx)
+            extra = jnp.float32(1 + ctx.place)
+            return x, cache, {"objective": extra, "extra": extra} if ctx.place == 1 else {}
+
+    kind = SimpleNamespace(Layer=Second, n_params=dense.n_params, flops_per_token=dense.flops_per_token)
+    monkeypatch.setitem(KINDS, "second", "second")
+    monkeypatch.setitem(sys.modules, "second", kind)
+    config = dataclasses.replace(GPT, n_layers=4, window=(4, 0), dropout=0.0, segments=(SegmentConfig("only", 4, "second"),))
+    _, sums, _ = gradients(config, shard_on("ddp"))
+    assert sums["extra"] == 4 and sums["objective"] == pytest.approx(sums["loss"] + 4, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_stashed_residuals_save_the_forward_pass_of_layers_with_sums() -> None:
+    """Were sums not stashed as well, the backward slot would compute the layers again for them."""
+    model = dataclasses.replace(MODEL, dropout=0.0, remat="none")
+
+    def flops(stash) -> float:
+        blueprint = Blueprint.of(model, shard_on(rules("ddp"), pipeline=2), PipelineConfig(stash=stash))
+        params = by_stage(blueprint, initial(blueprint))
+        program = jax.jit(engine.value_and_grad(blueprint)).lower(params, on_devices(host_batch(4), blueprint), jax.random.key(0))
+        return program.compile().cost_analysis()["flops"]
+
+    assert flops("residuals") < 0.85 * flops("input")
+
+
+def test_a_loss_returns_scalars() -> None:
+    class Loud(type(MODEL)):
+        def make(self, shard, rngs):
+            model = super().make(shard, rngs)
+            model.loss = lambda x, batch, dropout: {"objective": x.sum(), "loss": x.sum(), "weight": x.sum(), "each": x[0, 0]}
+            return model
+
+    config = Loud(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
+    for stages in (1, 2):
+        blueprint = Blueprint.of(config, shard_on(rules("ddp"), pipeline=stages))
+        with pytest.raises(ConfigError, match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars")):
+            jax.eval_shape(engine.value_and_grad(blueprint), blueprint.in_memory, host_batch(4), jax.random.key(0))
+
+
+def test_segments_in_another_order_are_another_model() -> None:
+    saved = checkpoint.find("tests/fixtures/checkpoint")
+    assert saved is not None
+    config = config_from(saved.metadata["config"], None, "here").model
+    first, second = SegmentConfig("a", 1), SegmentConfig("b", 1)
+    theirs = {**saved.metadata, "config": {"model": as_dict(dataclasses.replace(config, segments=(first, second)))}}
+    swapped = Blueprint.of(dataclasses.replace(config, segments=(second, first)), shard_on("ddp"))
+    with pytest.raises(ConfigError, match="its segments are a, b, in this order, and those of this config b, a"):
+        dataclasses.replace(saved, metadata=theirs).params(swapped)
 
 
 def config_of(**changes) -> TrainConfig:
@@ -171,6 +238,41 @@ def config_of(**changes) -> TrainConfig:
             {"segments": (SegmentConfig("head", 2), SegmentConfig("moe", 4))},
             "model.segments: 'head' is the name of another part of the decoder; choose another",
         ),
+        (
+            {"segments": (SegmentConfig("loss", 2), SegmentConfig("moe", 4))},
+            "model.segments: 'loss' is the name of another part of the decoder; choose another",
+        ),
+        (
+            {
+                "segments": (SegmentConfig("dense", 2, remat="offload"), SegmentConfig("moe", 4)),
+                "mesh": MeshConfig(pipeline=2),
+                "pipeline": PipelineConfig(stash="residuals"),
+            },
+            "pipeline.stash=residuals keeps on the device what remat=offload of segment 'dense' moves to the host; "
+            "set one of them to another",
+        ),
+        *(
+            (
+                {"mesh": MeshConfig(pipeline=2, tensor=2, extra=("x=2",)), "rules": scoped},
+                f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some stages skip, and wait for ever",
+            )
+            for scoped, pair in (
+                (
+                    rules("megatron").replace(axes={"x": "auto"}, activations={"moe/mlp": "x"}),
+                    "rules.activations['moe/mlp']=('x',) and rules.gathered['moe/mlp']=('tensor',) do not begin alike",
+                ),
+                (
+                    rules("megatron_sp").replace(axes={"x": "auto"}, activations={"moe/seq_resid": "x"}),
+                    "rules.activations['moe/seq_resid']=('x',) and rules.activations['seq_resid']=('tensor',) do not begin alike",
+                ),
+                (
+                    rules("megatron").replace(
+                        axes={"x": "auto"}, params={"dense/mlp": "tensor"}, gathered={"moe/mlp": "x"}, activations={"moe/mlp": "x"}
+                    ),
+                    "rules.params['moe/mlp']=('tensor',) does not begin with rules.gathered['moe/mlp']=('x',)",
+                ),
+            )
+        ),
         ({"segments": (SegmentConfig("dense", 6), SegmentConfig("moe", 0))}, "model.segments: 'moe' has 0 layers; it needs at least 1"),
         (
             {"window": (4, 0, 0)},
@@ -190,7 +292,7 @@ def config_of(**changes) -> TrainConfig:
 def test_what_cannot_be_is_refused(changes: dict, message: str) -> None:
     config = config_of(**changes)
     with pytest.raises(ConfigError) as caught:
-        check(config, config.mesh.pipeline)
+        check(config, math.prod(config.mesh.sizes().values()))
     assert f"  - {message}" in str(caught.value).splitlines()
 
 
@@ -236,8 +338,8 @@ def test_an_old_checkpoint_under_a_new_segmentation() -> None:
 
 
 def test_segments_survive_a_checkpoint_and_the_command_line() -> None:
-    config = cli.parse(["--config=configs/gpt_tiny.py", "--config.model.segments=early:1,late:3:dense:full"])
-    assert config.model.segments == (SegmentConfig("early", 1), SegmentConfig("late", 3, "dense", "full"))
+    config = cli.parse(["--config=configs/gpt_tiny.py", "--config.model.segments=early:1,late:3:dense:full:bfloat16"])
+    assert config.model.segments == (SegmentConfig("early", 1), SegmentConfig("late", 3, "dense", "full", "bfloat16"))
     assert config_from(json.loads(json.dumps(as_dict(config))), None, "here").model == config.model
-    with pytest.raises(ConfigError, match=re.escape("expected NAME:LAYERS[:KIND[:REMAT]], with commas between several")):
+    with pytest.raises(ConfigError, match=re.escape("expected NAME:LAYERS[:KIND[:REMAT[:DTYPE]]], with commas between several")):
         cli.parse(["--config=configs/gpt_tiny.py", "--config.model.segments=early:one"])
