@@ -94,7 +94,7 @@ def stepped(config: TrainConfig) -> Found:
     after, metrics = train_step(blueprint, optimizer, seed=3)(state, batch)
 
     def whole(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-        rows = blueprint.stages.row_of_layer()
+        rows = blueprint.layout["blocks"].row_of_layer()
         return {name: np.asarray(x)[rows] if name in blueprint.stacked else np.asarray(x) for name, x in tree.items()}
 
     return {name: np.asarray(x) for name, x in metrics.items()}, whole(after["mu"]), whole(after["params"])

@@ -51,7 +51,7 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
     whole, moved = unpiped(blueprint, params)
     mesh = whole.shard.mesh
     assert {axis: n for axis, n in mesh.shape.items() if n > 1} == wanted
-    assert set(mesh.devices.flat) == set(blueprint.shard.mesh.devices.flat) and whole.stages.stages == 1
+    assert set(mesh.devices.flat) == set(blueprint.shard.mesh.devices.flat) and whole.n_stages == 1
     assert {name: x.sharding for name, x in moved.items()} == whole.shardings("params")
     for name, x in moved.items():
         assert np.array_equal(np.array(x), host[name]), name
