@@ -19,10 +19,12 @@ from support import GPT, Outcome, assert_same_gradients, by_stage, gradients, ho
 from mesh_lm import checkpoint, cli
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
+from mesh_lm.checkpoint import local
 from mesh_lm.config import ConfigError, PipelineConfig, TrainConfig, TrainLoop, as_dict
 from mesh_lm.model import DecoderConfig, SegmentConfig, dense, whole_texts
 from mesh_lm.model.kinds import KINDS
 from mesh_lm.pipeline import engine
+from mesh_lm.segments import Segment, Stack
 from mesh_lm.trained import config_from
 from sharding_rules import MeshConfig, Rules, ShardingRuleError, preset
 
@@ -203,6 +205,18 @@ def test_a_loss_returns_scalars() -> None:
         blueprint = Blueprint.of(config, shard_on(rules("ddp"), pipeline=stages))
         with pytest.raises(ConfigError, match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars")):
             jax.eval_shape(engine.value_and_grad(blueprint), blueprint.in_memory, host_batch(4), jax.random.key(0))
+
+
+def test_a_period_has_a_layer() -> None:
+    found = Stack((Segment("a", 2, period=0),)).problems()
+    assert found == ["model.segments: 'a' has a period of 0 layers; it needs at least 1"]
+
+
+def test_local_checkpoints_know_the_order_of_segments() -> None:
+    first, second = SegmentConfig("a", 1), SegmentConfig("b", 1)
+    models = (dataclasses.replace(GPT, segments=order) for order in ((first, second), (second, first)))
+    one, other = (local._layout({}, Blueprint.of(model, shard_on("ddp"))) for model in models)
+    assert local._differ(one, other) == "stages"
 
 
 def test_segments_in_another_order_are_another_model() -> None:
