@@ -24,10 +24,11 @@ from mesh_lm.health.replicas import require_equal
 from mesh_lm.health.sick import Sick
 from mesh_lm.health.watchdog import Watchdog
 from mesh_lm.monitor import Monitor
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding, evaluate
 from mesh_lm.plan import command as plan
-from mesh_lm.step import fresh_state, init_state, train_step
+from mesh_lm.state import fresh_state, init_state
+from mesh_lm.step import train_step
 from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
 from sharding_rules import Shard, make_mesh
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
 
     # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
     blueprint = Blueprint.of(config.model, shard, config.pipeline)
-    optimizer = AdamW(config.optimizer, config.train.steps)
+    optimizer = Optimizer(config.optimizer, config.train.steps)
     step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
     evaluation = jax.jit(evaluate(blueprint))
 

@@ -30,10 +30,11 @@ from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_docu
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.launch import gpu
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding, leaf_spec
 from mesh_lm.report.flops import mfu, peak_flops
-from mesh_lm.step import State, abstract_state, init_state, train_step
+from mesh_lm.state import State, abstract_state, init_state
+from mesh_lm.step import train_step
 from pallas_kernels.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
 from sharding_rules.lab.flags import options
@@ -79,7 +80,7 @@ class Run:
         self.config: TrainConfig = check(config, n_devices=devices)
         shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
         self.blueprint = Blueprint.of(config.model, shard, config.pipeline)
-        self.optimizer = AdamW(config.optimizer, config.train.steps)
+        self.optimizer = Optimizer(config.optimizer, config.train.steps)
         self.step = train_step(self.blueprint, self.optimizer, config.seed)
         self.sequences = text(Path(directory), config)
 

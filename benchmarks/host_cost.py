@@ -27,9 +27,10 @@ from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.health.phases import Phases
 from mesh_lm.monitor import Monitor
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import State, abstract_state, train_step
+from mesh_lm.state import State, abstract_state
+from mesh_lm.step import train_step
 
 TARGET_MS = 2.0
 PARTS = ("next batch", "dispatch step", "monitor", "poll checkpoint and SIGTERM")
@@ -40,7 +41,7 @@ Metrics = dict[str, jax.Array]
 
 def no_op_step(config: TrainConfig, blueprint: Blueprint, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """A jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
-    optimizer = AdamW(config.optimizer, config.train.steps)
+    optimizer = Optimizer(config.optimizer, config.train.steps)
     metrics = jax.eval_shape(train_step(blueprint, optimizer, config.seed), abstract_state(blueprint, optimizer), batch)[1]
 
     @jax.jit

@@ -20,9 +20,10 @@ from record import Record, Row, options
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import Corpus, prepare
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import init_state, train_step
+from mesh_lm.state import init_state
+from mesh_lm.step import train_step
 
 TARGET = 2.0
 
@@ -46,7 +47,7 @@ def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
 
 def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
     """Tokens per second of the real train step, its batch already there; from the median step."""
-    blueprint, optimizer = tiny.blueprint(config), AdamW(config.optimizer, config.train.steps)
+    blueprint, optimizer = tiny.blueprint(config), Optimizer(config.optimizer, config.train.steps)
     batches = Batches(config, corpus, batch_sharding(blueprint)).train()
     with contextlib.closing(batches):
         _, batch = next(batches)

@@ -23,9 +23,10 @@ from mesh_lm.config import CheckpointConfig, TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.health.digest import digests
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import State, init_state, train_step
+from mesh_lm.state import State, init_state
+from mesh_lm.step import train_step
 
 TARGET = 0.05
 EVERY = 50
@@ -41,7 +42,7 @@ def config(directory: Path, quick: bool) -> TrainConfig:
 
 def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[float], list[float], State]:
     """Seconds of each interval [pairs, without and with], of each save's blocking part, of each digest of all; and the state."""
-    blueprint, optimizer = tiny.blueprint(run), AdamW(run.optimizer, run.train.steps)
+    blueprint, optimizer = tiny.blueprint(run), Optimizer(run.optimizer, run.train.steps)
     step, state = train_step(blueprint, optimizer, run.seed), init_state(blueprint, optimizer, run.seed)
     batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(blueprint))
     seconds, blocking, digesting, n = np.zeros((pairs + 1, 2)), [], [], 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -18,13 +19,12 @@ from flax import nnx
 
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig
 from mesh_lm.model import Model
+from mesh_lm.optim.contract import Leaf, Params
 from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.pipeline.stages import Layout, StackLayout, divide
 from mesh_lm.segments import Segment, Stack
 from sharding_rules import Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
-
-Params = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +99,11 @@ class Blueprint:
         """Shapes as the engine has them: stacked parameters by stage, padded where stages have unequal numbers of layers."""
         rows = {name: (self.stack_of(name).rows, *self.shapes[name].shape[1:]) for name in self.stacked}
         return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """The parameters as the engine has them."""
+        return {name: Leaf(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.in_memory.items()}
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.

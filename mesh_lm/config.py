@@ -88,8 +88,10 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with global-norm clipping and a learning-rate schedule."""
+    """Which optimizer, with global-norm clipping, decoupled weight decay and a learning-rate schedule."""
 
+    name: str = "adamw"
+    """One of mesh_lm.optim.RULES."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"

@@ -31,8 +31,9 @@ from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, ini
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import abstract_state, fresh_recent, train_step
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import abstract_state, fresh_recent
+from mesh_lm.step import train_step
 from sharding_rules import MeshConfig, ShardingRuleError, preset
 
 MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
@@ -83,7 +84,7 @@ def stepped(config: TrainConfig) -> Found:
     """Metrics, first moments (a tenth of the gradients) and new parameters after a step from seed 0, layers in model order."""
     sizes = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
     shard = shard_on(config.rules, **sizes)
-    blueprint, optimizer = Blueprint.of(config.model, shard, config.pipeline), AdamW(config.optimizer, config.train.steps)
+    blueprint, optimizer = Blueprint.of(config.model, shard, config.pipeline), Optimizer(config.optimizer, config.train.steps)
     params = by_stage(blueprint, initial(Blueprint.of(config.model, shard_on("ddp"))))
     abstract = abstract_state(blueprint, optimizer)
     zeros = {n: np.zeros(x.shape, x.dtype) for n, x in abstract["mu"].items()}

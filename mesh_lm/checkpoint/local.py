@@ -27,8 +27,8 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint.saved import Saved, certificate, seal
 from mesh_lm.config import CheckpointConfig
 from mesh_lm.health.digest import digests, host_digest, leaf_name
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, abstract_state
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State, abstract_state
 
 _KEEP = 2
 """Steps kept: when a run ends, processes may be a save apart, and then have the one before in common."""
@@ -78,7 +78,7 @@ class Local:
             self._thread = threading.Thread(target=self._write, args=(step, parts, about), daemon=True)
             self._thread.start()
 
-    def restore(self, newest: int, blueprint: Blueprint, optimizer: AdamW) -> tuple[Saved, State] | None:
+    def restore(self, newest: int, blueprint: Blueprint, optimizer: Optimizer) -> tuple[Saved, State] | None:
         """The newest step that all processes have whole, if it is newer than `newest` (a durable step, or -1) and of this very layout.
 
         It is bitwise what was saved. None otherwise; local steps that are not taken are removed, and one line says why. All processes must

@@ -19,14 +19,17 @@ from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.errors import listed
 from mesh_lm.health.digest import combined, digests, leaf_name
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, abstract_state, fresh_recent
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State, abstract_state, fresh_recent
 from sharding_rules.rules import Kind
 
 FORMAT = 2
 """1 had neither digests nor the leaf `recent`."""
 _KINDS: dict[str, Kind] = {"params": "params", "mu": "optimizer", "nu": "optimizer"}
 """The parts of a state that a pipeline's stages divide, each with its column of the rules."""
+
+_SECTIONS = ("train", "pipeline", "optimizer", "data", "checkpoint", "health", "profile", "launch")
+"""Sections of a config whose classes are always the same."""
 
 
 class Damaged(ConfigError):
@@ -91,7 +94,7 @@ class Saved:
             raise Damaged(self.path, wrong)
         return state
 
-    def resumed(self, blueprint: Blueprint, optimizer: AdamW) -> State:
+    def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
         """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
         self._require_order(blueprint)
         abstract = each_part(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
@@ -109,7 +112,10 @@ class Saved:
 
     def changed(self, config: TrainConfig) -> list[str]:
         """Config fields that differ from the run that wrote it, as "train.steps: 10 -> 20"."""
-        return differences(self.metadata["config"], as_dict(config))
+        now = as_dict(config)
+        known = as_dict(TrainConfig(config.model, config.output))  # what an older version did not have, it did as is the default now
+        before = {name: {**known[name], **each} if name in _SECTIONS else each for name, each in self.metadata["config"].items()}
+        return differences(before, now)
 
     def _require_order(self, blueprint: Blueprint) -> None:
         """Raises ConfigError where segments follow one another in another order: no shape would tell."""

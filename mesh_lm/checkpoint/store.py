@@ -28,8 +28,8 @@ from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.health.digest import digests
 from mesh_lm.health.phases import Phases
 from mesh_lm.launch.agent import BEGUN
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State
 
 _ASK_EVERY = 10
 """Steps between two questions among processes whether the save in flight is complete."""
@@ -90,7 +90,7 @@ class Checkpoints:
         """The newest checkpoint's descriptions; None where there is none. Raises Damaged."""
         return None if self._saved is None else Saved.read(self.directory, self._saved)
 
-    def restore(self, blueprint: Blueprint, optimizer: AdamW, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
+    def restore(self, blueprint: Blueprint, optimizer: Optimizer, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
         """The newest checkpoint that is what was saved, and its state; (None, None) where the run has none. All processes get the same.
 
         One that is damaged is named, with the leaves or files, put aside as `N.damaged`, and the one before it is taken. before: only steps
@@ -119,7 +119,7 @@ class Checkpoints:
             raise ConfigError(self._nothing_whole())
         return None, None
 
-    def go_back(self, before: int, state: State, blueprint: Blueprint, optimizer: AdamW) -> tuple[Saved, State]:
+    def go_back(self, before: int, state: State, blueprint: Blueprint, optimizer: Optimizer) -> tuple[Saved, State]:
         """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
         `N.passed`. Raises ConfigError without one."""
         self._settle(before)

@@ -15,11 +15,12 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.abstract import abstract_batch
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.plan import stages
 from mesh_lm.plan.attention import compilable
-from mesh_lm.step import abstract_state, train_step
+from mesh_lm.state import abstract_state
+from mesh_lm.step import train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
 from sharding_rules.lab.flags import auto, options
@@ -53,7 +54,7 @@ class Program:
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
         config, blueprint = self.config, self.blueprint
-        optimizer = AdamW(config.optimizer, config.train.steps)
+        optimizer = Optimizer(config.optimizer, config.train.steps)
         arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
         step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
         return compile_report(

@@ -18,14 +18,14 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.__main__ import main
 from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 
 COMPILE_BUDGET = 30
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [(text, BLOCKS[at + 1][1]) for at, (kind, text) in enumerate(BLOCKS) if kind == "sh"]
 TEXTS = [text for kind, text in BLOCKS if kind == "text"]
-OPTIMIZER = AdamW(fixture.CONFIG.optimizer, fixture.CONFIG.train.steps)
+OPTIMIZER = Optimizer(fixture.CONFIG.optimizer, fixture.CONFIG.train.steps)
 
 
 def configured(output: Path, **changes: object) -> TrainConfig:

@@ -16,8 +16,8 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import init_state
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import init_state
 
 COMPILE_BUDGET = 10
 pytestmark = pytest.mark.fault
@@ -33,13 +33,13 @@ def blueprint() -> Blueprint:
 
 
 @pytest.fixture(scope="module")
-def optimizer() -> AdamW:
+def optimizer() -> Optimizer:
     config = TrainConfig(model=MODEL, output="")
-    return AdamW(config.optimizer, config.train.steps)
+    return Optimizer(config.optimizer, config.train.steps)
 
 
 @pytest.fixture(scope="module")
-def good(blueprint: Blueprint, optimizer: AdamW, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
+def good(blueprint: Blueprint, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
     """A run's directory with steps 1 and 2, and what they hold."""
     config = TrainConfig(model=MODEL, output=str(tmp_path_factory.mktemp("good")))
     held = {}
@@ -94,7 +94,7 @@ def damaged(path: Path, how: str, seed: int) -> bool:
 
 
 def test_f6_no_damage_is_restored_in_silence(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path,
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     """Every restore gives the bits of a step as it was saved: of step 2 where the damage hit nothing that is read, else of step 1."""
@@ -119,7 +119,7 @@ def test_f6_no_damage_is_restored_in_silence(
 
 
 def test_f6_nothing_whole_is_no_silent_new_start(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """Neither at once, nor when it is started again."""
     config = copied(good, tmp_path / "run")
@@ -134,7 +134,7 @@ def test_f6_nothing_whole_is_no_silent_new_start(
 
 @pytest.mark.parametrize("missing", ["state", "data", "metadata"])
 def test_f8_a_half_copied_step(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path, missing: str,
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path, missing: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Of the name of a complete one, as a copy by hand that was broken off."""
@@ -149,7 +149,7 @@ def test_f8_a_half_copied_step(
 
 
 def test_f8_an_empty_directory_with_a_steps_name(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     config = copied(good, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "7").mkdir()
@@ -167,7 +167,7 @@ def test_f8_an_empty_directory_with_a_steps_name(
     ],
 )
 def test_f11_another_model(
-    good: tuple[TrainConfig, dict[int, dict]], optimizer: AdamW, tmp_path: Path, changes: dict[str, object], message: str
+    good: tuple[TrainConfig, dict[int, dict]], optimizer: Optimizer, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     """Wrong config, wrong vocabulary, wrong tree: one error before any array is read, and nothing is put aside."""
     config = copied(good, tmp_path / "run")
@@ -180,7 +180,7 @@ def test_f11_another_model(
 
 
 def test_f11_a_tree_with_a_leaf_too_few(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: AdamW, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """The metadata says that it is there, and no array is."""
     config = copied(good, tmp_path / "run")

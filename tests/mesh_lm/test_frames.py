@@ -10,8 +10,9 @@ from support import GPT, host_batch, shard_on
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig, PipelineConfig
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import abstract_state, train_step
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import abstract_state
+from mesh_lm.step import train_step
 
 ROOT = Path(__file__).parents[2]
 OWN = [str(ROOT / part) for part in ("mesh_lm", "sharding_rules", "pallas_kernels")]
@@ -38,7 +39,7 @@ def test_own_frames_to_the_matmul(mesh: dict[str, int], pipeline: PipelineConfig
         return einsum(equation, *operands, **options)
 
     monkeypatch.setattr(jnp, "einsum", watched)
-    blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp", **mesh), pipeline), AdamW(OptimizerConfig(), 10)
+    blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp", **mesh), pipeline), Optimizer(OptimizerConfig(), 10)
     jax.eval_shape(train_step(blueprint, optimizer, 0), abstract_state(blueprint, optimizer), host_batch(2))
     longest = max(ways.values(), key=len)
     assert any("dense.__call__" in way for way in ways)

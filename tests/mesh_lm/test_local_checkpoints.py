@@ -18,8 +18,8 @@ from mesh_lm.check import check
 from mesh_lm.checkpoint import Checkpoints, Saved
 from mesh_lm.config import CheckpointConfig, ConfigError, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, abstract_state
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State, abstract_state
 from sharding_rules import Shard
 
 COMPILE_BUDGET = 130
@@ -38,7 +38,7 @@ class Run:
         return Blueprint.of(self.config.model, self.shard, self.pipeline)
 
     def state(self, step: int) -> State:
-        abstract = abstract_state(self.blueprint, AdamW(self.config.optimizer, self.config.train.steps))
+        abstract = abstract_state(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
 
         def filled(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = fixture.pattern(jax.tree_util.keystr(path), leaf.shape, np.dtype(np.float32)) + step
@@ -48,14 +48,14 @@ class Run:
 
     def save(self, *steps: int) -> None:
         with Checkpoints(self.config) as checkpoints:
-            checkpoints.restore(self.blueprint, AdamW(self.config.optimizer, self.config.train.steps))
+            checkpoints.restore(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
             for step in steps:
                 assert checkpoints.due(step)
                 checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.blueprint)
 
     def restored(self) -> tuple[Saved, State]:
         with Checkpoints(self.config) as checkpoints:
-            saved, state = checkpoints.restore(self.blueprint, AdamW(self.config.optimizer, self.config.train.steps))
+            saved, state = checkpoints.restore(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
         assert saved is not None and state is not None
         return saved, state
 
@@ -110,7 +110,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     staged.require(2)
     other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))
     with Checkpoints(other.config) as checkpoints:
-        found = checkpoints.restore(other.blueprint, AdamW(other.config.optimizer, other.config.train.steps))
+        found = checkpoints.restore(other.blueprint, Optimizer(other.config.optimizer, other.config.train.steps))
     assert found == (None, None), "the same shapes, with other layers in the rows"
 
 
@@ -189,21 +189,21 @@ def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path
     run.save(2)
     shutil.rmtree(tmp_path / "run")
     with Checkpoints(run.config) as checkpoints:
-        found = checkpoints.restore(run.blueprint, AdamW(run.config.optimizer, run.config.train.steps))
+        found = checkpoints.restore(run.blueprint, Optimizer(run.config.optimizer, run.config.train.steps))
     assert found == (None, None) and not run.places, "a run that began anew"
 
 
 def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
     run.save(10, 12, 14)
     with Checkpoints(run.config) as checkpoints:
-        saved, _ = checkpoints.go_back(15, {}, run.blueprint, AdamW(run.config.optimizer, run.config.train.steps))
+        saved, _ = checkpoints.go_back(15, {}, run.blueprint, Optimizer(run.config.optimizer, run.config.train.steps))
     assert saved.step == 10 and not run.places
     run.require(10)
 
 
 def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
     run.save(10, 20)
-    optimizer = AdamW(run.config.optimizer, run.config.train.steps)
+    optimizer = Optimizer(run.config.optimizer, run.config.train.steps)
     with Checkpoints(run.config) as checkpoints:
         saved, state = checkpoints.go_back(20, {}, run.blueprint, optimizer)
         assert saved.step == 10 and int(state["step"]) == int(run.state(10)["step"])

@@ -12,8 +12,9 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.health.replicas import ReplicasDiffer, differing, program, require_equal
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, Step, abstract_state, train_step
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State, abstract_state
+from mesh_lm.step import Step, train_step
 from sharding_rules.lab import h100
 
 COMPILE_BUDGET = 14
@@ -102,10 +103,10 @@ def test_gpus_send_and_copy_nothing() -> None:
 
 
 @functools.cache
-def trainer(rules: str) -> tuple[Blueprint, AdamW, Step]:
+def trainer(rules: str) -> tuple[Blueprint, Optimizer, Step]:
     blueprint, optimizer = (
         Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, data=8)),
-        AdamW(OptimizerConfig(warmup_steps=0), 4),
+        Optimizer(OptimizerConfig(warmup_steps=0), 4),
     )
     return blueprint, optimizer, train_step(blueprint, optimizer, seed=0)
 

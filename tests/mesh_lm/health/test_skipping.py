@@ -13,8 +13,9 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.health import recent
-from mesh_lm.optimizer import AdamW
-from mesh_lm.step import State, abstract_state, fresh_recent, train_step
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import State, abstract_state, fresh_recent
+from mesh_lm.step import train_step
 
 COMPILE_BUDGET = 3
 
@@ -28,7 +29,7 @@ class Trainer:
 
     def __init__(self, rules: str, outlier: float, mesh: dict[str, int]) -> None:
         self.blueprint = Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, **mesh))
-        self.optimizer = AdamW(STILL, 1000)
+        self.optimizer = Optimizer(STILL, 1000)
         self.step = train_step(self.blueprint, self.optimizer, seed=0, outlier=outlier)
 
     def fresh(self) -> State:

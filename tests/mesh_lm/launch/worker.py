@@ -23,9 +23,9 @@ from mesh_lm.config import ConfigError
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import init_state
+from mesh_lm.state import init_state
 from sharding_rules import Shard, make_mesh
 
 
@@ -48,7 +48,7 @@ def bits(argv: list[str]) -> dict[str, Any]:
     ids = taken[-1]["sample_ids"][0]
     mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
     return {
-        "init": digest(init_state(blueprint, AdamW(config.optimizer, config.train.steps), config.seed)),
+        "init": digest(init_state(blueprint, Optimizer(config.optimizer, config.train.steps), config.seed)),
         "batches": [digest(batch) for batch in taken],
         "masks": digest(mask(ids)),
         "processes": jax.process_count(),

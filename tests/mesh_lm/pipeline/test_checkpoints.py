@@ -15,15 +15,16 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints, Saved, find
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import relayout
-from mesh_lm.step import State, Step, abstract_state, fresh_state, init_state, train_step
+from mesh_lm.state import State, abstract_state, fresh_state, init_state
+from mesh_lm.step import Step, train_step
 from mesh_lm.trained import weights
 
 COMPILE_BUDGET = 130
 
 MODEL = dataclasses.replace(GPT, n_layers=8, biases=False, norm="rmsnorm")
-OPTIMIZER = AdamW(OptimizerConfig(warmup_steps=0), 10)
+OPTIMIZER = Optimizer(OptimizerConfig(warmup_steps=0), 10)
 MICROBATCHES, STEPS = 4, 2
 Runs = Callable[[str], tuple[Path, dict[str, np.ndarray], list[float]]]
 

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from mesh_lm import state as states
 from mesh_lm import step
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.model import DecoderConfig, dense
 from mesh_lm.model.layers import Attention, Linear, Weights
-from mesh_lm.optimizer import AdamW
+from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import engine
 from sharding_rules import Rules, Shard, ShardingRuleError, preset
 from sharding_rules.lab import compile_report, h100
@@ -37,7 +38,7 @@ MICROBATCHES, ROWS = 4, 16
 def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: DecoderConfig = SMALL) -> tuple[Finding, ...]:
     """What lint says of a whole training step."""
     mesh = h100(**MESH) if mesh is None else mesh
-    blueprint, optimizer = Blueprint.of(config, Shard(rules, mesh)), AdamW(OptimizerConfig(), 10)
+    blueprint, optimizer = Blueprint.of(config, Shard(rules, mesh)), Optimizer(OptimizerConfig(), 10)
     spec = engine.batch_sharding(blueprint).spec
     dtypes = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32, "sample_ids": jnp.uint32, "indices": jnp.int32}
     shapes = {"sample_ids": (MICROBATCHES, ROWS), "indices": (MICROBATCHES, 1, config.seq_len)}
@@ -46,7 +47,7 @@ def findings(reports: str, rules: Rules, mesh: Mesh | None = None, config: Decod
         for name, dtype in dtypes.items()
         for shape in (shapes.get(name, (MICROBATCHES, ROWS, config.seq_len)),)
     }
-    state = step.abstract_state(blueprint, optimizer)
+    state = states.abstract_state(blueprint, optimizer)
     report = compile_report(step.train_step(blueprint, optimizer, 0), state, batch, mesh=mesh, cache=reports)
     return lint(report, rules, blueprint.axes)
 

@@ -1,0 +1,32 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): first and second moments, m_hat / (sqrt(v_hat) + eps)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import optax
+
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Two slots, both shaped like the parameter."""
+
+    config: OptimizerConfig
+    elementwise: bool = True
+
+    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+        return {"mu": dict(leaves), "nu": dict(leaves)}
+
+    def direction(
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+    ) -> tuple[Params, Slots]:  # fmt: skip
+        c = self.config
+        state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))
+        direction, after = optax.scale_by_adam(c.beta1, c.beta2, c.eps).update(cast(Any, grads), state)
+        after = cast(optax.ScaleByAdamState, after)
+        return cast(Params, direction), {"mu": cast(Params, after.mu), "nu": cast(Params, after.nu)}

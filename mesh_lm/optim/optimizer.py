@@ -1,0 +1,75 @@
+"""What every optimizer does around its rule: clipping, the schedule, decoupled weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
+from sharding_rules import did_you_mean
+
+RULES = {"adamw": "mesh_lm.optim.adamw:AdamW"}
+"""optimizer.name -> module:class. A rule is made from the config's section `optimizer`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """theta <- theta - rate (direction + weight_decay theta), after the gradients are clipped to a global norm."""
+
+    config: OptimizerConfig
+    steps: int
+    """Length of the schedule."""
+
+    @cached_property
+    def rule(self) -> Rule:
+        """Raises ConfigError for a name that is not in RULES."""
+        return rule(self.config)
+
+    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+        """What is kept beside parameters like these; see `Rule.slots`."""
+        return self.rule.slots(leaves)
+
+    def update(
+        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: Leaves
+    ) -> tuple[Params, Slots]:  # fmt: skip
+        """New parameters and slots.
+
+        norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far; leaves: of the parameters.
+        """
+        c = self.config
+        if c.clip_norm:
+            scale = jnp.minimum(1.0, c.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        direction, after = self.rule.direction(grads, slots, params, count=count, leaves=leaves)
+        rate, matrices = self.learning_rate(step), decayed(leaves)
+        new = {name: p - rate * (direction[name] + (c.weight_decay * p if name in matrices else 0)) for name, p in params.items()}
+        return new, after
+
+    def learning_rate(self, step: jax.Array | int) -> jax.Array:
+        """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
+        c, warm = self.config, self.config.warmup_steps
+        rest, end = max(1, self.steps - warm), self.config.final_fraction
+        decay = min(rest, max(1, int(c.decay_fraction * self.steps)))
+        shapes = {
+            "cosine": optax.cosine_decay_schedule(1.0, rest, alpha=end),
+            "linear": optax.linear_schedule(1.0, end, rest),
+            "wsd": optax.linear_schedule(1.0, end, decay, rest - decay),
+            "constant": optax.constant_schedule(1.0),
+        }
+        schedule = optax.join_schedules([optax.linear_schedule(0.0, 1.0, max(1, warm)), shapes[c.schedule]], [warm])
+        return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
+
+
+def rule(config: OptimizerConfig) -> Rule:
+    """The rule that optimizer.name names. Raises ConfigError where there is none."""
+    if config.name not in RULES:
+        raise ConfigError(f"optimizer.name={config.name}: no such optimizer{did_you_mean(config.name, list(RULES))}")
+    module, _, name = RULES[config.name].partition(":")
+    return getattr(importlib.import_module(module), name)(config)
