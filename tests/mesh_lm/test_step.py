@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from mesh_lm.step import step_key, train_step
 COMPILE_BUDGET = 90
 
 
-def rates(**fields) -> np.ndarray:
+def rates(**fields: Any) -> np.ndarray:
     """Of each of 100 steps."""
     optimizer = Optimizer(OptimizerConfig(learning_rate=2.0, **({"warmup_steps": 10} | fields)), 100)
     return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate))(np.arange(100)))
@@ -91,7 +92,8 @@ def test_equals_optax() -> None:
             0.1, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=0.3, mask={"a.weight": True, "a.bias": False, "b": False}
         ),
     )
-    ours, theirs = params, params
+    ours: Any = params
+    theirs: Any = params
     optimizer, state = Optimizer(config, 3), chain.init(params)
     leaves = {"a.weight": ("embed", "mlp"), "a.bias": ("heads", "head_dim"), "b": ("norm",)}
     leaves = {name: Leaf(params[name].shape, jnp.float32, axes) for name, axes in leaves.items()}
