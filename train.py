@@ -23,11 +23,12 @@ from mesh_lm.health.phases import Phases
 from mesh_lm.health.replicas import require_equal
 from mesh_lm.health.sick import Sick
 from mesh_lm.health.watchdog import Watchdog
+from mesh_lm.initial import fresh_state, init_state
 from mesh_lm.monitor import Monitor
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding, evaluate
 from mesh_lm.plan import command as plan
-from mesh_lm.state import fresh_state, init_state
+from mesh_lm.state import weights_of
 from mesh_lm.step import train_step
 from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
 from sharding_rules import Shard, make_mesh
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
 
                 with monitor.paused():
                     heldout = takewhile(go_on, batches.heldout())
-                    loss = mean_loss(evaluation, state["params"], heldout)
+                    loss = mean_loss(evaluation, weights_of(state), heldout)
                 if not stop.requested:
                     monitor.heldout(n, loss)
 
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> int:
                     phases.at("evaluate")
                     require_equal(state)
                 if saving:
-                    state = checkpoints.save(n, state, batches.state(position), blueprint, last=last or stopping)
+                    state = checkpoints.save(n, state, batches.state(position), blueprint, optimizer, last=last or stopping)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> int:
                 measure(int(state["step"]))
             if stop.requested:
                 return launch.EXIT_PREEMPTED
-            monitor.finish(sample(blueprint, state["params"], tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
+            monitor.finish(sample(blueprint, weights_of(state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
     return 0
 
 

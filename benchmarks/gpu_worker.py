@@ -29,11 +29,12 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.initial import init_state
 from mesh_lm.launch import gpu
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding, leaf_spec
 from mesh_lm.report.flops import mfu, peak_flops
-from mesh_lm.state import State, abstract_state, init_state
+from mesh_lm.state import State, abstract_state
 from mesh_lm.step import train_step
 from pallas_kernels.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
@@ -276,7 +277,7 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
             state, _ = run.step(state, run.batch(position))
             position += size
             if n == save_at:
-                state = checkpoints.save(n, state, {"position": position}, run.blueprint)
+                state = checkpoints.save(n, state, {"position": position}, run.blueprint, run.optimizer)
         emit(resumed_at=first, digests=digests(state))
 
 

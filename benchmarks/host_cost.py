@@ -72,7 +72,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                 mark[3] = clock()
                 checkpoints.poll(n)
                 if stop.poll() or checkpoints.due(n):
-                    state = checkpoints.save(n, state, batches.state(position), blueprint)
+                    state = checkpoints.save(n, state, batches.state(position), blueprint, Optimizer(config.optimizer, config.train.steps))
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]
 

@@ -23,9 +23,10 @@ from mesh_lm.config import CheckpointConfig, TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.health.digest import digests
+from mesh_lm.initial import init_state
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.state import State, init_state
+from mesh_lm.state import State
 from mesh_lm.step import train_step
 
 TARGET = 0.05
@@ -56,7 +57,7 @@ def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[
                     n += 1
                     if saving and i == 0:  # first, so that its write falls into the interval
                         before = time.perf_counter()
-                        state = checkpoints.save(n, jax.block_until_ready(state), batches.state(position), blueprint)
+                        state = checkpoints.save(n, jax.block_until_ready(state), batches.state(position), blueprint, optimizer)
                         blocking.append(time.perf_counter() - before)
                     checkpoints.poll(n)
                     jax.block_until_ready(metrics)

@@ -19,7 +19,9 @@ from flax import nnx
 
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig
 from mesh_lm.model import Model
+from mesh_lm.model.buffer import Buffer
 from mesh_lm.optim.contract import Leaf, Params
+from mesh_lm.optim.flat import Flat
 from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.pipeline.stages import Layout, StackLayout, divide
 from mesh_lm.segments import Segment, Stack
@@ -37,9 +39,13 @@ class Blueprint:
     layout: Layout
     """Where the layers of each segment lie."""
     shapes: dict[str, jax.ShapeDtypeStruct]
-    """Of the parameters as on disk."""
+    """Of the parameters and buffers as on disk."""
     axes: dict[str, tuple[str | None, ...]]
-    """Logical axes of the parameters, scoped where the rules have rows for the segment: "moe/mlp"."""
+    """Their logical axes, scoped where the rules have rows for the segment: "moe/mlp"."""
+    buffers: frozenset[str]
+    """Those that have no gradient (`mesh_lm.model.buffer.Buffer`)."""
+    compute: dict[str, Any]
+    """The type that layers cast a parameter to before they use it; its own where they do not say."""
     _graph: Any
     _tree: Any
 
@@ -48,18 +54,22 @@ class Blueprint:
         """Traces the constructor; no memory is touched.
 
         Raises ShardingRuleError for a parameter whose dimensions are not all named and for rules of a scope that is no segment, and
-        ConfigError for NNX state that is not nnx.Param, for a stack that is no segment's, and for a model that the pipeline cannot divide.
+        ConfigError for NNX state that is neither nnx.Param nor Buffer, a stack that is no segment's, and for a model that the pipeline
+        cannot divide.
         """
         layout, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, stack.names):
             raise ShardingRuleError("\n  - ".join(["these rules do not fit the model", *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
-        shapes, axes, scopes = {}, {}, shard.rules.scopes()
+        shapes, axes, buffers, compute, scopes = {}, {}, set(), {}, shard.rules.scopes()
         for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))[0]:
             name = ".".join(str(getattr(key, "key", key)) for key in path)
-            if not isinstance(variable, nnx.Param):
-                raise ConfigError(f"model.{name} is a {type(variable).__name__}; mesh_lm trains models whose only state is nnx.Param")
+            if not isinstance(variable, nnx.Param | Buffer):
+                fix = "mesh_lm trains models whose only state is nnx.Param, and mesh_lm.model.buffer.Buffer for what has no gradient"
+                raise ConfigError(f"model.{name} is a {type(variable).__name__}; {fix}")
+            buffers |= {name} if isinstance(variable, Buffer) else set()
             shapes[name] = jax.ShapeDtypeStruct(variable.get_value().shape, variable.get_value().dtype)
+            compute[name] = jax.numpy.dtype(variable.get_metadata().get("compute_dtype") or shapes[name].dtype)
             named = variable.get_metadata().get("out_sharding")
             if named is None or len(named) != len(shapes[name].shape):
                 raise ShardingRuleError(
@@ -69,7 +79,7 @@ class Blueprint:
             _check_stack(name, named, shapes[name].shape, stack)
             scope = segment_of(name) if segment_of(name) in scopes else ""
             axes[name] = tuple(f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis for axis in named)
-        return cls(config, shard, pipeline, layout, shapes, axes, graph, jax.tree.structure(state))
+        return cls(config, shard, pipeline, layout, shapes, axes, frozenset(buffers), compute, graph, jax.tree.structure(state))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -91,7 +101,7 @@ class Blueprint:
 
     @property
     def stacked(self) -> frozenset[str]:
-        """Names of the parameters that a pipeline's stages divide."""
+        """Names of the parameters and buffers that a pipeline's stages divide."""
         return frozenset(name for name, axes in self.axes.items() if axes[:1] == ("layers",))
 
     @property
@@ -102,8 +112,14 @@ class Blueprint:
 
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """The parameters as the engine has them."""
+        """The parameters and buffers as the engine has them."""
         return {name: Leaf(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.in_memory.items()}
+
+    @cached_property
+    def flat(self) -> Flat:
+        """Which parameters the optimizer has as flat vectors: those that the rules say."""
+        parameters = {name: leaf for name, leaf in self.leaves.items() if name not in self.buffers}
+        return Flat.of(self.shard.rules, parameters, self.shardings("params"), self.compute, segment_of)
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
@@ -114,7 +130,7 @@ class Blueprint:
         return dict(zip(self.shapes, jax.tree.leaves(state), strict=True))
 
     def bind(self, params: Params) -> Model:
-        """The module with these weights."""
+        """The module with these parameters and buffers."""
         return cast(Model, nnx.merge(self._graph, jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])))
 
     def shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:

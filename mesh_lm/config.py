@@ -13,6 +13,7 @@ from mesh_lm.segments import Stack
 from sharding_rules import PRESETS, MeshConfig, Rules
 
 if TYPE_CHECKING:
+    import jax
     from flax import nnx
 
     from sharding_rules import Shard
@@ -42,6 +43,13 @@ class ModelConfig:
     def stack(self) -> Stack:
         """The segments of the model's layers, in order, and what each part costs. Without segments a pipeline cannot divide the model."""
         return Stack()
+
+    def updated(self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of them and of the step's sums over the global batch.
+
+        Stacked buffers and the layers' arrays, such as "moe/load" [rows, E], have the same rows, some of which may be padding with zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.updated, for its buffers {', '.join(buffers)}")
 
     def flops_per_token(self) -> float:
         """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -18,55 +18,71 @@ from sharding_rules.rules import Kind
 State = dict[str, Any]
 """{"step", "skipped": int32 scalars, "recent": float32 [2, 3] (`mesh_lm.health.recent`)}, and each of `parts`, a dict by parameter name."""
 
+MASTER = "master"
+"""The part with the flat vectors of the fp32 weights."""
 COUNTERS = ("step", "skipped", "recent")
 """The entries of a state that are no part: small, and the same on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One entry of a state: arrays by the names of parameters."""
+    """One entry of a state: arrays by the names of parameters, or of flat vectors."""
 
     kind: Kind
-    """The column of the rules that places them."""
+    """The column of the rules that places what is not flat."""
     leaves: dict[str, Leaf]
+    shardings: dict[str, jax.NamedSharding]
+
+    @property
+    def nbytes(self) -> int:
+        """On one device."""
+        local = (math.prod(self.shardings[n].shard_shape(leaf.shape)) * leaf.dtype.itemsize for n, leaf in self.leaves.items())
+        return sum(local)
 
 
 def parts(blueprint: Blueprint, optimizer: Optimizer) -> dict[str, Part]:
-    """Every entry of a run's state but the counters: params, and the optimizer's slots."""
-    leaves = blueprint.leaves
-    slots = {slot: Part("optimizer", each) for slot, each in optimizer.slots(leaves).items()}
-    return {"params": Part("params", leaves), **slots}
+    """Every entry of a run's state but the counters.
+
+    params: what the layers use. master: the fp32 flat vectors of those that `Blueprint.flat` says, which `params` then follow from.
+    buffers: what has no gradient. Then the optimizer's slots.
+    """
+    flat, leaves = blueprint.flat, blueprint.leaves
+    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in blueprint.buffers}
+    found = {"params": ("params", used)}
+    found |= {MASTER: ("optimizer", flat.leaves)} if flat.vectors else {}
+    found |= {"buffers": ("params", {name: leaves[name] for name in leaves if name in blueprint.buffers})} if blueprint.buffers else {}
+    found |= {slot: ("optimizer", each) for slot, each in optimizer.slots(masters(blueprint)).items()}
+
+    def where(kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+        return flat.shardings[name] if leaf.form == "flat" else blueprint.shard.sharding(kind, leaf.axes, leaf.shape, name)
+
+    return {part: Part(kind, each, {n: where(kind, n, leaf) for n, leaf in each.items()}) for part, (kind, each) in found.items()}
+
+
+def masters(blueprint: Blueprint) -> dict[str, Leaf]:
+    """What the optimizer updates: flat vectors, and the parameters that are not flat; all float32."""
+    rest = {name: leaf for name, leaf in blueprint.leaves.items() if name not in blueprint.flat.names | blueprint.buffers}
+    return {**blueprint.flat.leaves, **rest}
+
+
+def weights_of(state: State) -> Params:
+    """What a model is bound with: parameters as the layers use them, and buffers."""
+    return {**state["params"], **state.get("buffers", {})}
 
 
 def state_shardings(blueprint: Blueprint, optimizer: Optimizer) -> State:
     """Where each leaf of the state lives."""
     everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
-    found: State = dict.fromkeys(COUNTERS, everywhere)
-    for name, part in parts(blueprint, optimizer).items():
-        found[name] = {n: blueprint.shard.sharding(part.kind, leaf.axes, leaf.shape, n) for n, leaf in part.leaves.items()}
-    return found
+    return {**dict.fromkeys(COUNTERS, everywhere), **{name: part.shardings for name, part in parts(blueprint, optimizer).items()}}
 
 
 def abstract_state(blueprint: Blueprint, optimizer: Optimizer) -> State:
     """Shapes, dtypes and shardings of the state; no memory is touched."""
-    shapes = jax.eval_shape(lambda params: _begin(blueprint, optimizer, params), blueprint.in_memory)
-    where = state_shardings(blueprint, optimizer)
-    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, where)
-
-
-def init_state(blueprint: Blueprint, optimizer: Optimizer, seed: int) -> State:
-    """The state at step 0, each part made on the device that holds it."""
-    if blueprint.identity:
-        where = state_shardings(blueprint, optimizer)
-        return jax.jit(lambda: _begin(blueprint, optimizer, blueprint.init(jax.random.key(seed))), out_shardings=where)()
-    params = jax.jit(lambda: blueprint.init(jax.random.key(seed)), out_shardings=blueprint.canonical_shardings("params"))()
-    return fresh_state(blueprint, optimizer, params)
-
-
-def fresh_state(blueprint: Blueprint, optimizer: Optimizer, params: Params) -> State:
-    """The state at step 0 of a run that starts from these weights, layers in model order, which it takes over."""
-    params, where = blueprint.by_stage(params, "params"), state_shardings(blueprint, optimizer)
-    return jax.jit(lambda params: _begin(blueprint, optimizer, params), donate_argnums=0, out_shardings=where)(params)
+    everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
+    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for name, x in counters().items()}
+    for name, part in parts(blueprint, optimizer).items():
+        state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
+    return state
 
 
 def fresh_recent() -> np.ndarray:
@@ -74,7 +90,6 @@ def fresh_recent() -> np.ndarray:
     return recent.fresh()
 
 
-def _begin(blueprint: Blueprint, optimizer: Optimizer, params: Params) -> State:
-    slots = optimizer.slots(blueprint.leaves)
-    zeros = {slot: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.items()} for slot, each in slots.items()}
-    return {"step": jnp.int32(0), "skipped": jnp.int32(0), "recent": fresh_recent(), "params": params, **zeros}
+def counters() -> State:
+    """Those of a state at step 0, on the host."""
+    return {"step": np.int32(0), "skipped": np.int32(0), "recent": fresh_recent()}

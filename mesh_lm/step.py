@@ -13,7 +13,7 @@ from mesh_lm.health import recent
 from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import region
-from mesh_lm.state import State, parts, state_shardings
+from mesh_lm.state import MASTER, State, masters, parts, state_shardings, weights_of
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
@@ -24,26 +24,33 @@ _STEPS = 0x73746570  # "step": no model has so many parameters
 def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
     """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
     finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late."""
-    slots = [name for name in parts(blueprint, optimizer) if name != "params"]
+    declared, flat, leaves = parts(blueprint, optimizer), blueprint.flat, masters(blueprint)
+    slots = [part for part in declared if part not in ("params", MASTER, "buffers")]
+    plain = [name for name in leaves if name not in flat.leaves]
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key = step_key(seed, state["step"])
-        (sums, _), grads = region(blueprint, batch)(state["params"], dict(batch), key)
+        (sums, arrays), grads = region(blueprint, batch, flat)(weights_of(state), dict(batch), key)
         with jax.named_scope("optimizer"):
-            grads = blueprint.constrain(grads, "gradients")
+            grads |= blueprint.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
             now = recent.measured(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:
                 good &= ~recent.is_outlier(state["recent"], now, outlier)
             # The update runs where the moments live, so that ZeRO gathers each new weight once.
-            params, held = blueprint.constrain(state["params"], "optimizer"), {slot: state[slot] for slot in slots}
+            held = blueprint.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
+            old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"]
             count = state["step"] - state["skipped"]
-            new = optimizer.update(grads, norm, held, params, state["step"], count, leaves=blueprint.leaves)
-            new, old = (*new, recent.updated(state["recent"], now)), (params, held, state["recent"])
-            new_params, new_slots, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+            new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
+            buffers = blueprint.config.updated(old[2], {**sums, **arrays}) if old[2] else {}
+            new = *new, buffers, recent.updated(state["recent"], now)
+            held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+            master = {name: held[name] for name in flat.leaves}
+            params = {name: held[name] for name in plain} | flat.used(master)
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}
-        after = {**counters, "params": new_params, **new_slots}
+        after = {**counters, "params": params, **new_slots}
+        after |= ({MASTER: master} if master else {}) | ({"buffers": buffers} if buffers else {})
         means = {name: value / sums["weight"] for name, value in sums.items() if name not in ("weight", "objective")}
         rate = optimizer.learning_rate(state["step"])
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}

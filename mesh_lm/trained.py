@@ -89,7 +89,7 @@ def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
 
 def _weights(saved: checkpoint.Saved | None, path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
     if saved:
-        saved.require(blueprint.shapes)
+        saved.require_model(blueprint)
         return lambda: saved.params(blueprint)
     if huggingface.is_huggingface(path):
         return huggingface.reader(path, blueprint)

@@ -13,7 +13,9 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.initial import fresh_state
 from mesh_lm.model import DecoderConfig
+from mesh_lm.optim import Optimizer
 from mesh_lm.trained import TOKENIZER
 
 MODEL = dataclasses.replace(GPT, vocab_size=272, seq_len=48, init_std=0.3)
@@ -26,8 +28,9 @@ def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
     blueprint = Blueprint.of(model, shard_on("ddp"))
     params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(4))
     with Checkpoints(config) as checkpoints:
-        state, data = {"step": jax.device_put(np.int32(3)), "params": params}, {"position": 3, "tokenizer": BYTES.fingerprint}
-        checkpoints.save(3, state, data, blueprint)
+        optimizer = Optimizer(config.optimizer, config.train.steps)
+        state = fresh_state(blueprint, optimizer, params) | {"step": jax.device_put(np.int32(3))}
+        checkpoints.save(3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, blueprint, optimizer)
     (output / TOKENIZER).mkdir()
     BYTES.save(output / TOKENIZER)
     return config

@@ -22,7 +22,7 @@ from mesh_lm import launch
 from mesh_lm.checkpoint import inspected
 from mesh_lm.checkpoint.arrays import Arrays
 from mesh_lm.checkpoint.inspected import Entry
-from mesh_lm.checkpoint.saved import Damaged, differences
+from mesh_lm.checkpoint.saved import Damaged, differences, parts_of
 from mesh_lm.config import ConfigError
 
 _DAMAGED = _DIFFERENT = 1
@@ -131,7 +131,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _differing(one: Entry, other: Entry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """A line for each array that is not the same in both."""
     ours, theirs = before.get("digests", {}), after.get("digests", {})
-    if ours and ours == theirs and before["parameters"] == after["parameters"]:
+    if ours and ours == theirs and parts_of(before) == parts_of(after):
         return
     a, b = Arrays(one.path), Arrays(other.path)
     for name in dict.fromkeys([*a, *b]):

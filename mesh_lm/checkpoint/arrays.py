@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from mesh_lm.checkpoint.saved import Damaged
+from mesh_lm.checkpoint.saved import Damaged, parts_of
 from mesh_lm.health.digest import host_sums, joined
 
 _PIECE = 1 << 18
@@ -107,8 +107,9 @@ class Arrays:
 
     def verified(self, metadata: dict[str, Any]) -> Iterator[tuple[int, str]]:
         """Of every array that is here or that `metadata` describes: its bytes, and what is wrong with it, or ""."""
-        digests, parameters = metadata.get("digests", {}), metadata["parameters"]
-        for name in dict.fromkeys([*self, *(digests or (f"params/{parameter}" for parameter in parameters))]):
+        digests = metadata.get("digests", {})
+        wanted = {f"{part}/{name}": leaf for part, leaves in parts_of(metadata).items() for name, leaf in leaves.items()}
+        for name in dict.fromkeys([*self, *digests, *wanted]):
             if name not in self._names:
                 yield 0, f"{name}: is not in the list of arrays"
             elif digests and name not in digests:
@@ -116,15 +117,13 @@ class Arrays:
             else:
                 try:
                     leaf = self[name]
-                    yield leaf.nbytes, _wrong(name, leaf, parameters, digests.get(name))
+                    yield leaf.nbytes, _wrong(name, leaf, wanted.get(name), digests.get(name))
                 except Damaged as damage:
                     yield 0, damage.reasons[0]
 
 
-def _wrong(name: str, leaf: Leaf, parameters: dict[str, Any], saved_as: str | None) -> str:
-    part, _, parameter = name.partition("/")
-    wanted = parameters.get(parameter, leaf.described)  # Adam's moments have their parameter's shape
-    if leaf.described[:-1] != wanted[:-1] or (part == "params" and leaf.described != wanted):
+def _wrong(name: str, leaf: Leaf, wanted: list[Any] | None, saved_as: str | None) -> str:
+    if wanted and leaf.described != wanted:
         return f"{name}: {leaf.described}, saved as {wanted}"
     found = leaf.digest()
     return "" if saved_as in (None, found) else f"{name}: digest {found}, saved as {saved_as}"

@@ -29,6 +29,7 @@ from mesh_lm.config import CheckpointConfig
 from mesh_lm.health.digest import digests, host_digest, leaf_name
 from mesh_lm.optim import Optimizer
 from mesh_lm.state import State, abstract_state
+from mesh_lm.stored import with_used, without_used
 
 _KEEP = 2
 """Steps kept: when a run ends, processes may be a save apart, and then have the one before in common."""
@@ -62,15 +63,16 @@ class Local:
         return self._every > 0 and step % self._every == 0
 
     def save(
-        self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, metadata: Callable[[], dict[str, Any]]
+        self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, metadata: Callable[[State], dict[str, Any]]
     ) -> None:  # fmt: skip
         """Copies what this process's devices hold into the host's memory; a thread writes it. All processes must call it.
 
-        state: as the step has it. metadata: makes what a durable checkpoint says of itself; it may wait for the other processes.
+        state: as the step has it; of what follows from the rest there is no copy. metadata: makes of what is kept what a durable checkpoint
+        says of itself; it may wait for the other processes.
         """
         # Before metadata, in which processes meet: none can be more than one save ahead of a slow disk.
-        ready = self._finish()
-        described = metadata()
+        ready, state = self._finish(), without_used(blueprint, state)
+        described = metadata(state)
         parts = _held(state)
         if ready:
             sealed = described | {"seal": seal(data, described)}
@@ -98,7 +100,7 @@ class Local:
         for step in found:
             saved = state = None
             try:
-                saved, state = self._read(step, newest, abstract_state(blueprint, optimizer), blueprint)
+                saved, state = self._read(step, newest, without_used(blueprint, abstract_state(blueprint, optimizer)), blueprint)
                 mine = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unfit) else repr(error)}", ""]
@@ -110,7 +112,7 @@ class Local:
                 reason = f"step {step}: {wrong} is not what was saved"
             if not reason and saved and state:
                 launch.say(f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output")
-                return saved, state
+                return saved, with_used(blueprint, optimizer, state)
             reasons.append(reason)
         if reasons:
             launch.say(f"local checkpoints are not used: {'; '.join(reasons)}")

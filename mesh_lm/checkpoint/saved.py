@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.errors import listed
 from mesh_lm.health.digest import combined, digests, leaf_name
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import State, abstract_state, fresh_recent
-from sharding_rules.rules import Kind
+from mesh_lm.state import State, fresh_recent
+from mesh_lm.stored import from_disk, stored
 
-FORMAT = 2
-"""1 had neither digests nor the leaf `recent`."""
-_KINDS: dict[str, Kind] = {"params": "params", "mu": "optimizer", "nu": "optimizer"}
-"""The parts of a state that a pipeline's stages divide, each with its column of the rules."""
+FORMAT = 3
+"""1 had neither digests nor the leaf `recent`; up to 2 the parts were params and the moments mu and nu of AdamW, and not declared."""
 
 _SECTIONS = ("train", "pipeline", "optimizer", "data", "checkpoint", "health", "profile", "launch")
 """Sections of a config whose classes are always the same."""
@@ -50,7 +47,7 @@ class Saved:
     data: dict[str, Any]
     """The place in the data, as `Batches.state` gave it."""
     metadata: dict[str, Any]
-    """config (as `as_dict` gives it), parameters (name -> [*shape, dtype]), digests (leaf -> 16 hex digits), format and versions."""
+    """config (as `as_dict` gives it), parts (see `Parts`), digests (leaf -> 16 hex digits), format and versions."""
 
     @property
     def path(self) -> Path:
@@ -74,10 +71,34 @@ class Saved:
         Raises ConfigError for a checkpoint of another model, before any array is read, and Damaged, naming the leaves, for arrays that
         cannot be read or are not those that were saved.
         """
-        self.require(abstract["params"])
+        state = self._read(abstract)
+        found = digests(state)
+        if wrong := [f"{leaf}: digest {found[leaf]}, saved as {was}" for leaf, was in self.digests.items() if found.get(leaf, was) != was]:
+            raise Damaged(self.path, wrong)
+        return state
+
+    def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
+        """The state as a step of this run takes it, on whatever mesh, in whatever stages and flat or not; verified.
+
+        Raises as `state` does, and ConfigError for a checkpoint of another optimizer.
+        """
+        self._require_order(blueprint)
+        state, wrong = from_disk(blueprint, optimizer, self._read(stored(blueprint, optimizer)), self.digests)
+        if wrong:
+            raise Damaged(self.path, wrong)
+        return state
+
+    def params(self, blueprint: Blueprint) -> Params:
+        """The weights and buffers alone, layers in model order. Raises as `state` does."""
+        self._require_order(blueprint)
+        return {name: x for part in self.state(_weights(blueprint)).values() for name, x in part.items()}
+
+    def _read(self, abstract: State) -> State:
+        """The arrays of `abstract`, whose digests are not compared. Raises as `state` does."""
+        self.require(abstract)
         if "recent" in abstract and self.metadata["format"] == 1:
             recent = jax.device_put(fresh_recent(), abstract["recent"].sharding)
-            return self.state({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
+            return self._read({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
         args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)  # pyright: ignore[reportCallIssue]
         with launch.together(lambda said: Damaged(self.path, [said])):
             try:
@@ -88,22 +109,7 @@ class Saved:
                 raise Damaged(self.path, [f"its arrays cannot be read: {_root(error)}"]) from error
             if absent := [leaf_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if not isinstance(leaf, jax.Array)]:
                 raise Damaged(self.path, [f"{name}: is missing" for name in absent])
-        found = digests(state)
-        wrong = [f"{leaf}: digest {found[leaf]}, saved as {was}" for leaf, was in self.digests.items() if found.get(leaf, was) != was]
-        if wrong:
-            raise Damaged(self.path, wrong)
         return state
-
-    def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
-        """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
-        self._require_order(blueprint)
-        abstract = each_part(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
-        return each_part(blueprint.by_stage, self.state(abstract))
-
-    def params(self, blueprint: Blueprint) -> Params:
-        """The weights alone, layers in model order. Raises as `state` does."""
-        self._require_order(blueprint)
-        return self.state({"params": _in_model_order(blueprint, blueprint.shapes, "params")})["params"]
 
     @property
     def certificate(self) -> str:
@@ -127,18 +133,44 @@ class Saved:
                 f"config {', '.join(ours)}\nset another output, or that model's config"
             )
 
-    def require(self, params: Mapping[str, Any]) -> None:
-        """Raises ConfigError where its parameters do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct)."""
-        saved, wanted = self.metadata["parameters"], {name: [*x.shape, str(x.dtype)] for name, x in params.items()}
-        problems = [f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this config"
-                    for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]  # fmt: skip
+    def require_model(self, blueprint: Blueprint) -> None:
+        """Raises ConfigError for a checkpoint of another model."""
+        self.require(_weights(blueprint))
+
+    def require(self, wanted: State) -> None:
+        """Raises ConfigError where its parts do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct).
+
+        A part that is not asked for may be there, but for the slots of another optimizer.
+        """
+        has, asked = parts_of(self.metadata), described(wanted)
+        problems = [
+            f"{name}: {has.get(part, {}).get(name, 'absent')} in the checkpoint, {asked.get(part, {}).get(name, 'absent')} in this config"
+            for part in ("params", "buffers") if part in asked
+            for name in sorted({*has.get(part, {}), *asked.get(part, {})}) if has.get(part, {}).get(name) != asked.get(part, {}).get(name)
+        ]  # fmt: skip
         if problems:
-            parts = [{name.partition(".")[0] for name in names if "." in name} for names in (saved, wanted)]
-            theirs, ours = (", ".join(sorted(some - other)) for some, other in (parts, parts[::-1]))
+            each = [{name.partition(".")[0] for name in tree["params"] if "." in name} for tree in (has, asked)]
+            theirs, ours = (", ".join(sorted(some - other)) for some, other in (each, each[::-1]))
             if theirs and ours:
                 problems.insert(0, f"its layers are in {theirs}; those of this config in {ours} (model.segments)")
             told = listed(f"{self.path} is a checkpoint of another model", problems)
             raise ConfigError(f"{told}\nset another output, or that model's config")
+        if "step" in wanted and (different := [part for part in {**has, **asked} if has.get(part) != asked.get(part)]):
+            raise ConfigError(self._other_optimizer(different, has, asked))
+
+    def _other_optimizer(self, different: Sequence[str], has: Parts, asked: Parts) -> str:
+        name = self.metadata["config"].get("optimizer", {}).get("name", "adamw")
+
+        def slots(tree: Parts) -> str:
+            return ", ".join(part for part in tree if part not in ("params", "buffers")) or "nothing"
+
+        lines = [f"{self.path} is a checkpoint of another optimizer: {name}, which keeps {slots(has)}; this config's keeps {slots(asked)}"]
+        if slots(has) == slots(asked):
+            part = different[0]
+            ours, theirs = asked.get(part, {}), has.get(part, {})
+            leaf = next(n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n))
+            lines.append(f"{part}/{leaf}: {theirs.get(leaf, 'absent')} in the checkpoint, {ours.get(leaf, 'absent')} in this config")
+        return "\n".join([*lines, f"set optimizer.name={name}, or another output with init_from={self.path} to take its weights alone"])
 
 
 def find(path: Path | str) -> Saved | None:
@@ -205,9 +237,22 @@ def _sealed(data: Any, metadata: Any) -> bool:
     return metadata.get("seal") == seal(data, metadata)
 
 
-def each_part(move: Callable[[Any, Kind], Any], state: State) -> State:
-    """The state with `move(part, kind)` in place of each part that a pipeline's stages divide."""
-    return state | {part: move(state[part], kind) for part, kind in _KINDS.items() if part in state}
+Parts = dict[str, dict[str, list[Any]]]
+"""part -> name -> [*shape, dtype], of what a checkpoint holds but its counters."""
+
+
+def described(tree: Mapping[str, Any]) -> Parts:
+    """Of arrays or of jax.ShapeDtypeStruct."""
+    return {
+        part: {name: [*x.shape, str(x.dtype)] for name, x in leaves.items()} for part, leaves in tree.items() if isinstance(leaves, Mapping)
+    }
+
+
+def parts_of(metadata: Mapping[str, Any]) -> Parts:
+    """What a checkpoint says that it holds, of any format."""
+    if "parts" in metadata:
+        return metadata["parts"]
+    return dict.fromkeys(("params", "mu", "nu"), metadata["parameters"])
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
@@ -218,10 +263,13 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
     return [] if saved == now else [f"{path}: {saved} -> {now}"]
 
 
-def _in_model_order(blueprint: Blueprint, tree: Mapping[str, jax.ShapeDtypeStruct], kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `Blueprint.in_model_order` would make of arrays like these."""
-    where = blueprint.canonical_shardings(kind)
-    return {name: jax.ShapeDtypeStruct(blueprint.shapes[name].shape, x.dtype, sharding=where[name]) for name, x in tree.items()}
+def _weights(blueprint: Blueprint) -> State:
+    """What a checkpoint holds of a model: its parameters and buffers, layers in model order."""
+    where, tree = blueprint.canonical_shardings("params"), {}
+    for name, s in blueprint.shapes.items():
+        part = tree.setdefault("buffers" if name in blueprint.buffers else "params", {})
+        part[name] = jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name])
+    return tree
 
 
 def _proves_damage(error: BaseException) -> bool:

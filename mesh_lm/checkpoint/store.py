@@ -23,13 +23,14 @@ import orbax.checkpoint as ocp
 from mesh_lm import launch
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint.local import Local
-from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, certificate, each_part, seal, steps_in
+from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, certificate, described, seal, steps_in
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.health.digest import digests
 from mesh_lm.health.phases import Phases
 from mesh_lm.launch.agent import BEGUN
 from mesh_lm.optim import Optimizer
 from mesh_lm.state import State
+from mesh_lm.stored import back, to_disk
 
 _ASK_EVERY = 10
 """Steps between two questions among processes whether the save in flight is complete."""
@@ -147,11 +148,13 @@ class Checkpoints:
         again = self._failures > 0 and step >= self._retry
         return self._soon or again or (self.policy.every > 0 and step % self.policy.every == 0)
 
-    def save(self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, *, last: bool = False) -> State:
+    def save(
+        self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, optimizer: Optimizer, *, last: bool = False
+    ) -> State:
         """Copies the state off the devices and gives it back; the write goes on in the background. A step already saved is left alone.
 
-        It takes the state over: to put the layers of a pipeline's stages into model order it needs the memory of one leaf more. A save that
-        fails is said, its remains are removed, and it is due again some steps later.
+        It takes the state over, and needs the memory of one leaf more (`mesh_lm.stored.to_disk`). A save that fails is said, its remains
+        are removed, and it is due again some steps later.
 
         data: the place in the data after this step, as `Batches.state` gives it. last: nothing comes after it, so it is tried again at once
         and waited for; raises ConfigError where it cannot be written.
@@ -160,14 +163,15 @@ class Checkpoints:
             return state
         self._phases.at("save")
         if self._local.due(step) and not (last or self._due(step)):
-            self._local.save(step, state, data, blueprint, lambda: self._metadata(state) | {"durable": self._saved})
+            self._local.save(step, state, data, blueprint, lambda kept: self._metadata(kept, digests(kept)) | {"durable": self._saved})
             return state
         self._settle(step)
-        state = each_part(blueprint.in_model_order, state)
+        tree, found = to_disk(blueprint, optimizer, state)
+        metadata = self._metadata(tree, found)
         for attempt in range(_LAST_TRIES if last else 1):
             if attempt:
                 time.sleep(2.0**attempt)
-            self._begin(step, state, data)
+            self._begin(step, tree, data, metadata)
             if last:
                 self._settle(step, last=True)
                 if step == self._saved:
@@ -176,7 +180,7 @@ class Checkpoints:
             if last:
                 newest = "there is no older one" if self._saved is None else f"the newest checkpoint is step {self._saved}"
                 raise ConfigError(f"step {step} could not be saved in {self.directory}, the reason is above; {newest}")
-        return each_part(blueprint.by_stage, state)  # Orbax has all of it in the host's memory
+        return back(blueprint, optimizer, state, tree)  # Orbax has all of it in the host's memory
 
     def poll(self, step: int) -> None:
         """Called after every step, on all processes: notes what became of the save in flight."""
@@ -186,11 +190,10 @@ class Checkpoints:
         if _WRITING not in outcomes:
             self._conclude(step, failed=_FAILED in outcomes)
 
-    def _begin(self, step: int, state: State, data: dict[str, Any]) -> None:
-        metadata = self._metadata(state)
+    def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         launch.say(f"saving step {step} ({certificate(metadata, data)})")
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state),  # pyright: ignore[reportCallIssue]
+            state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
             metadata=ocp.args.JsonSave(metadata | {"seal": seal(data, metadata)}),  # pyright: ignore[reportCallIssue]
         )
@@ -246,11 +249,10 @@ class Checkpoints:
             f"{reason}" + ("" if last else f"; training goes on, and tries again after step {self._retry}")
         )
 
-    def _metadata(self, state: State) -> dict[str, Any]:
-        parameters = {name: [*x.shape, str(x.dtype)] for name, x in state["params"].items()}
+    def _metadata(self, tree: State, found: dict[str, str]) -> dict[str, Any]:
         versions = {"jax": jax.__version__, "orbax": ocp.__version__}
-        described = {"format": FORMAT, "config": as_dict(self.config), "parameters": parameters, "versions": versions}
-        return json.loads(json.dumps(described | {"digests": digests(state)}))
+        about = {"format": FORMAT, "config": as_dict(self.config), "parts": described(tree), "versions": versions, "digests": found}
+        return json.loads(json.dumps(about))
 
     def _steps(self) -> list[int]:
         """As process 0 sees them."""

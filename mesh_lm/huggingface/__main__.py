@@ -14,8 +14,8 @@ from mesh_lm.cli import command
 from mesh_lm.config import CheckpointConfig, ConfigError
 from mesh_lm.huggingface import save
 from mesh_lm.huggingface.weights_out import DType
+from mesh_lm.initial import fresh_state
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import fresh_state
 from mesh_lm.trained import TOKENIZER, Trained
 
 
@@ -79,9 +79,10 @@ def _import(options: Import) -> None:
     with Checkpoints(config) as checkpoints:
         (kept := Path(options.output).expanduser() / TOKENIZER).mkdir(parents=True, exist_ok=True)
         trained.tokenizer.save(kept)
-        state = fresh_state(trained.blueprint, Optimizer(config.optimizer, config.train.steps), trained.params)
+        optimizer = Optimizer(config.optimizer, config.train.steps)
+        state = fresh_state(trained.blueprint, optimizer, trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
-        checkpoints.save(0, state, data, trained.blueprint, last=True)
+        checkpoints.save(0, state, data, trained.blueprint, optimizer, last=True)
     launch.say(f"wrote the weights of {options.input} to {options.output} as step 0")
 
 

@@ -72,6 +72,9 @@ class Layer(Protocol):
 class Model(Protocol):
     """A Flax NNX module whose every `nnx.Param` names its dimensions: `nnx.Param(value, out_sharding=("embed", "mlp"))`.
 
+    A matrix that is cast before it is used says so, `nnx.Param(..., compute_dtype="bfloat16")`: with a distributed optimizer the layers
+    then find it in that type, and the fp32 one lives in parts on the replicas.
+
     Its config's `stack` names its segments. For each the module has a `Layer` in the attribute of that name; parameters outside of these
     are on every pipeline stage, and any layer may use them through `prepare`.
     """

@@ -27,16 +27,16 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
         weights = Weights(config, rngs)
-        self.embedding = weights((config.padded_vocab, config.d_model), ("vocab", "embed"))
+        self.embedding = weights((config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True)
         if config.positions == "learned":
-            self.positions = weights((config.seq_len, config.d_model), ("position", "embed"))
+            self.positions = weights((config.seq_len, config.d_model), ("position", "embed"), cast=True)
         for segment in config.runs():
             own = config.within(segment)
             layer = kind(segment.kind).Layer(own, Weights(own, rngs, layers=segment.n_layers), shard.within(segment.name))
             setattr(self, segment.name, layer)
         self.norm = Norm(config, weights)
         if not config.tied:
-            self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"))
+            self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True)
 
     def prepare(self, batch: Batch) -> jax.Array | None:
         """Rotary angles, float32 [B, S, H/2] or [1, S, H/2], where positions are rotary."""

@@ -26,15 +26,20 @@ class Weights:
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layers: int = 0) -> None:
         self.config, self.rngs, self.layers = config, rngs, layers
 
-    def __call__(self, shape: Sequence[int], axes: Sequence[str], std: float | None = None, fill: float | None = None) -> nnx.Param:
-        """Normal with standard deviation `std` (default: the config's), cut at three of them, or constant `fill`."""
+    def __call__(
+        self, shape: Sequence[int], axes: Sequence[str], std: float | None = None, fill: float | None = None, *, cast: bool = False
+    ) -> nnx.Param:
+        """Normal with standard deviation `std` (default: the config's), cut at three of them, or constant `fill`.
+
+        cast: it is cast to the config's compute type before it is used.
+        """
         if self.layers:
             shape, axes = (self.layers, *shape), ("layers", *axes)
         if fill is not None:
             value = jnp.full(shape, fill, jnp.float32)
         else:
             value = (self.config.init_std if std is None else std) * jax.random.truncated_normal(self.rngs.params(), -3, 3, tuple(shape))
-        return nnx.Param(value, out_sharding=tuple(axes))
+        return nnx.Param(value, out_sharding=tuple(axes), **({"compute_dtype": self.config.dtype} if cast else {}))
 
     @property
     def residual_std(self) -> float:
@@ -115,7 +120,7 @@ class Linear(nnx.Module):
         """
         self.equation, self.shard, self.axes = equation, shard, tuple(axes)
         self.dtype, self.remat = weights.config.dtype, weights.config.remat
-        self.weight = weights(shape, axes, std)
+        self.weight = weights(shape, axes, std, cast=True)
         self.into_residual = bias_axes is not None
         self.has_bias = weights.config.biases
         if self.has_bias:

@@ -21,19 +21,21 @@ from mesh_lm.segments import Segment
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0,
+    scale: jax.Array | float = 1.0, sinks: Any = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers in front: "moe/load" [L, E].
 
     Args:
-      bind: makes the module of its parameters.
+      bind: makes the module of its parameters and buffers, a dict by name.
       segments: of the model, in order.
+      sinks: of stacked parameters, which then have no gradient: see `fold`.
     """
     model, total, first = bind(params), {}, 0
+    below = bind({**params, **sinks}) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = fold(model, segment, x, ctx, first)
+        x, _, sums = fold(model, segment, x, ctx, first, sinks=below)
         total, first = added(total, sums), first + segment.n_layers
     total = added(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -67,50 +69,101 @@ def added(a: Sums, b: Sums) -> Sums:
     return {name: a[name] + b[name] if name in a and name in b else (a | b)[name] for name in (a | b)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of a segment's stacked parameters are read, and which of those are layers; int32 where a stage decides."""
+
+    start: int | jax.Array
+    """The first row that is read."""
+    n: int
+    """How many are."""
+    skip: int | jax.Array = 0
+    """So many of them belong to layers before."""
+    count: int | jax.Array | None = None
+    """Then come so many layers; the rest is passed over. None: all rows are layers."""
+
+
 @jax.named_scope("layers")
 def fold(
-    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, skip: int | jax.Array = 0,
-    count: jax.Array | None = None,
+    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: Rows | None = None,
+    sinks: Model | None = None,
 ) -> tuple[jax.Array, Any, Sums]:  # fmt: skip
     """(x, cache, sums) after the layers of a segment whose parameters the model holds, one after another.
 
     Args:
       x: [B, S, D], sharded like the residual stream.
       first: number, in the whole model, of the first of the layers.
-      skip, count: rows [skip, skip + count) of the stacked parameters are the layers; all others are passed over. count=None: all are.
+      rows: of the stacked parameters; None: all are layers.
+      sinks: the model with float32 zeros, [rows.n, ...], in place of the segment's parameters. What would be their gradient is the
+        parameters', in float32 whatever type those have, and the parameters themselves have none.
     """
-    graph, stacked = nnx.split(getattr(model, segment.name))
-    n, period = jax.tree.leaves(stacked)[0].shape[0], segment.period
-    rows = stacked if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), stacked)
+    graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
+    rows = rows or Rows(0, jax.tree.leaves(stacked)[0].shape[0])
+    n, period = rows.n, segment.period
 
-    # Weights are indexed inside the layer: picked outside, they would become residuals, a copy of the model. The conditional lies inside
-    # what remat repeats for the same reason.
-    def layer(x: jax.Array, cache: Any, weights: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
-        weights = weights if period == 1 else jax.tree.map(lambda w: w[i], weights)
-        here = dataclasses.replace(ctx, number=first + (row + i - skip), place=i, cache=cache)
-        if count is None:
-            return nnx.merge(graph, weights)(x, here)
+    def periods(tree: Any) -> Any:
+        return tree if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), tree)
+
+    # Weights are read by row inside what remat repeats: read outside, they would become residuals, a copy of the model. Where nothing is
+    # repeated they are the scan's to slice, which gives the backward pass the stack itself.
+    by_row, held, wide = segment.remat != "none", stacked, False
+    if not by_row:
+        held = periods(jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    added_to = periods(nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
+
+    # The conditional lies inside what remat repeats for the same reason.
+    def layer(x: jax.Array, cache: Any, stack: Any, sunk: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
+        def of_layer(tree: Any) -> Any:
+            return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, rows.start + row + i, keepdims=False), tree)
+
+        def in_period(tree: Any) -> Any:
+            return tree if period == 1 else jax.tree.map(lambda w: w[i], tree)
+
+        weights = of_layer(stack) if by_row else in_period(stack)
+        if sunk is not None:
+            weights = jax.tree.map(partial(_attached, wide=wide), weights, in_period(sunk))
+        here = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
+        module = partial(nnx.merge, graph, weights, of_layer(buffers))
+        if rows.count is None:
+            return module()(x, here)
 
         def run() -> tuple[jax.Array, Any, Sums]:
-            return pinned(*nnx.merge(graph, weights)(x, here))
+            return pinned(*module()(x, here))
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
 
-        return lax.cond((row + i >= skip) & (row + i < skip + count), run, idle)
+        return lax.cond((row + i >= rows.skip) & (row + i < rows.skip + rows.count), run, idle)
 
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, "batch", "seq_resid", "embed"), cache, sums
 
-    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
-        (x, cache), (weights, row), found = carry, scanned, []
+    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
+        (x, cache), (own, sunk, row), found = carry, scanned, []
         for i in range(period):
-            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, weights, row)
+            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, sunk, row)
             found.append(sums)
         like = {name: jnp.zeros_like(value) for sums in found for name, value in sums.items()}
         return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in found]) for name, zero in like.items()}
 
-    (x, cache), found = lax.scan(step, (x, ctx.cache), (rows, jnp.arange(0, n, period)))
+    (x, cache), found = lax.scan(step, (x, ctx.cache), (None if by_row else held, added_to, jnp.arange(0, n, period)))
     scalars = {name: each.sum() for name, each in found.items() if each.ndim == 2}
     arrays = {f"{segment.name}/{name}": each.reshape(n, *each.shape[2:]) for name, each in found.items() if each.ndim > 2}
     return x, cache, scalars | arrays
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attached(weight: jax.Array, sink: jax.Array, wide: bool) -> jax.Array:
+    """The weight, as float32 if `wide`; its gradient becomes the sink's."""
+    return weight.astype(jnp.float32) if wide else weight
+
+
+def _attached_forward(weight: jax.Array, sink: jax.Array, wide: bool) -> tuple[jax.Array, None]:
+    return _attached(weight, sink, wide), None
+
+
+def _attached_backward(wide: bool, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
+    return None, grad.astype(jnp.float32)
+
+
+_attached.defvjp(_attached_forward, _attached_backward)

@@ -26,6 +26,7 @@ from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward
+from mesh_lm.optim.flat import Flat
 from mesh_lm.pipeline import custom, ring
 from mesh_lm.pipeline.part import Part
 from mesh_lm.pipeline.ring import Columns
@@ -48,7 +49,8 @@ def batch_sharding(blueprint: Blueprint) -> jax.NamedSharding:
 def value_and_grad(blueprint: Blueprint) -> Callable[[Params, Batch, jax.Array], tuple[Sums, Params]]:
     """(params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight).
 
-    Arrays among the sums have a segment's layers in front, in the rows that its parameters have in memory.
+    params: the model's buffers among them. Gradients are float32. Arrays among the sums have a segment's layers in front, in the rows that
+    its parameters have in memory.
     """
 
     def run(params: Params, batch: Batch, key: jax.Array) -> tuple[Sums, Params]:
@@ -58,20 +60,27 @@ def value_and_grad(blueprint: Blueprint) -> Callable[[Params, Batch, jax.Array],
     return run
 
 
-def region(blueprint: Blueprint, batch: Batch) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
-    """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays."""
+def region(
+    blueprint: Blueprint, batch: Batch, flat: Flat = Flat()
+) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
+    """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays.
+
+    flat: of these parameters each replica gets its part of the gradients alone, as flat vectors.
+    """
     specs, by_hand = _specs(blueprint), manual(blueprint)
-    held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
     table = training_table(blueprint, len(batch["tokens"])) if blueprint.n_stages > 1 else None
 
     def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, blueprint)  # every stage has the whole batch
-        objective = jax.value_and_grad(partial(forward, blueprint.bind, blueprint.segments), has_aux=True)
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
-            (_, sums), grads = objective(params, one, dropout, 1 / weight)
-            return _added(total, (sums, blueprint.constrain(grads, "params"))), None
+
+            def objective(sinks: Params, shared: Params) -> tuple[jax.Array, Sums]:
+                return forward(blueprint.bind, blueprint.segments, {**params, **shared}, one, dropout, 1 / weight, sinks)
+
+            (_, sums), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(*differentiated(blueprint, params))
+            return _added(total, (sums, blueprint.constrain({**grads[0], **grads[1]}, "params"))), None
 
         if table is not None:
             part = Part(blueprint, params, batch, _own(stage), key=key, weight=weight)
@@ -81,9 +90,11 @@ def region(blueprint: Blueprint, batch: Batch) -> Callable[[Params, Batch, jax.A
         else:
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
-        return _reduced(sums, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
+        return _reduced(sums, blueprint), _reduced_gradients(grads, specs, blueprint, flat)
 
-    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), specs)
+    of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | blueprint.buffers}
+    of_grads |= {vector.name: blueprint.shard.only(vector.spec, by_hand) for vector in flat.vectors}
+    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
     return _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
 
 
@@ -150,6 +161,28 @@ def _reduced(sums: Sums, blueprint: Blueprint) -> tuple[Sums, Sums]:
     """Scalars over all devices, and arrays over all but the stages, each of which has its own layers."""
     scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
     return _psum(scalars, manual(blueprint), blueprint), _psum(arrays, manual(blueprint) - {"pipeline"}, blueprint)
+
+
+def differentiated(blueprint: Blueprint, params: Params) -> tuple[Params, Params]:
+    """What a gradient is taken of, float32: zeros for the stacked parameters (`mesh_lm.model.stack.fold`), and all others themselves."""
+    trained = {name: x for name, x in params.items() if name not in blueprint.buffers}
+    sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in blueprint.stacked}
+    return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
+
+
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], blueprint: Blueprint, flat: Flat) -> Params:
+    """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part."""
+    held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
+    out = {name: _psum(g, manual(blueprint) - held[name], blueprint) for name, g in grads.items() if name not in flat.names}
+    for vector in flat.vectors:
+        inside = {
+            m.name: blueprint.shard.only(flat.specs[m.name], frozenset(blueprint.shard.mesh.axis_names) - manual(blueprint))
+            for m in vector.matrices
+        }
+        whole = PartitionSpec(*(None,) * bool(vector.rows), tuple(a for a in vector.cut if a not in manual(blueprint)) or None)
+        mine = blueprint.shard.local(partial(vector.reduced, dtype=jnp.float32), (inside,), whole)({name: grads[name] for name in inside})
+        out[vector.name] = _psum(mine, manual(blueprint) - held[vector.matrices[0].name] - {*vector.over}, blueprint)
+    return out
 
 
 def _psum(tree: Any, axes: frozenset[str] | set[str], blueprint: Blueprint) -> Any:

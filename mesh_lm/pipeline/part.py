@@ -19,7 +19,7 @@ from mesh_lm.blueprint import Blueprint, Params, segment_of
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import added, fold, loss_sums
+from mesh_lm.model.stack import Rows, added, fold, loss_sums
 
 
 class Work(NamedTuple):
@@ -72,8 +72,7 @@ class Part:
         some = Work(jnp.int32(0), jnp.int32(0))
         embed, like = jax.make_jaxpr(partial(self._embed, some), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        run = partial(self.run, some, self.chunk(some))
-        layers, (_, more) = jax.make_jaxpr(run, return_shape=True)(self.shared, self.zero_input)
+        layers, (_, more) = jax.make_jaxpr(partial(self.run, some, None), return_shape=True)(self.shared, self.zero_input)
         loss, sums = jax.make_jaxpr(partial(self._loss, some), return_shape=True)(self.shared, self.zero_input)
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
@@ -93,14 +92,14 @@ class Part:
         """
         x = self._input(work, stashed)
         if self.blueprint.pipeline.stash == "input":
-            return self._pin(self.run(work, self.chunk(work), self.shared, x)[0]), ()
-        out, pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
+            return self._pin(self.run(work, None, self.shared, x)[0]), ()
+        out, pull = self._vjp(work, x)
         left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
         return self._pin(out[0]), (out, left)
 
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
         """The chunk's output [B, S, D], and its scalar sums."""
-        y, more = self.run(work, self.chunk(work), self.shared, self._input(work, stashed))
+        y, more = self.run(work, None, self.shared, self._input(work, stashed))
         with jax.named_scope("loss"):
             sums = lax.cond(self._last(work), lambda: self._full(self._loss(work, self.shared, y)), lambda: self.zero_sums)
         return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
@@ -123,14 +122,12 @@ class Part:
 
     def nothing(self, dx: jax.Array) -> Gradients:
         """Of no microbatch; dx stays."""
-        width = {name: self.blueprint.stack_of(name).width for name in self.layers}
-        rows = {name: jax.ShapeDtypeStruct((width[name], *x.shape[1:]), x.dtype) for name, x in self.layers.items()}
-        layers, shared, loss, embed = map(self._zeros, (rows, self.of_layers, self.of_loss, self.of_embed))
+        layers, shared, loss, embed = map(self._zeros, (jax.eval_shape(self._sinks), self.of_layers, self.of_loss, self.of_embed))
         return Gradients(self.zero_sums, self.zero_arrays, layers, shared, loss, embed, self._pin(dx))
 
     def _recalled(self, work: Work, x: jax.Array, left: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
         """The forward pass again, as `jax.vjp` gives it: computed, or from what it left."""
-        out, pull = jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)
+        out, pull = self._vjp(work, x)
         if self.blueprint.pipeline.stash == "input":
             return out, pull
         (out, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
@@ -139,11 +136,20 @@ class Part:
         recalled = [next(kept) if keep else leaf for leaf, keep in zip(leaves, self.kept, strict=True)]
         return out, jax.tree.unflatten(structure, recalled)
 
+    def _vjp(self, work: Work, x: jax.Array) -> tuple[tuple[jax.Array, Sums], Callable]:
+        """`run`, and what makes gradients of its layers' parameters, of the others that they use, and of x."""
+        return jax.vjp(partial(self.run, work), self._sinks(), _wide(self.of_layers), x)
+
+    def _sinks(self) -> Params:
+        """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
+        trained = {name: x for name, x in self.layers.items() if name not in self.blueprint.buffers}
+        return {name: jnp.zeros((self.blueprint.stack_of(name).width, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
+
     def _depends_on_x(self, some: Work) -> list[bool]:
         """Of each residual of a pass, whether it depends on x."""
 
         def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
-            return jax.tree.leaves(jax.vjp(partial(self.run, work), self.chunk(work), self.of_layers, x)[1])
+            return jax.tree.leaves(self._vjp(work, x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(self.zero_input, some).jaxpr
         reached = {id(jaxpr.invars[0])}
@@ -153,32 +159,31 @@ class Part:
         return [id(leaf) in reached for leaf in jaxpr.outvars]
 
     def _loss_and_grad(self, work: Work, y: jax.Array) -> tuple[Sums, Params, jax.Array]:
-        sums, pull = jax.vjp(partial(self._loss, work), self.of_loss, y)
+        sums, pull = jax.vjp(partial(self._loss, work), _wide(self.of_loss), y)
         d_loss, dy = pull(self._seeds(sums))
         return self._full(sums), self._pin_params(d_loss), self._pin(dy)
 
     def _embed_grad(self, work: Work, dx: jax.Array) -> Params:
-        return self._pin_params(jax.vjp(partial(self._embed, work), self.of_embed)[1](dx)[0])
+        return self._pin_params(jax.vjp(partial(self._embed, work), _wide(self.of_embed))[1](dx)[0])
 
     # The model's own methods. `used` are those of the shared parameters that a gradient is taken of, or all.
 
-    def run(self, work: Work, weights: Params, used: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
+    def run(self, work: Work, sinks: Params | None, used: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
         """x through the chunk's layers: of each segment, in order, those that the virtual stage has."""
-        model, (batch, dropout) = self._module({**self.shared, **used, **weights}), self._microbatch(work)
+        params = {**self.shared, **used, **self.layers}
+        model, (batch, dropout) = self._module(params), self._microbatch(work)
+        below = self._module({**params, **sinks}) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.blueprint.segments:
-            padded = self.blueprint.layout[segment.name].padded
-            first, skip, count = (self.at(segment.name, what, work) for what in ("first", "skip", "count"))
-            x, _, sums = fold(model, segment, x, ctx, first, *((skip, count) if padded else ()))
+            layout = self.blueprint.layout[segment.name]
+            first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
+            rows = Rows(start if layout.height > layout.width else 0, layout.width, *((skip, count) if layout.padded else ()))
+            x, _, sums = fold(model, segment, x, ctx, first, rows, below)
             total = added(total, sums)
         return x, total
 
-    def chunk(self, work: Work) -> Params:
-        """The rows of the stage's stacked parameters that a pass reads."""
-        return {name: self.rows(work, name, x) for name, x in self.layers.items()}
-
     def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
-        """Those of one parameter, gradient or array of sums: [height, ...] to [width, ...]."""
+        """Of a gradient or an array of sums the rows that a pass makes: [height, ...] to [width, ...]."""
         width = self.blueprint.stack_of(name).width
         return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
@@ -220,7 +225,7 @@ class Part:
     def _zeros(self, like: Mapping[str, Any]) -> Params:
         # Of plain zeros XLA would keep one copy outside the loop over ticks, as large as all gradients.
         zero = lax.optimization_barrier(jnp.float32(0))
-        return self._pin_params({name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in like.items()})
+        return self._pin_params({name: jnp.broadcast_to(zero, x.shape) for name, x in like.items()})
 
     def _full(self, sums: Sums) -> Sums:
         """With those of the auxiliary losses, or of the loss, that are not among them."""
@@ -228,6 +233,11 @@ class Part:
 
     def _seeds(self, sums: Sums) -> Sums:
         return {name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x) for name, x in sums.items()}
+
+
+def _wide(params: Params) -> Params:
+    """As float32, which their gradients are added up in. Made where it is used: a conditional or a loop would keep them."""
+    return {name: x.astype(jnp.float32) for name, x in params.items()}
 
 
 def _scalars(sums: Mapping[str, Any]) -> Sums:

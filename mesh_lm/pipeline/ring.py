@@ -50,7 +50,8 @@ def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]
     """Sums over this device's share of the batch, and its share of the gradients: of its own layers, and of all other parameters."""
     x = part.zero_input
     left = jax.eval_shape(part.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
-    zeros = {name: jnp.zeros(w.shape, w.dtype) for name, w in {**part.layers, **part.shared}.items()}
+    trained = {name: w for name, w in {**part.layers, **part.shared}.items() if name not in part.blueprint.buffers}
+    zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in trained.items()}
     height = {name: part.blueprint.stack_of(name).height for name in part.zero_arrays}
     start = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,

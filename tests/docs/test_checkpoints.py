@@ -18,14 +18,13 @@ from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.__main__ import main
 from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig
-from mesh_lm.optim import Optimizer
 
 COMPILE_BUDGET = 30
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [(text, BLOCKS[at + 1][1]) for at, (kind, text) in enumerate(BLOCKS) if kind == "sh"]
 TEXTS = [text for kind, text in BLOCKS if kind == "text"]
-OPTIMIZER = Optimizer(fixture.CONFIG.optimizer, fixture.CONFIG.train.steps)
+OPTIMIZER = fixture.OPTIMIZER
 
 
 def configured(output: Path, **changes: object) -> TrainConfig:
@@ -44,7 +43,7 @@ def write(config: TrainConfig, steps: tuple[int, ...], samples: int) -> None:
             weight = np.array(filled["params"]["positions"])
             weight[0, :3] += np.float32(step / 1000 + config.seed)
             state = filled | {"step": jax.numpy.int32(step), "params": filled["params"] | {"positions": jax.numpy.asarray(weight)}}
-            checkpoints.save(step, state, {"position": 32 * step, "samples": f"{step * samples % 2**64:016x}"}, blueprint())
+            checkpoints.save(step, state, {"position": 32 * step, "samples": f"{step * samples % 2**64:016x}"}, blueprint(), OPTIMIZER)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +110,15 @@ def test_saves_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     slept: list[float] = []
     monkeypatch.setattr("mesh_lm.checkpoint.store.time.sleep", slept.append)
     with Checkpoints(config) as checkpoints:
-        checkpoints.save(750, state, {"position": 24000}, blueprint(), last=True)
+        checkpoints.save(750, state, {"position": 24000}, blueprint(), OPTIMIZER, last=True)
         monkeypatch.setattr(checkpoints._saver, "save", full)
         for step in range(1000, 1012):
             if checkpoints.due(step):
-                checkpoints.save(step, state, {"position": 32 * step}, blueprint())
+                checkpoints.save(step, state, {"position": 32 * step}, blueprint(), OPTIMIZER)
             checkpoints.poll(step)
         said = [line for line in capsys.readouterr().out.splitlines(keepends=True) if "could not be saved" in line]
         with pytest.raises(ConfigError) as caught:
-            checkpoints.save(1012, state, {"position": 32 * 1012}, blueprint(), last=True)
+            checkpoints.save(1012, state, {"position": 32 * 1012}, blueprint(), OPTIMIZER, last=True)
     assert "".join(said).replace(f"{tmp_path}/", "/data/") in TEXTS
     assert f"error: {caught.value}\n".replace(f"{tmp_path}/", "/data/") in TEXTS
     assert len(slept) == 3 and sum(slept) == 14 and "four times over 14 s" in PAGE

@@ -15,9 +15,9 @@ from support import shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm.initial import init_state
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import init_state
 
 COMPILE_BUDGET = 10
 pytestmark = pytest.mark.fault
@@ -47,7 +47,7 @@ def good(blueprint: Blueprint, optimizer: Optimizer, tmp_path_factory: pytest.Te
         for step in (1, 2):
             state = init_state(blueprint, optimizer, seed=step)
             held[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, {"position": step}, blueprint)
+            checkpoints.save(step, state, {"position": step}, blueprint, optimizer())
     return config, held
 
 

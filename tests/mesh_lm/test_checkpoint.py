@@ -94,12 +94,12 @@ def test_policy(tmp_path: Path) -> None:
     with Checkpoints(config) as checkpoints:
         assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
         for step in (2, 4, 6):
-            checkpoints.save(step, state, {"position": step}, blueprint)
+            checkpoints.save(step, state, {"position": step}, blueprint, fixture.OPTIMIZER)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}
     (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(config) as checkpoints:
         assert checkpoints.newest().step == 6
-        checkpoints.save(8, state, {"position": 8}, blueprint)
+        checkpoints.save(8, state, {"position": 8}, blueprint, fixture.OPTIMIZER)
     with Checkpoints(config) as checkpoints:
         assert checkpoints.newest().step == 8
 

@@ -37,7 +37,7 @@ def saved(output: Path, config: TrainConfig, steps: tuple[int, ...], **mesh: int
     state = fixture.filled(fixture.abstract(config, blueprint.shard))
     with Checkpoints(config) as checkpoints:
         for step in steps:
-            checkpoints.save(step, state, {"position": step, "samples": f"{step:016x}"}, blueprint)
+            checkpoints.save(step, state, {"position": step, "samples": f"{step:016x}"}, blueprint, fixture.OPTIMIZER)
             leaf = np.array(state["params"]["embedding"])
             leaf[3, 1:3] += [0.5, -2.0]
             params = state["params"] | {"embedding": jax.device_put(leaf, state["params"]["embedding"].sharding)}
@@ -183,7 +183,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [re.split(r"  +", line) for line in out.splitlines()]
     assert status == 0 and rows[0] == ["step", "written", "size", "format", "state", "samples"]
     state = json.loads((steps / "2" / "metadata" / "metadata").read_text())["digests"]
-    assert rows[2][3:6] == ["2", combined(state), "0000000000000002"]
+    assert rows[2][3:6] == ["3", combined(state), "0000000000000002"]
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
         "1": "complete",
         "2": "complete; a run continues from it",

@@ -51,7 +51,7 @@ class Run:
             checkpoints.restore(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
             for step in steps:
                 assert checkpoints.due(step)
-                checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.blueprint)
+                checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.blueprint, fixture.OPTIMIZER)
 
     def restored(self) -> tuple[Saved, State]:
         with Checkpoints(self.config) as checkpoints:
@@ -215,12 +215,12 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.save(10)
     with Checkpoints(run.config) as checkpoints:
-        checkpoints.save(12, run.state(12), {"position": 12}, run.blueprint)
+        checkpoints.save(12, run.state(12), {"position": 12}, run.blueprint, fixture.OPTIMIZER)
         checkpoints._local.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
         try:
             for step in (14, 16):
-                checkpoints.save(step, run.state(step), {"position": step}, run.blueprint)
+                checkpoints.save(step, run.state(step), {"position": step}, run.blueprint, fixture.OPTIMIZER)
             checkpoints._local.close()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

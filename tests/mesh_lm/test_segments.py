@@ -348,7 +348,7 @@ def test_an_old_checkpoint_under_a_new_segmentation() -> None:
     halves = dataclasses.replace(config, segments=(SegmentConfig("early", 1), SegmentConfig("late", 1)))
     message = "its layers are in blocks; those of this config in early, late (model.segments)"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        saved.require(Blueprint.of(halves, shard_on("ddp")).shapes)
+        saved.require_model(Blueprint.of(halves, shard_on("ddp")))
 
 
 def test_segments_survive_a_checkpoint_and_the_command_line() -> None:

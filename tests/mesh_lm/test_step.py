@@ -17,8 +17,9 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm import step as step_module
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig
+from mesh_lm.initial import init_state
 from mesh_lm.optim import Leaf, Optimizer, decayed
-from mesh_lm.state import abstract_state, init_state
+from mesh_lm.state import abstract_state
 from mesh_lm.step import step_key, train_step
 
 COMPILE_BUDGET = 90
@@ -73,7 +74,7 @@ def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         sums = {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}
         return (sums, {}), params
 
-    monkeypatch.setattr(step_module, "region", lambda blueprint, batch: told)
+    monkeypatch.setattr(step_module, "region", lambda blueprint, batch, flat: told)
     blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp")), Optimizer(OptimizerConfig(), 10)
     state, step = init_state(blueprint, optimizer, 5), train_step(blueprint, optimizer, 5)
     for number in range(2):

@@ -22,10 +22,10 @@ from mesh_lm.check import check
 from mesh_lm.config import ConfigError
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
+from mesh_lm.initial import init_state
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.state import init_state
 from sharding_rules import Shard, make_mesh
 
 

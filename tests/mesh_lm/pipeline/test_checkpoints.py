@@ -15,9 +15,10 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints, Saved, find
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.initial import fresh_state, init_state
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import relayout
-from mesh_lm.state import State, abstract_state, fresh_state, init_state
+from mesh_lm.state import State, abstract_state
 from mesh_lm.step import Step, train_step
 from mesh_lm.trained import weights
 
@@ -80,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         state, _ = trained(init_state(blueprint, OPTIMIZER, seed=0), place, 0, 1)
         before = in_model_order(state, blueprint)
         with Checkpoints(config_at(output, place)) as checkpoints:
-            state = checkpoints.save(1, state, {"position": 16}, blueprint)
+            state = checkpoints.save(1, state, {"position": 16}, blueprint, OPTIMIZER)
             after = in_model_order(state, blueprint)
             # The write goes on while steps reuse the memory.
             state, losses = trained(state, place, 1, STEPS)
@@ -121,7 +122,7 @@ def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
 def test_the_disk_holds_the_model(runs: Runs) -> None:
     """Its shapes, not those of stages with padding; another division of the same model is not another model."""
     saved, blueprint = saved_in(runs("interleaved")[0]), blueprint_at("one stage")
-    assert saved.metadata["parameters"] == {name: [*x.shape, str(x.dtype)] for name, x in blueprint.shapes.items()}
+    assert saved.metadata["parts"]["params"] == {name: [*x.shape, str(x.dtype)] for name, x in blueprint.shapes.items()}
     assert blueprint_at("uneven").in_memory["blocks.mlp.up.weight"].shape[0] == 10
     assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs("interleaved")[0], "one stage")))
 

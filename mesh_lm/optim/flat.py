@@ -1,0 +1,199 @@
+"""The distributed optimizer's layout: matrices as padded vectors, cut over the replicas, whatever their dimensions.
+
+The layers use `params`, each matrix whole on every replica, in the type that layers cast it to. The fp32 master and an optimizer's slots
+are flat: of each layer, the matrices of its segment that are cut alike lie one after another in one vector, padded to a multiple of the
+replicas, and every replica has a part of it. So any number of replicas divides it. Gradients come unreduced, and one reduce-scatter adds
+them up; one all-gather makes `params` of the new master (as Megatron-LM's distributed optimizer and ZeRO-1 do, arXiv 1910.02054).
+
+On disk nothing is flat: there a matrix is one array (`mesh_lm.checkpoint.flat`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh_lm.optim.contract import Leaf, Params, is_matrix
+from sharding_rules import Rules, axes_of
+
+FLAT = "flat"
+"""The row of rules.optimizer: the mesh axes that cut flat vectors, besides those that cut the matrices."""
+_F32 = jnp.dtype("float32")
+_ALIGNED = 128
+"""A replica's part of a vector is a multiple of so many elements, so that each begins where copies and collectives are fast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One parameter of a vector."""
+
+    name: str
+    local: tuple[int, ...]
+    """What one device has of it, or of one of its layers."""
+    offset: int
+    """Where it begins in the vector."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.local)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """The matrices of a segment that are cut alike, layer by layer: in memory [rows, n]. Or one that is no segment's, [n]."""
+
+    name: str
+    mesh: Any
+    matrices: tuple[Matrix, ...]
+    rows: int
+    """Of the stacked parameters in memory, over all stages; 0: the parameter is not stacked."""
+    dtype: Any
+    """Of the matrices in use."""
+    over: tuple[str, ...]
+    """The mesh axes that cut the vector, along which the matrices are whole: the replicas."""
+    cut: tuple[str, ...]
+    """The mesh axes that cut the matrices themselves, those that the engine is manual over first."""
+
+    @property
+    def replicas(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.over)
+
+    @property
+    def piece(self) -> int:
+        """Elements of a row on one device."""
+        last = self.matrices[-1]
+        unit = self.replicas * _ALIGNED
+        return -(-(last.offset + last.size) // unit) * _ALIGNED
+
+    @property
+    def leaf(self) -> Leaf:
+        n = self.piece * self.replicas * math.prod(self.mesh.shape[axis] for axis in self.cut)
+        return Leaf((self.rows, n), _F32, ("layers", FLAT), "flat") if self.rows else Leaf((n,), _F32, (FLAT,), "flat")
+
+    @property
+    def spec(self) -> PartitionSpec:
+        flat = (*self.over, *self.cut) or None
+        return PartitionSpec("pipeline", flat) if self.rows else PartitionSpec(flat)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec)
+
+    # On one device, inside a region that is manual over every mesh axis.
+
+    def packed(self, row: Mapping[str, jax.Array]) -> jax.Array:
+        """A device's part of the matrices of one layer -> [piece * replicas], zeros at the end."""
+        parts = [row[matrix.name].reshape(-1) for matrix in self.matrices]
+        whole = jnp.concatenate(parts)
+        return jnp.pad(whole, (0, self.piece * self.replicas - whole.size))
+
+    def unpacked(self, row: jax.Array) -> Params:
+        """The inverse."""
+        return {m.name: row[m.offset : m.offset + m.size].reshape(m.local) for m in self.matrices}
+
+    def by_row(self, one: Callable[[Any], Any], held: Any) -> Any:
+        """one(row) of all rows of what a device holds, one after another, so that no more than a row is there twice."""
+        return lax.scan(lambda _, row: (None, one(row)), None, held)[1] if self.rows else one(held)
+
+    def reduced(self, grads: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """This replica's gradients of the matrices -> its piece of the sum over the replicas, float32, added up in `dtype`."""
+
+        def one(row: Params) -> jax.Array:
+            vector = self.packed(row).astype(dtype)
+            return (lax.psum_scatter(vector, self.over, tiled=True) if self.replicas > 1 else vector).astype(jnp.float32)
+
+        return self.by_row(one, {matrix.name: grads[matrix.name] for matrix in self.matrices})
+
+    def gathered(self, piece: jax.Array) -> Params:
+        """A piece of the master -> the matrices as the layers use them."""
+
+        def one(row: jax.Array) -> Params:
+            # Cast first, and held there: XLA would gather fp32 and cast what it has gathered.
+            row = lax.optimization_barrier(row.astype(self.dtype))
+            return self.unpacked(lax.all_gather(row, self.over, tiled=True) if self.replicas > 1 else row)
+
+        return self.by_row(one, piece)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """What of a model's parameters is flat, and where."""
+
+    vectors: tuple[Vector, ...] = ()
+    specs: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    """Of the matrices in memory."""
+
+    @classmethod
+    def of(
+        cls, rules: Rules, leaves: Mapping[str, Leaf], where: Mapping[str, NamedSharding], compute: Mapping[str, Any],
+        segment_of: Callable[[str], str],
+    ) -> Flat:  # fmt: skip
+        """Of parameters in memory, by their names: leaves, shardings, and the types that layers cast them to."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, leaf in leaves.items():
+            over = replicas_of(rules, segment_of(name))
+            if not over or not is_matrix(name, leaf.axes):
+                continue
+            own = {a for entry in where[name].spec for a in axes_of(entry)}
+            sizes = where[name].mesh.shape
+            over = tuple(a for a in over if sizes[a] > 1 and a not in own)
+            manual = rules.manual_axes()
+            cut = sorted(
+                (a for a in sizes if a in own and sizes[a] > 1 and not (leaf.stacked and a == "pipeline")), key=lambda a: a not in manual
+            )
+            part = segment_of(name) if leaf.stacked else name
+            groups.setdefault((part, tuple(cut), over, str(compute[name])), []).append(name)
+        parts = [key[0] for key in groups]
+        vectors = []
+        for (part, cut, over, dtype), names in groups.items():
+            leaf, sharding = leaves[names[0]], where[names[0]]
+            locals_ = [where[n].shard_shape(leaves[n].shape)[int(leaf.stacked) :] for n in names]
+            offsets = itertools.accumulate((math.prod(local) for local in locals_), initial=0)
+            matrices = tuple(Matrix(*each) for each in zip(names, locals_, offsets, strict=False))
+            called = part if not leaf.stacked else f"{part}/{'+'.join(cut) or 'whole'}" + (f"/{dtype}" if parts.count(part) > 1 else "")
+            vectors.append(Vector(called, sharding.mesh, matrices, leaf.shape[0] if leaf.stacked else 0, jnp.dtype(dtype), over, cut))
+        specs = {m.name: where[m.name].spec for v in vectors for m in v.matrices}
+        return cls(tuple(vectors), specs)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters that are flat."""
+        return frozenset(self.specs)
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """The vectors, by their names."""
+        return {vector.name: vector.leaf for vector in self.vectors}
+
+    @cached_property
+    def shardings(self) -> dict[str, NamedSharding]:
+        return {vector.name: vector.sharding for vector in self.vectors}
+
+    @cached_property
+    def dtypes(self) -> dict[str, Any]:
+        """Of the flat parameters in use."""
+        return {matrix.name: vector.dtype for vector in self.vectors for matrix in vector.matrices}
+
+    def used(self, masters: Params) -> Params:
+        """The flat parameters as the layers use them, of the vectors of the master; one all-gather a layer."""
+        out: Params = {}
+        for vector in self.vectors:
+            specs = {m.name: self.specs[m.name] for m in vector.matrices}
+            give = jax.shard_map(vector.gathered, mesh=vector.mesh, in_specs=vector.spec, out_specs=specs, check_vma=False)
+            out |= give(masters[vector.name])
+        return out
+
+
+def replicas_of(rules: Rules, segment: str) -> tuple[str, ...]:
+    """The mesh axes that cut the flat vectors of a segment ("": of what is in none); empty: its matrices are not flat."""
+    row = rules.row("optimizer", f"{segment}/{FLAT}" if segment else FLAT)
+    return axes_of(rules.column("optimizer")[row]) if row else ()
