@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -52,6 +53,32 @@ class Shard:
     def weight(self, w: jax.Array, *axes: str | None) -> jax.Array:
         """A weight as a layer uses it: gathered over the axes that cut the batch. Cast it first, so that the gather moves fewer bytes."""
         return self.constrain(w, "gathered", axes)
+
+    def einsum(self, equation: str, x: jax.Array, w: jax.Array, *axes: str | None) -> jax.Array:
+        """The einsum of an activation and a weight as it is stored: the weight is cast to the type of x, gathered, and used.
+
+        Its gradient is summed over devices in the type that `rules.reduction` asks for. Where it is not recomputed (jax.checkpoint), the
+        gathered weight is kept for the backward. axes: the weight's. Each letter of the equation, "bsd,df->bsf", is in two of its terms.
+        """
+
+        def product(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            used = self.weight(w.astype(x.dtype), *axes)
+            return jnp.einsum(equation, x, used), (x, used)
+
+        if self.rules.reduction != "float32" or not self._summed(axes):
+            return product(x, w)[0]
+        of_x, of_w, of_y = equation.replace("->", ",").split(",")
+
+        def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, used = kept
+            dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
+            # XLA sums over devices in the type that the matmul returns.
+            dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
+            return dx, self.constrain(dw, "params", axes).astype(w.dtype)
+
+        f = jax.custom_vjp(lambda x, w: product(x, w)[0])
+        f.defvjp(product, backward)
+        return f(x, w)
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
         """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
@@ -115,6 +142,12 @@ class Shard:
     def ways(self, axes: Sequence[str]) -> int:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _summed(self, axes: Sequence[str | None]) -> bool:
+        """Whether devices along an axis left to XLA have other tokens and the same of this weight: XLA sums its gradient over them."""
+        rows = [row for row in ("batch", "seq_resid") if self.rules.row("activations", f"{self.scope}/{row}")]
+        tokens = {axis for row in rows for axis in self.cut(row)}
+        return not tokens <= {axis for entry in self.spec("gathered", axes) for axis in axes_of(entry)}
 
     def _scoped(self, axes: Sequence[str | None]) -> tuple[str | None, ...]:
         return tuple(f"{self.scope}/{axis}" if axis and self.scope and "/" not in axis else axis for axis in axes)

@@ -114,7 +114,7 @@ class Linear(nnx.Module):
         last one (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` it is the output, into the residual stream; else it is contracted.
         """
         self.equation, self.shard, self.axes = equation, shard, tuple(axes)
-        self.dtype, self.remat = weights.config.dtype, weights.config.remat
+        self.remat = weights.config.remat
         self.weight = weights(shape, axes, std)
         self.into_residual = bias_axes is not None
         self.has_bias = weights.config.biases
@@ -128,13 +128,12 @@ class Linear(nnx.Module):
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
     def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
-        weight = self.shard.weight(stored.astype(self.dtype), *self.axes)
         if self.shard.cut("seq_resid"):
-            y = jnp.einsum(self.equation, x_BS, weight)
+            y = self.shard.einsum(self.equation, x_BS, stored, *self.axes)
             return _gathered_once(y, self.shard) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
         # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
-        y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
+        y = self.shard.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), stored, *self.axes)
         return y.reshape(*x_BS.shape[:2], *y.shape[1:])
 
 

@@ -26,6 +26,7 @@ from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward
+from mesh_lm.optim.contract import is_matrix
 from mesh_lm.pipeline import custom, ring
 from mesh_lm.pipeline.part import Part
 from mesh_lm.pipeline.ring import Columns
@@ -81,10 +82,11 @@ def region(blueprint: Blueprint, batch: Batch) -> Callable[[Params, Batch, jax.A
         else:
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
-        return _reduced(sums, blueprint), {name: _psum(g, by_hand - held[name], blueprint) for name, g in grads.items()}
+        return _reduced(sums, blueprint), {name: _summed(name, g, by_hand - held[name], blueprint) for name, g in grads.items()}
 
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), specs)
-    return _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
+    run = _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
+    return _widened(run, blueprint) if blueprint.shard.rules.reduction == "bfloat16" else run
 
 
 def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
@@ -150,6 +152,27 @@ def _reduced(sums: Sums, blueprint: Blueprint) -> tuple[Sums, Sums]:
     """Scalars over all devices, and arrays over all but the stages, each of which has its own layers."""
     scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
     return _psum(scalars, manual(blueprint), blueprint), _psum(arrays, manual(blueprint) - {"pipeline"}, blueprint)
+
+
+def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], blueprint: Blueprint) -> jax.Array:
+    """A gradient summed over manual axes, in the type that the rules ask for."""
+    logical = blueprint.axes[name]
+    if blueprint.shard.rules.reduction != "bfloat16" or not is_matrix(name, logical):
+        return _psum(grad, axes, blueprint)
+    # On local shards: XLA:CPU aborts at an all-reduce in bf16 of an array that it cuts itself.
+    spec = blueprint.shard.spec("params", logical)
+    return blueprint.shard.local(lambda g: _psum(g.astype(jnp.bfloat16), axes, blueprint), spec, spec)(grad)
+
+
+def _widened(run: Callable, blueprint: Blueprint) -> Callable:
+    """The same with gradients in float32. They are cut first, as the optimizer wants them: XLA makes a reduce-scatter only where nothing is
+    between the sum and the cut."""
+
+    def widened(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        sums, grads = run(params, batch, key)
+        return sums, {name: g.astype(jnp.float32) for name, g in blueprint.constrain(grads, "gradients").items()}
+
+    return widened
 
 
 def _psum(tree: Any, axes: frozenset[str] | set[str], blueprint: Blueprint) -> Any:
