@@ -72,6 +72,9 @@ class Shard:
         def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
             x, used = kept
             dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
+            # XLA:CPU cannot multiply bf16 into fp32 where an operand has three dimensions; of fp32 operands the product is the same.
+            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+            x, dy = (a.astype(jnp.float32) if on_cpu else a for a in (x, dy))
             # XLA sums over devices in the type that the matmul returns.
             dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
             return dx, self.constrain(dw, "params", axes).astype(w.dtype)
