@@ -165,12 +165,11 @@ def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], bluepri
 
 
 def _widened(run: Callable, blueprint: Blueprint) -> Callable:
-    """The same with gradients in float32. They are cut first, as the optimizer wants them: XLA makes a reduce-scatter only where nothing is
-    between the sum and the cut."""
+    """The same with gradients in float32. Cast inside of the region, what ZeRO-2 then cuts would be all-reduced, not reduce-scattered."""
 
     def widened(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
         sums, grads = run(params, batch, key)
-        return sums, {name: g.astype(jnp.float32) for name, g in blueprint.constrain(grads, "gradients").items()}
+        return sums, {name: g.astype(blueprint.shapes[name].dtype) for name, g in grads.items()}
 
     return widened
 
