@@ -54,34 +54,15 @@ class Shard:
         """A weight as a layer uses it: gathered over the axes that cut the batch. Cast it first, so that the gather moves fewer bytes."""
         return self.constrain(w, "gathered", axes)
 
-    def einsum(self, equation: str, x: jax.Array, w: jax.Array, *axes: str | None) -> jax.Array:
+    def einsum(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """The einsum of an activation and a weight as it is stored: the weight is cast to the type of x, gathered, and used.
 
         Its gradient is summed over devices in the type that `rules.reduction` asks for. Where it is not recomputed (jax.checkpoint), the
         gathered weight is kept for the backward. axes: the weight's. Each letter of the equation, "bsd,df->bsf", is in two of its terms.
         """
-
-        def product(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            used = self.weight(w.astype(x.dtype), *axes)
-            return jnp.einsum(equation, x, used), (x, used)
-
-        if self.rules.reduction != "float32" or not self._summed(axes):
-            return product(x, w)[0]
-        of_x, of_w, of_y = equation.replace("->", ",").split(",")
-
-        def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x, used = kept
-            dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
-            # XLA:CPU cannot multiply bf16 into fp32 where an operand has three dimensions; of fp32 operands the product is the same.
-            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-            x, dy = (a.astype(jnp.float32) if on_cpu else a for a in (x, dy))
-            # XLA sums over devices in the type that the matmul returns.
-            dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
-            return dx, self.constrain(dw, "params", axes).astype(w.dtype)
-
-        f = jax.custom_vjp(lambda x, w: product(x, w)[0])
-        f.defvjp(product, backward)
-        return f(x, w)
+        if self.rules.reduction == "float32" and self._summed(axes):
+            return self._einsum_summed_in_fp32(equation, x, w, axes)
+        return jnp.einsum(equation, x, self.weight(w.astype(x.dtype), *axes))
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
         """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
@@ -145,6 +126,27 @@ class Shard:
     def ways(self, axes: Sequence[str]) -> int:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _einsum_summed_in_fp32(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        of_x, of_w, of_y = equation.replace("->", ",").split(",")
+
+        def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            used = self.weight(w.astype(x.dtype), *axes)
+            return jnp.einsum(equation, x, used), (x, used)
+
+        def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, used = kept
+            dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
+            # XLA:CPU cannot multiply bf16 into fp32 where an operand has three dimensions; of fp32 operands the product is the same.
+            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+            x, dy = (a.astype(jnp.float32) if on_cpu else a for a in (x, dy))
+            # XLA sums over devices in the type that the matmul returns.
+            dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
+            return dx, self.constrain(dw, "params", axes).astype(w.dtype)
+
+        f = jax.custom_vjp(lambda x, w: forward(x, w)[0])
+        f.defvjp(forward, backward)
+        return f(x, w)
 
     def _summed(self, axes: Sequence[str | None]) -> bool:
         """Whether devices along an axis left to XLA have other tokens and the same of this weight: XLA sums its gradient over them."""

@@ -42,7 +42,7 @@ def _too_narrow(subject: Subject, asked: str) -> Iterator[Finding]:
         if array.dtype in _HALF and (asked == "float32" or (_once(subject, one) and not one.loops)):
             key = (one.where, _names(subject.weights(one.axes, array)), one.axes, array.dtype)
             total[key] = total.get(key, 0) + bytes
-    fix = "let the gradient leave its matmul in float32: shard.einsum(equation, x, w, ...), with the weight as it is stored"
+    fix = "let the gradient leave its matmul in float32: shard.einsum(equation, x, w, axes), with the weight as it is stored"
     if asked == "auto":
         fix = "cast gradients to float32 before they are summed, or say that it is meant: rules.replace(reduction='bfloat16')"
     for (where, whose, axes, dtype), bytes in total.items():

@@ -119,7 +119,7 @@ def dot(rules: Rules, mesh: Mesh = SUMS) -> Callable[..., Any]:
     shard = Shard(rules, mesh)
 
     def gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        f = jax.checkpoint(lambda x, w: shard(shard.einsum(EINSUM[0], x, w, *EINSUM[1]), "batch", "seq", "fused", "mlp"))
+        f = jax.checkpoint(lambda x, w: shard(shard.einsum(EINSUM[0], x, w, EINSUM[1]), "batch", "seq", "fused", "mlp"))
         return jax.vjp(f, x, w)[1](dy)
 
     return gradients
