@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,9 +61,14 @@ class Shard:
         Its gradient is summed over devices in the type that `rules.reduction` asks for. Where it is not recomputed (jax.checkpoint), the
         gathered weight is kept for the backward. axes: the weight's. Each letter of the equation, "bsd,df->bsf", is in two of its terms.
         """
+        einsum, weight = self.einsum_of(w, x.dtype, axes)
+        return einsum(equation, x, weight)
+
+    def einsum_of(self, w: jax.Array, dtype: Any, axes: Sequence[str | None]) -> tuple[Callable[..., jax.Array], jax.Array]:
+        """(f, weight): `f(equation, x, weight)` is `einsum` for an x of this dtype, without a frame between its caller and the matmul."""
         if self.rules.reduction == "float32" and self._summed(axes):
-            return self._einsum_summed_in_fp32(equation, x, w, axes)
-        return jnp.einsum(equation, x, self.weight(w.astype(x.dtype), *axes))
+            return partial(self._einsum_summed_in_fp32, axes), w
+        return jnp.einsum, self.weight(w.astype(dtype), *axes)
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
         """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
@@ -127,7 +133,7 @@ class Shard:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
-    def _einsum_summed_in_fp32(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    def _einsum_summed_in_fp32(self, axes: Sequence[str | None], equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
         of_x, of_w, of_y = equation.replace("->", ",").split(",")
 
         def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -114,7 +114,7 @@ class Linear(nnx.Module):
         last one (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` it is the output, into the residual stream; else it is contracted.
         """
         self.equation, self.shard, self.axes = equation, shard, tuple(axes)
-        self.remat = weights.config.remat
+        self.dtype, self.remat = weights.config.dtype, weights.config.remat
         self.weight = weights(shape, axes, std)
         self.into_residual = bias_axes is not None
         self.has_bias = weights.config.biases
@@ -122,18 +122,20 @@ class Linear(nnx.Module):
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
-        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
-        # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
-        flat = not self.shard.cut("seq_resid")
-        equation, x = (self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:])) if flat else (self.equation, x_BS)
-        product = partial(self.shard.einsum, equation, axes=self.axes)
         # Without remat the backward casts the weights again, and gathers FSDP's; kept, each device would have them all by the end of the
         # forward.
-        y = (recomputed(product) if self.remat == "none" else product)(x, self.weight[...])
-        y_BS = y.reshape(*x_BS.shape[:2], *y.shape[1:]) if flat else y
-        if self.into_residual and not flat:
-            y_BS: jax.Array = _gathered_once(y_BS, self.shard)
+        y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
+
+    def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
+        einsum, weight = self.shard.einsum_of(stored, self.dtype, self.axes)
+        if self.shard.cut("seq_resid"):
+            y = einsum(self.equation, x_BS, weight)
+            return _gathered_once(y, self.shard) if self.into_residual else y
+        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
+        # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
+        y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
+        return y.reshape(*x_BS.shape[:2], *y.shape[1:])
 
 
 class Attention(nnx.Module):
