@@ -176,7 +176,7 @@ def _rules(plain: dict[str, Any]) -> Rules:
     """The inverse of `Rules.as_dict`."""
     given = {kind: plain[kind] for kind in get_args(Kind)}
     columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
-    return Rules(plain["name"], **columns, axes=plain.get("axes", {}))
+    return Rules(plain["name"], **columns, axes=plain.get("axes", {}), reduction=plain.get("reduction", "auto"))
 
 
 def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:

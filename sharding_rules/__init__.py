@@ -7,6 +7,7 @@ from sharding_rules.mesh import MeshError as MeshError
 from sharding_rules.mesh import make_mesh as make_mesh
 from sharding_rules.mesh import setting as setting
 from sharding_rules.presets import PRESETS as PRESETS
+from sharding_rules.presets import REDUCTIONS as REDUCTIONS
 from sharding_rules.presets import preset as preset
 from sharding_rules.presets import product as product
 from sharding_rules.rules import Rules as Rules

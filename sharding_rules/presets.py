@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import get_args
 
 from sharding_rules.mesh import AXES
-from sharding_rules.rules import Column, Kind, MeshAxes, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
+from sharding_rules.rules import Column, Kind, MeshAxes, Reduction, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
 
 _WHOLE: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
 _WEIGHTS: Column = {**_WHOLE, "layers": "pipeline"}  # a stage holds its own layers, whatever else is cut
@@ -41,21 +41,35 @@ PRESETS: dict[str, Rules] = {
     )
 }
 
+REDUCTIONS: dict[str, Reduction] = {f"reduce_{reduction}": reduction for reduction in get_args(Reduction) if reduction != "auto"}
+"""Words of a product that are no strategy, but say in which type gradients are summed."""
+
 
 def preset(name: str) -> Rules:
-    """A preset, or a product of some: preset("hsdp+megatron_sp"). Raises ShardingRuleError for an unknown name."""
-    first, *rest = (part.strip() for part in name.split("+"))
-    for part in (first, *rest):
-        if part not in PRESETS:
-            raise ShardingRuleError(f"no rules preset {part!r}{did_you_mean(part, list(PRESETS))}")
-    rules = PRESETS[first]
-    for part in rest:
+    """A preset, or a product of some: preset("hsdp+megatron_sp"). A word of REDUCTIONS changes its `reduction`: "fsdp+reduce_float32".
+
+    Raises ShardingRuleError for an unknown name, for a word without a strategy, and for two that differ.
+    """
+    parts = [part.strip() for part in name.split("+")]
+    for part in parts:
+        if part not in PRESETS and part not in REDUCTIONS:
+            raise ShardingRuleError(f"no rules preset {part!r}{did_you_mean(part, [*PRESETS, *REDUCTIONS])}")
+    strategies, words = [part for part in parts if part in PRESETS], list(dict.fromkeys(part for part in parts if part in REDUCTIONS))
+    if not strategies:
+        raise ShardingRuleError(f"rules {name!r} cut nothing; name a strategy beside it, such as fsdp+{words[0]}")
+    if len(words) > 1:
+        raise ShardingRuleError(f"rules {name!r} sum gradients in two types; keep {words[0]} or {words[1]}")
+    rules = PRESETS[strategies[0]]
+    for part in strategies[1:]:
         rules = product(rules, PRESETS[part])
-    return rules
+    return rules.replace("+".join(parts), reduction=REDUCTIONS[words[0]]) if words else rules
 
 
 def product(a: Rules, b: Rules) -> Rules:
-    """Both strategies at once: each row is cut over the mesh axes of either. A scoped row of one meets the plain one of the other."""
+    """Both strategies at once: each row is cut over the mesh axes of either. A scoped row of one meets the plain one of the other.
+
+    A `reduction` that is not auto holds for the product. Raises ShardingRuleError where they contradict each other.
+    """
 
     def both(kind: Kind) -> Column | None:
         if getattr(a, kind) is None and getattr(b, kind) is None:
@@ -75,9 +89,13 @@ def product(a: Rules, b: Rules) -> Rules:
     if clash := [axis for axis, kind in a.axes.items() if b.axes.get(axis, kind) != kind]:
         kinds = f"as {a.axes[clash[0]]} and as {b.axes[clash[0]]}"
         raise ShardingRuleError(f"{a.name} and {b.name} declare the mesh axis {clash[0]!r} {kinds}; call one of them otherwise")
+    if "auto" not in (a.reduction, b.reduction) and a.reduction != b.reduction:
+        kinds = f"in {a.reduction} and in {b.reduction}"
+        raise ShardingRuleError(f"{a.name} and {b.name} sum gradients {kinds}; set one of them to auto: replace(reduction='auto')")
+    reduction = a.reduction if a.reduction != "auto" else b.reduction
     axes = {**a.axes, **b.axes}
     used = a.mesh_axes() | b.mesh_axes()
     order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # what nobody declared is refused where there is a mesh
     params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
-    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, **columns)  # pyright: ignore[reportArgumentType]
+    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, reduction=reduction, **columns)  # pyright: ignore[reportArgumentType]

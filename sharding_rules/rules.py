@@ -19,7 +19,7 @@ Kind = Literal["params", "gathered", "gradients", "optimizer", "activations"]
 MeshAxes = str | tuple[str, ...] | None
 Column = Mapping[str, MeshAxes]
 AxisType = Literal["auto", "manual"]
-
+Reduction = Literal["auto", "float32", "bfloat16"]
 
 _UNSCOPED = {
     "batch": "the batch is cut once for the whole model",
@@ -56,6 +56,12 @@ class Rules:
     auto: XLA cuts along it and inserts the collectives, as along fsdp and tensor. manual: it cuts the batch alone, weights are whole along
     it, and gradients are summed over it once a step, as along data.
     """
+    reduction: Reduction = "auto"
+    """The type in which devices sum the gradients of matrices. Those of vectors are summed in float32, whatever it says.
+
+    auto: float32 along the mesh axes that a step is manual over (data), where it sums once; along those left to XLA (fsdp), where every
+    microbatch sums, the type of the matmul. float32: along those too, for twice the bytes. bfloat16: along the manual axes too, for half.
+    """
 
     def __post_init__(self) -> None:
         if "batch" not in self.activations:
@@ -65,6 +71,9 @@ class Rules:
                 raise ShardingRuleError(f"rules.axes[{axis!r}]: every mesh has an axis of that name; choose another")
             if kind not in get_args(AxisType):
                 raise ShardingRuleError(f"rules.axes[{axis!r}]={kind!r}: a mesh axis is one of {', '.join(get_args(AxisType))}")
+        if self.reduction not in get_args(Reduction):
+            known = did_you_mean(str(self.reduction), get_args(Reduction))
+            raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients are summed in no such type{known}")
         for row in self._rows():
             scope, _, name = row.rpartition("/")
             if "/" in scope or (not (scope and name) and "/" in row):
@@ -97,17 +106,20 @@ class Rules:
         """Every mesh axis that these rules may use, outermost first."""
         return (*AXES, *self.axes)
 
-    def replace(self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, **columns: Column) -> Rules:
+    def replace(
+        self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, reduction: Reduction | None = None, **columns: Column
+    ) -> Rules:
         """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
 
-        axes: mesh axes to declare beside those that these rules have.
+        axes: mesh axes to declare beside those that these rules have. reduction: None: as it is.
         """
         if unknown := set(columns) - set(get_args(Kind)):
             raise ShardingRuleError(
                 f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
             )
         changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
-        return dataclasses.replace(self, name=name or f"{self.name} (changed)", axes={**self.axes, **(axes or {})}, **changed)
+        changed |= {"axes": {**self.axes, **(axes or {})}, "reduction": reduction or self.reduction}
+        return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
 
     def spec(
         self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), mesh: Mesh | None = None, name: str = "tensor"
@@ -164,6 +176,7 @@ class Rules:
             "name": self.name,
             **{k: None if column is None else {row: list(axes_of(entry)) for row, entry in column.items()} for k, column in plain.items()},
             **({"axes": dict(self.axes)} if self.axes else {}),
+            **({"reduction": self.reduction} if self.reduction != "auto" else {}),
         }
 
     def _rows(self) -> set[str]:

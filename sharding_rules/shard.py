@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -52,6 +54,21 @@ class Shard:
     def weight(self, w: jax.Array, *axes: str | None) -> jax.Array:
         """A weight as a layer uses it: gathered over the axes that cut the batch. Cast it first, so that the gather moves fewer bytes."""
         return self.constrain(w, "gathered", axes)
+
+    def einsum(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """The einsum of an activation and a weight as it is stored: the weight is cast to the type of x, gathered, and used.
+
+        Its gradient is summed over devices in the type that `rules.reduction` asks for. Where it is not recomputed (jax.checkpoint), the
+        gathered weight is kept for the backward. axes: the weight's. Each letter of the equation, "bsd,df->bsf", is in two of its terms.
+        """
+        einsum, weight = self.einsum_of(w, x.dtype, axes)
+        return einsum(equation, x, weight)
+
+    def einsum_of(self, w: jax.Array, dtype: Any, axes: Sequence[str | None]) -> tuple[Callable[..., jax.Array], jax.Array]:
+        """(f, weight): `f(equation, x, weight)` is `einsum` for an x of this dtype, without a frame between its caller and the matmul."""
+        if self.rules.reduction == "float32" and self._summed(axes):
+            return partial(self._einsum_summed_in_fp32, axes), w
+        return jnp.einsum, self.weight(w.astype(dtype), *axes)
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
         """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
@@ -115,6 +132,33 @@ class Shard:
     def ways(self, axes: Sequence[str]) -> int:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    def _einsum_summed_in_fp32(self, axes: Sequence[str | None], equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        of_x, of_w, of_y = equation.replace("->", ",").split(",")
+
+        def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            used = self.weight(w.astype(x.dtype), *axes)
+            return jnp.einsum(equation, x, used), (x, used)
+
+        def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, used = kept
+            dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
+            # XLA:CPU cannot multiply bf16 into fp32 where an operand has three dimensions; of fp32 operands the product is the same.
+            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+            x, dy = (a.astype(jnp.float32) if on_cpu else a for a in (x, dy))
+            # XLA sums over devices in the type that the matmul returns.
+            dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
+            return dx, self.constrain(dw, "params", axes).astype(w.dtype)
+
+        f = jax.custom_vjp(lambda x, w: forward(x, w)[0])
+        f.defvjp(forward, backward)
+        return f(x, w)
+
+    def _summed(self, axes: Sequence[str | None]) -> bool:
+        """Whether devices along an axis left to XLA have other tokens and the same of this weight: XLA sums its gradient over them."""
+        rows = [row for row in ("batch", "seq_resid") if self.rules.row("activations", f"{self.scope}/{row}")]
+        tokens = {axis for row in rows for axis in self.cut(row)}
+        return not tokens <= {axis for entry in self.spec("gathered", axes) for axis in axes_of(entry)}
 
     def _scoped(self, axes: Sequence[str | None]) -> tuple[str | None, ...]:
         return tuple(f"{self.scope}/{axis}" if axis and self.scope and "/" not in axis else axis for axis in axes)

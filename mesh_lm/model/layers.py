@@ -133,13 +133,13 @@ class Linear(nnx.Module):
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
     def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
-        weight = self.shard.weight(stored.astype(self.dtype), *self.axes)
+        einsum, weight = self.shard.einsum_of(stored, self.dtype, self.axes)
         if self.shard.cut("seq_resid"):
-            y = jnp.einsum(self.equation, x_BS, weight)
+            y = einsum(self.equation, x_BS, weight)
             return _gathered_once(y, self.shard) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
         # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
-        y = jnp.einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
+        y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
         return y.reshape(*x_BS.shape[:2], *y.shape[1:])
 
 

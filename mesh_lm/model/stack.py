@@ -106,7 +106,7 @@ def fold(
 
     # Weights are read by row inside what remat repeats: read outside, they would become residuals, a copy of the model. Where nothing is
     # repeated they are the scan's to slice, which gives the backward pass the stack itself.
-    by_row, held, wide = segment.remat != "none", stacked, False
+    by_row, held, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
     if not by_row:
         held = periods(jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
     added_to = periods(nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None

@@ -26,6 +26,7 @@ from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward
+from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import Flat
 from mesh_lm.pipeline import custom, ring
 from mesh_lm.pipeline.part import Part
@@ -95,7 +96,8 @@ def region(
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | blueprint.buffers}
     of_grads |= {vector.name: blueprint.shard.only(vector.spec, by_hand) for vector in flat.vectors}
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
-    return _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
+    run = _manual(gradients, blueprint, table, batch, (PartitionSpec(),), out_specs)
+    return _widened(run) if blueprint.shard.rules.reduction == "bfloat16" else run
 
 
 def evaluate(blueprint: Blueprint) -> Callable[[Params, Batch], Sums]:
@@ -173,16 +175,35 @@ def differentiated(blueprint: Blueprint, params: Params) -> tuple[Params, Params
 def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], blueprint: Blueprint, flat: Flat) -> Params:
     """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part."""
     held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
-    out = {name: _psum(g, manual(blueprint) - held[name], blueprint) for name, g in grads.items() if name not in flat.names}
+    out = {name: _summed(name, g, manual(blueprint) - held[name], blueprint) for name, g in grads.items() if name not in flat.names}
+    dtype = jnp.bfloat16 if blueprint.shard.rules.reduction == "bfloat16" else jnp.float32
+    auto = frozenset(blueprint.shard.mesh.axis_names) - manual(blueprint)
     for vector in flat.vectors:
-        inside = {
-            m.name: blueprint.shard.only(flat.specs[m.name], frozenset(blueprint.shard.mesh.axis_names) - manual(blueprint))
-            for m in vector.matrices
-        }
-        whole = PartitionSpec(*(None,) * bool(vector.rows), tuple(a for a in vector.cut if a not in manual(blueprint)) or None)
-        mine = blueprint.shard.local(partial(vector.reduced, dtype=jnp.float32), (inside,), whole)({name: grads[name] for name in inside})
+        inside = {m.name: blueprint.shard.only(flat.specs[m.name], auto) for m in vector.matrices}
+        whole = PartitionSpec(*(None,) * bool(vector.rows), tuple(axis for axis in vector.cut if axis in auto) or None)
+        mine = blueprint.shard.local(partial(vector.reduced, dtype=dtype), (inside,), whole)({name: grads[name] for name in inside})
         out[vector.name] = _psum(mine, manual(blueprint) - held[vector.matrices[0].name] - {*vector.over}, blueprint)
     return out
+
+
+def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], blueprint: Blueprint) -> jax.Array:
+    """A gradient summed over manual axes, in the type that the rules ask for."""
+    logical = blueprint.axes[name]
+    if blueprint.shard.rules.reduction != "bfloat16" or not is_matrix(name, logical):
+        return _psum(grad, axes, blueprint)
+    # On local shards: XLA:CPU aborts at an all-reduce in bf16 of an array that it cuts itself.
+    spec = blueprint.shard.spec("params", logical)
+    return blueprint.shard.local(lambda g: _psum(g.astype(jnp.bfloat16), axes, blueprint), spec, spec)(grad)
+
+
+def _widened(run: Callable) -> Callable:
+    """The same with gradients in float32. Cast inside of the region, what ZeRO-2 then cuts would be all-reduced, not reduce-scattered."""
+
+    def widened(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        sums, grads = run(params, batch, key)
+        return sums, {name: g.astype(jnp.float32) for name, g in grads.items()}
+
+    return widened
 
 
 def _psum(tree: Any, axes: frozenset[str] | set[str], blueprint: Blueprint) -> Any:

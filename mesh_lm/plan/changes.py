@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, TrainConfig
-from sharding_rules import PRESETS, ShardingRuleError, axes_of, preset
+from sharding_rules import PRESETS, REDUCTIONS, ShardingRuleError, axes_of, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.targets import NODE
@@ -36,7 +36,7 @@ def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
     size = config.mesh.sizes()
     columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
     cuts = {k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in column.items()} for k, column in columns.items()}
-    return dataclasses.replace(config, rules=PRESETS["ddp"]), cuts
+    return dataclasses.replace(config, rules=PRESETS["ddp"]), (cuts, config.rules.reduction)
 
 
 Change = tuple[str, dict[str, Any]]
@@ -72,7 +72,13 @@ def _rules(config: TrainConfig) -> Iterator[Change]:
     names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
     for name in names:
         if name != config.rules.name and used <= preset(name).mesh_axes():
-            yield "rule", {"rules": name}
+            yield "rule", {"rules": _summed_alike(config, name)}
+
+
+def _summed_alike(config: TrainConfig, name: str) -> str:
+    """The rules of this name with the config's own `reduction`, as a word for the command line."""
+    words = [word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction]
+    return "+".join(dict.fromkeys([*name.split("+"), *words]))
 
 
 def _meshes(config: TrainConfig) -> Iterator[Change]:
@@ -82,10 +88,10 @@ def _meshes(config: TrainConfig) -> Iterator[Change]:
     for factor in (2, 8):
         if mesh["data"] % factor == 0:
             rules = "+".join(filter(None, ["hsdp", tensor]))
-            yield "mesh", {"rules": rules, "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
+            yield "mesh", {"rules": _summed_alike(config, rules), "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
     for axis in ("data", "fsdp"):
         if mesh["tensor"] * 2 <= NODE and mesh[axis] % 2 == 0:
-            rules = {} if "megatron" in config.rules.name else {"rules": f"{config.rules.name}+megatron_sp"}
+            rules = {} if "megatron" in config.rules.name else {"rules": _summed_alike(config, f"{config.rules.name}+megatron_sp")}
             yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
 
 

@@ -23,6 +23,7 @@ from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import FLAG_SETS, options
 from sharding_rules.lab.lint import Finding, lint
+from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.page import page
 from sharding_rules.lab.summary import alike, whose
 from sharding_rules.lab.targets import TARGETS
@@ -136,6 +137,8 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
         ("rules", config.rules.name),
         ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
     ]
+    if sums := reduced(report, config.rules):
+        facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
     if n_params := getattr(model, "n_params", None):
         facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
     if theirs:

@@ -11,16 +11,15 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
-from sharding_rules.lab import lint_pipeline
+from sharding_rules.lab import lint_pipeline, lint_reductions
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where
-from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, Finding, LogicalAxes, Subject, customary, short
+from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, SUMS, Finding, LogicalAxes, Subject, customary, short
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of, row_of
 
 _MOVES = ("all-to-all", "ragged-all-to-all", "collective-permute")
-_SUMS = ("all-reduce", "reduce-scatter")
 _TABLES: tuple[Kind, ...] = ("params", "activations")
 _LONG = 0.1
 """Of a step's time: how long a reduction that nothing hides must be to be told of."""
@@ -184,7 +183,8 @@ def wide_collectives(subject: Subject) -> Iterator[Finding]:
         if array.dtype not in ("f32", "f64") or one.kind in _MOVES or one.where.phase in ("optimizer", "") or not one.loops:
             return None
         weights = subject.weights(one.axes, array)
-        if (one.kind in _SUMS and weights) or not (weights or subject.is_activation(array)):
+        gradient = weights or (set(one.axes) <= subject.cuts_batch and subject.is_gradient(array))
+        if (one.kind in SUMS and gradient) or not (weights or subject.is_activation(array)):
             return None
         what = _names(weights) or f"activation {array}"
         here = one.where.source or one.where.part
@@ -202,7 +202,7 @@ def microbatch_reductions(subject: Subject) -> Iterator[Finding]:
 
     def inside(subject: Subject, one: Collective, array: Any) -> tuple[str, str] | None:
         axes = [axis for axis in one.axes if axis in whole]
-        if M == 1 or one.kind not in _SUMS or not subject.each_microbatch(one) or not axes:
+        if M == 1 or one.kind not in SUMS or not subject.each_microbatch(one) or not axes:
             return None
         along = " and ".join(axes)
         fix = (
@@ -245,7 +245,7 @@ def idle_axes(subject: Subject) -> Iterator[Finding]:
     report = subject.report
     for axis, n in report.mesh.items():
         cut = [a for a in report.arguments if axis in a.axes]
-        works = any(axis in one.axes and one.payload >= SCALAR and (one.kind in (*_SUMS, *_MOVES)) for one in report.collectives)
+        works = any(axis in one.axes and one.payload >= SCALAR and (one.kind in (*SUMS, *_MOVES)) for one in report.collectives)
         if n == 1 or works or any(a.kind == "batch" for a in cut) or (cut and not subject.batch[0]):
             continue
         does = f"only stores ({_names(cut)}): all devices along it compute the same" if cut else "cuts nothing"
@@ -282,7 +282,7 @@ def exposed(subject: Subject) -> Iterator[Finding]:
     spans = {span.name: span for span in report.timeline.spans if span.stream == "network"}
     for one in report.collectives:
         span = spans.get(one.name)
-        if span is None or one.kind not in _SUMS or one.nodes == 1 or one.flops_hidden_behind:
+        if span is None or one.kind not in SUMS or one.nodes == 1 or one.flops_hidden_behind:
             continue
         share = span.duration * one.times / report.timeline.step
         if share >= _LONG:
@@ -293,7 +293,7 @@ def exposed(subject: Subject) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     reshards, rematerializations, unknown_loops, dead_rules, replicated, gathered_twice, wide_collectives, microbatch_reductions,
-    global_kernels, idle_axes, placement, exposed, *lint_pipeline.CHECKS,
+    global_kernels, idle_axes, placement, exposed, *lint_reductions.CHECKS, *lint_pipeline.CHECKS,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from sharding_rules.lab.report import Argument, Collective, Report, Where, place
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of
 
+SUMS = ("all-reduce", "reduce-scatter")
 LogicalAxes = Mapping[str, Sequence[str | None]]
 OWN_WAY = frozenset({"pipeline", "expert", "sequence"})
 """Mesh axes whose strategies move activations by hand: stages, experts and rings permute and exchange, and the rules do not say when."""
@@ -150,6 +151,15 @@ class Subject:
     @cached_property
     def _known(self) -> dict[tuple[str, ...], dict[tuple[int, ...], list[Argument]]]:
         return {}
+
+    def is_gradient(self, array: Array) -> bool:
+        """Of what is summed over the batch: whether it is no activation, or shaped like a parameter, whatever of its cuts is gathered."""
+        return _dims(array.dims) in self._shapes or not self.is_activation(array)
+
+    @cached_property
+    def _shapes(self) -> set[tuple[int, ...]]:
+        cuts = {a.name: [self.report.mesh[axis] for axis in a.axes] for a in self.params}
+        return {dims for a in self.params for shape in (a.shape, a.shape[1:]) for dims in _cut(shape, cuts[a.name])}
 
     # What the rules promise; without rules, what the arguments show.
 

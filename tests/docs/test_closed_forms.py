@@ -127,7 +127,30 @@ def config_table() -> str:
     return table(["config", "devices", "mesh", *(" x ".join(axes) for axes in STAGED_AXES), "all", "all / least"], rows)
 
 
-@pytest.mark.parametrize("render", [symbol_table, layer_table, stage_table, config_table])
+def reduction_table() -> str:
+    """As `layer_table`, of one layer and the step, by the type in which gradients of matrices are summed."""
+    rows = []
+    for preset, reduction in itertools.product(("ddp", "zero2", "hsdp"), ("auto", "float32", "bfloat16")):
+        axes = [axis for axis in ("data", "fsdp") if _cuts(preset, axis)]
+        found = expected(gpt(), dataclasses.replace(Strategy(preset, reduction=reduction), **dict.fromkeys(axes, 4)), 2, 4)
+        cells = (run_counts(t for t in found if t.axes == (axis,) and t.per == per) for axis, per in (("data", "step"), ("fsdp", "layer")))
+        rows.append([f"`{preset}`", reduction, *cells])
+    return table(["preset", "reduction", "`data`, a step", "`fsdp`, a layer"], rows)
+
+
+def reduced_config_table() -> str:
+    """GiB on the wire per device and step over data and over fsdp, by the same."""
+    rows = []
+    for name in ("gpt_1_3b", "llama3_8b", "llama3_70b", "llama3_405b"):
+        config = check(load(f"configs/{name}.py"), CONFIGS[name])
+        asked = [dataclasses.replace(config, rules=config.rules.replace(config.rules.name, reduction=r)) for r in ("float32", "bfloat16")]
+        sent = [by_axes(expected_of(each)) for each in (config, *asked)]
+        cells = [[f"{bytes[axis,] / 2**30:.3f}" if (axis,) in bytes else "" for bytes in sent] for axis in ("data", "fsdp")]
+        rows.append([f"`{name}`", *itertools.chain(*cells)])
+    return table(["config", *(f"{axis}, {r}" for axis in ("data", "fsdp") for r in ("auto", "float32", "bfloat16"))], rows)
+
+
+@pytest.mark.parametrize("render", [symbol_table, layer_table, stage_table, config_table, reduction_table, reduced_config_table])
 def test_tables_are_the_forms(render) -> None:
     assert render() in PAGE, f"docs/closed_forms.md must have this table:\n{render()}"
 

@@ -132,6 +132,7 @@ def leaves(section: Any, prefix: str = "--config") -> Iterator[str]:
         ("launch.compile_cache", "", ""),
         ("rules", "zero1", PRESETS["zero1"]),
         ("rules", "fsdp+megatron_sp", preset("fsdp+megatron_sp")),
+        ("rules", "fsdp+reduce_float32", PRESETS["fsdp"].replace("fsdp+reduce_float32", reduction="float32")),
     ],
 )
 @pytest.mark.parametrize("joined", [True, False], ids=["=", "space"])

@@ -81,12 +81,13 @@ def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
     saved = json.loads(path.read_text())
     saved["config"]["mesh"] |= {"pipeline": 2, "data": 2, "tensor": 2}
-    saved["config"]["rules"] = preset("megatron").as_dict()
+    saved["config"]["rules"] = preset("megatron+reduce_bfloat16").as_dict()
     saved["config"]["pipeline"] = {"schedule": "1f1b", "layers": [1, 1]}
     path.write_text(json.dumps(saved))
     trained = Trained.load(run)
     assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
     assert trained.config.rules == trained.blueprint.shard.rules and trained.config.rules.params["embed"] == "fsdp"
+    assert trained.config.rules.reduction == "bfloat16"
     for name, leaf in trained.params.items():
         np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
 

@@ -93,6 +93,8 @@ class Strategy:
     """Virtual stages on each stage, by 1F1B (interleaved, where more than 1)."""
     stash: Literal["input", "residuals"] = "input"
     """What a stage keeps of a microbatch: its input, from which its backward slot runs the layers again, or what the layers keep."""
+    reduction: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The type in which gradients of matrices are summed (`Rules.reduction`)."""
 
     def __post_init__(self) -> None:
         if unknown := self.parts - PARTS:
@@ -100,6 +102,8 @@ class Strategy:
         cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
+        if self.reduction == "bfloat16" and self.zero_by == "layers":
+            raise ValueError("no closed form for reduction bfloat16 by layers, whose vectors are cut as matrices are")
 
     @property
     def parts(self) -> set[str]:
@@ -213,8 +217,9 @@ def expected_of(config: Any) -> list[Term]:
         raise ValueError(f"no closed form for pipeline schedule {pipeline.schedule} with layers {pipeline.layers or pipeline.balance}")
     by = "layers" if rules.column("optimizer").get("layers") == "data" else "embed"
     strategy = Strategy(
-        rules.name.replace(" by layers", ""), mesh.data, mesh.fsdp, mesh.tensor, by, mesh.pipeline, pipeline.chunks, pipeline.stash
-    )
+        "+".join(part for part in rules.name.replace(" by layers", "").split("+") if not part.startswith("reduce_")),
+        mesh.data, mesh.fsdp, mesh.tensor, by, mesh.pipeline, pipeline.chunks, pipeline.stash, rules.reduction,
+    )  # fmt: skip
     return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
 
 
@@ -246,6 +251,7 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     return {
         "X": X,
         "W": 2.0 * model.matrices / T,
+        "2W": 4.0 * model.matrices / T,
         "E": E,
         "2E": 2 * E,
         "P": P,
@@ -258,9 +264,11 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "H": X / (T if strategy.sp else 1),
         "G": 4 * (cut + whole),
         "Z": 4 * cut,
+        "Z/2": 2 * cut,
         "G-Z": 4 * whole,
         "S": 4 * staged * (tables + last),
         "Y": 4 * staged * tables,
+        "Y/2": 2 * staged * tables,
         "S-Y": 4 * staged * last,
     }
 
@@ -314,7 +322,10 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     yield "layer", AG, f, "bf16", "W", 1, "layer", "forward: the layer's matrices, cast first"
     yield "layer", AG, f, "bf16", "W", twice, "layer", slot
     yield "layer", AG, f, "bf16", "W", 1, "layer", "backward: again, also with remat=none; kept, every device would hold the model"
-    yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
+    if strategy.reduction == "float32":
+        yield "layer", RS, f, "f32", "2W", 1, "layer", "backward: weight gradients, as asked for"
+    else:
+        yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
     yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
     yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor cuts, which see whole sequences"
@@ -344,7 +355,11 @@ def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
     yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "forward: a stage's output, to the next one", busy, idle
     yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "backward: the gradient of a stage's input, to the one before", busy, idle
     both, why = ("pipeline", "data"), "gradients of what every stage has, summed once after the last microbatch"
-    if strategy.zero and strategy.zero_by == "embed":
+    if strategy.reduction == "bfloat16":
+        yield "gradients", AR, both, "bf16", "Y/2", 1, "step", f"{why}: tables and positions"
+        yield "gradients", AR, both, "f32", "S-Y", 1, "step", f"{why}: the last norm"
+        yield "weights", AG, ("data",), "f32", "Y", int(strategy.zero > 0), "step", "new tables and positions, on every stage"
+    elif strategy.zero and strategy.zero_by == "embed":
         one_by_one = ((D - 1) / D + 2 * (P - 1) / (P * D)) / (2 * (P * D - 1) / (P * D))
         excess = "reduce-scattered over data first, a D-th would be left to sum over stages"
         yield "gradients", AR, both, "f32", "Y", 1, "step", f"{why}: tables and positions", one_by_one, excess
@@ -357,6 +372,11 @@ def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
 def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
     d, new = ("data",), "new weights, from the device that has their moments: fp32, because the weights are stored whole"
     whole = "gradients, summed once after the last microbatch"
+    if strategy.reduction == "bfloat16":
+        yield "gradients", RS if strategy.zero == 2 else AR, d, "bf16", "Z/2", 1, "step", f"{whole}: matrices and tables, as asked for"
+        yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}: norms and biases"
+        yield "weights", AG, d, "f32", "Z", int(strategy.zero > 0), "step", new
+        return
     if strategy.zero == 0:
         yield "gradients", AR, d, "f32", "G", 1, "step", whole
         return

@@ -221,6 +221,8 @@ def test_a_product_of_scoped_rules() -> None:
          "rules have a row 'moe/layers': all stacks of layers are cut into the same stages; leave the scope out"),
         ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
         ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of auto, manual"),
+        ({"reduction": "flaot32"}, "rules.reduction='flaot32': gradients are summed in no such type; did you mean 'float32'?"),
+        ({"reduction": "f8"}, "rules.reduction='f8': gradients are summed in no such type; known: auto, bfloat16, float32"),
     ],
 )  # fmt: skip
 def test_rows_and_axes_that_cannot_be(change: dict[str, Any], message: str) -> None:
@@ -269,6 +271,43 @@ def test_declared_mesh_axes() -> None:
         str(caught.value)
         == "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; call one of them otherwise"
     )
+
+
+def test_the_type_of_sums() -> None:
+    auto, float32 = PRESETS["hsdp"], PRESETS["hsdp"].replace("hsdp", reduction="float32")
+    assert (auto.reduction, float32.reduction) == ("auto", "float32") and float32.replace(params={"mlp": None}).reduction == "float32"
+    assert "reduction" not in auto.as_dict() and float32.as_dict() == {**auto.as_dict(), "reduction": "float32"}
+    assert len({auto, float32, float32.replace("hsdp"), float32.replace("hsdp", reduction="auto")}) == 2
+    assert product(float32, PRESETS["megatron"]).reduction == product(PRESETS["megatron"], float32).reduction == "float32"
+    assert product(float32, float32).reduction == "float32" and product(auto, PRESETS["megatron"]).reduction == "auto"
+    with pytest.raises(ShardingRuleError) as caught:
+        product(float32, PRESETS["megatron"].replace("mine", reduction="bfloat16"))
+    said = "hsdp and mine sum gradients in float32 and in bfloat16; set one of them to auto: replace(reduction='auto')"
+    assert str(caught.value) == said
+
+
+def test_the_type_of_sums_by_name() -> None:
+    rules = preset("hsdp + megatron_sp + reduce_bfloat16")
+    assert (rules.name, rules.reduction) == ("hsdp+megatron_sp+reduce_bfloat16", "bfloat16")
+    assert rules == preset("hsdp+megatron_sp").replace(rules.name, reduction="bfloat16") == preset(rules.name)
+    assert preset("reduce_float32+fsdp+reduce_float32").reduction == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fsdp+reduce_flaot32", "no rules preset 'reduce_flaot32'; did you mean 'reduce_float32'?"),
+        ("reduce_float32", "rules 'reduce_float32' cut nothing; name a strategy beside it, such as fsdp+reduce_float32"),
+        (
+            "fsdp+reduce_float32+reduce_bfloat16",
+            "rules 'fsdp+reduce_float32+reduce_bfloat16' sum gradients in two types; keep reduce_float32 or reduce_bfloat16",
+        ),
+    ],
+)
+def test_types_of_sums_that_cannot_be_named(name: str, message: str) -> None:
+    with pytest.raises(ShardingRuleError) as caught:
+        preset(name)
+    assert str(caught.value) == message
 
 
 def test_a_declared_axis_is_the_innermost() -> None:

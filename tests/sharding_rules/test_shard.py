@@ -1,12 +1,17 @@
 """The bound rules: strict about shapes too, because XLA drops a cut that does not divide without a word."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from sharding_rules import MeshConfig, Shard, ShardingRuleError, make_mesh, preset
+from sharding_rules import MeshConfig, Rules, Shard, ShardingRuleError, make_mesh, preset
 
-COMPILE_BUDGET = 4
+COMPILE_BUDGET = 8
 SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
 
 
@@ -103,3 +108,58 @@ def test_gradients_of_a_table_are_the_whole_batchs(embed: str | None) -> None:
 
     found = jax.jit(shard.local(scatter, jax.P(("data", "fsdp"), "tensor"), table.spec))(mine)
     np.testing.assert_array_equal(np.asarray(found), mine.sum(0))
+
+
+SUMS = make_mesh(MeshConfig(fsdp=4, tensor=2))
+EINSUM = "bsd,dfn->bsfn", ("embed", "fused", "mlp")
+
+
+def dot(rules: Rules, mesh: Mesh = SUMS) -> Callable[..., Any]:
+    """(x, w, dy) -> the gradients of an einsum with respect to x and w."""
+    shard = Shard(rules, mesh)
+
+    def gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        f = jax.checkpoint(lambda x, w: shard(shard.einsum(EINSUM[0], x, w, EINSUM[1]), "batch", "seq", "fused", "mlp"))
+        return jax.vjp(f, x, w)[1](dy)
+
+    return gradients
+
+
+def arrays() -> tuple[np.ndarray, ...]:
+    """In bf16 x [8, 16, 4] and dy [8, 16, 2, 6], and in fp32 w [4, 2, 6]."""
+    x, w, dy = (np.random.default_rng(i).normal(size=shape) for i, shape in enumerate([(8, 16, 4), (4, 2, 6), (8, 16, 2, 6)]))
+    return x.astype(jnp.bfloat16), w.astype(np.float32), dy.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["fsdp+megatron", "hsdp+megatron_sp"])
+def test_a_gradient_is_summed_in_the_type_asked_for(name: str) -> None:
+    x, w, dy = arrays()
+    exact = np.einsum("bsd,bsfn->dfn", *(np.asarray(a, np.float64) for a in (x, dy)))
+    shard, dx, errors = Shard(preset(name), SUMS), [], {}
+    out = shard.sharding("activations", ("batch", "seq", "embed")), shard.sharding("params", EINSUM[1])
+    for reduction in ("auto", "float32"):
+        found, dw = jax.jit(dot(shard.rules.replace(reduction=reduction)), out_shardings=out)(x, w, dy)
+        assert found.dtype == jnp.bfloat16 and dw.dtype == jnp.float32
+        dx.append(np.asarray(found, np.float32))
+        errors[reduction] = np.abs(np.asarray(dw) - exact).max() / np.abs(exact).max()
+    np.testing.assert_array_equal(*dx)
+    assert errors["float32"] < 1e-6 and errors["auto"] > 1e-3, errors
+
+
+def test_what_is_not_summed_over_devices_is_left_alone() -> None:
+    """The same program, but where devices have other tokens and the same part of the weight."""
+
+    def program(name: str, **change: Any) -> str:
+        return str(jax.make_jaxpr(dot(preset(name).replace(**change)))(*arrays()))
+
+    for name, changes in {
+        "megatron": False, "megatron_sp": False, "ddp": False, "zero2": False, "fsdp": True, "hsdp": True, "fsdp+megatron_sp": True
+    }.items():  # fmt: skip
+        assert (program(name) != program(name, reduction="float32")) is changes, name
+        assert program(name) == program(name, reduction="bfloat16"), name
+    whole = {"params": {"mlp": None}, "activations": {"mlp": None}}
+    assert program("megatron_sp", **whole) != program("megatron_sp", reduction="float32", **whole), "tokens are cut by the sequence"
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    assert str(jax.make_jaxpr(dot(preset("fsdp").replace(reduction="float32"), mesh))(*arrays())) == str(
+        jax.make_jaxpr(dot(preset("fsdp"), mesh))(*arrays())
+    ), "an axis of one device"

@@ -17,7 +17,7 @@ from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.command import Plan, asked, refusal
 from mesh_lm.plan.microbatch import largest
 from mesh_lm.plan.program import devices_for
-from sharding_rules import MeshConfig
+from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.fixes import Candidate, rank
 from sharding_rules.lab.report import LabError
 
@@ -64,6 +64,17 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     found[0].compile()
     assert len(compiled) == 1 and compiled[0] != config and check(compiled[0], 8) == compiled[0]
     assert len({c.text for c in found}) == len(found)
+
+
+def test_changes_of_rules_keep_the_type_of_sums() -> None:
+    config = replace(load("configs/llama3_8b.py"), rules=preset("hsdp+reduce_float32"), mesh=MeshConfig(data=2, fsdp=4))
+    compiled = []
+    found = [c for c in candidates(config, 8, compiled.append) if "rules" in c.text]
+    assert {"--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8"} <= {c.text for c in found}
+    assert "--config.rules=hsdp+reduce_float32+megatron_sp --config.mesh.data=1 --config.mesh.tensor=2" in {c.text for c in found}
+    for c in found:
+        c.compile()
+    assert {c.rules.reduction for c in compiled} == {"float32"}
 
 
 @pytest.mark.parametrize(

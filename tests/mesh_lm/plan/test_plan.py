@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
     assert memory["arguments"] <= memory["peak"] <= (memory["arguments"] + memory["temporaries"] + memory["outputs"]) * 1.001
     assert {axis for one in found["report"]["collectives"] for axis in one["axes"]} == {"data", "fsdp", "tensor"}
     assert found["facts"]["rules"] == "hsdp+megatron_sp"
+    gradients = r"summed in f32 \([\d.]+ MiB\) over data, f32 \([\d.]+ MiB\) and bf16 \([\d.]+ MiB\) over fsdp \(rules.reduction=auto\)"
+    assert re.fullmatch(gradients, found["facts"]["gradients"])
     assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
 
 

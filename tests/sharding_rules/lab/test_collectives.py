@@ -26,10 +26,10 @@ from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
-from sharding_rules.lab.report import Report
+from sharding_rules.lab.report import SCALAR, Collective, Report
 from tests.sharding_rules.closed_forms import Term, by_axes, expected_of, total
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 70
 pytestmark = pytest.mark.deviceless
 
 GPT = DecoderConfig(vocab_size=8000, seq_len=1024, n_layers=4, d_model=1024, n_heads=16, vocab_multiple=1024, attention="xla")
@@ -114,6 +114,18 @@ PROGRAMS = [
     *STAGED,
 ]
 
+REDUCED = [
+    Program("fsdp+reduce_float32", "save_names", "gpt", {"fsdp": 8}, 2),
+    Program("hsdp+megatron_sp+reduce_float32", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
+    Program("hsdp+megatron+reduce_float32", "none", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
+    *(dataclasses.replace(p, preset=f"{p.preset}+reduce_float32") for p in STAGED[4:]),
+    Program("ddp+reduce_bfloat16", "full", "gpt", {"data": 8}, 4),
+    Program("zero2+reduce_bfloat16", "none", "gpt", {"data": 8}, 2),
+    Program("hsdp+megatron_sp+reduce_bfloat16", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
+    Program("ddp+reduce_bfloat16", "full", "llama", {"pipeline": 2, "data": 8}, 4, pipeline=INPUT[2]),
+]
+"""With gradients summed in a type that is asked for."""
+
 
 def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> list[Any]:
     def mark(p: Program) -> tuple[pytest.MarkDecorator, ...]:
@@ -155,7 +167,7 @@ def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
     return +found
 
 
-@pytest.mark.parametrize("program", each(PROGRAMS, FAST, [*GOLDENS, *STAGED]))
+@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [*GOLDENS, *STAGED, *REDUCED]))
 def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
@@ -166,6 +178,27 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
     assert residuals(report, terms) == +wanted, ledger_text(report)
     assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("like", "program"), [(GOLDENS[5], REDUCED[0]), (FAST[3], REDUCED[1])], ids=["fsdp", "hsdp+megatron_sp"])
+def test_fp32_sums_change_nothing_but_their_type(reports: str, like: Program, program: Program) -> None:
+    auto, asked = ([one for one in compiled(p.config, reports).collectives if one.payload > SCALAR] for p in (like, program))
+
+    def of_layers(found: list[Collective]) -> dict[str, int]:
+        """Runs by type of the layers' reduce-scatters over fsdp."""
+        kept = [one for one in found if one.kind == "reduce-scatter" and one.axes == ("fsdp",) and len(one.loops) == 2]
+        return {one.dtype: sum(other.times for other in kept if other.dtype == one.dtype) for one in kept}
+
+    def rest(found: list[Collective], but: tuple[str, str]) -> Counter[tuple]:
+        counts = Counter[tuple]()
+        for one in found:
+            if (one.kind, one.dtype) != but or one.axes != ("fsdp",) or len(one.loops) < 2:
+                counts[one.kind, one.axes, one.dtype] += int(one.times * one.wire)
+        return counts
+
+    assert of_layers(auto) == {"bf16": 4 * 2} and of_layers(asked) == {"f32": 4 * 2}
+    assert rest(auto, ("reduce-scatter", "bf16")) == rest(asked, ("reduce-scatter", "f32"))
 
 
 @pytest.mark.parametrize("program", each(GOLDENS, FAST, GOLDENS))

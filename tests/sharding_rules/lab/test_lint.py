@@ -11,7 +11,9 @@ import pytest
 from sharding_rules import preset
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint import CHECKS, Finding, lint
+from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.report import Argument, Collective, Memory, Report, Span, Timeline, Where
+from sharding_rules.lab.summary import size
 
 MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 4}
 L, M, B, S, D, F, N, H, V = 2, 4, 16, 512, 1024, 4096, 8, 64, 32768
@@ -89,7 +91,7 @@ def test_a_lawful_step_is_clean(rules: Any, axes: Any) -> None:
 
 
 def test_every_check_is_small_and_named() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 16
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,51 @@ def test_reductions_of_each_microbatch() -> None:
     found = only(lint(report(each), RULES, AXES))
     assert found.check == "microbatch-reduction" and "summed over data in each of 4 microbatches" in found.text
     assert lint(report(dataclasses.replace(each, axes=("fsdp",))), RULES, AXES) == ()  # fsdp cuts parameters: by nature
-    assert lint(report(dataclasses.replace(each, loops=())), RULES, AXES) == ()
+    assert lint(report(dataclasses.replace(each, loops=(), shapes=(f"f32[{3 * D * D}]",))), RULES, AXES) == ()
+
+
+FLOAT32, BFLOAT16 = (RULES.replace(RULES.name, reduction=reduction) for reduction in ("float32", "bfloat16"))
+WIDE = tuple(dataclasses.replace(one, shapes=tuple(s.replace("bf16", "f32") for s in one.shapes)) for one in LAWFUL[6:7])
+"""The sums of matrices over fsdp, in fp32."""
+
+
+def test_gradients_in_another_type_than_asked_for() -> None:
+    found = only(lint(report(), FLOAT32, AXES))
+    assert (found.check, found.severity, found.where) == ("reduction-dtype", "error", LAWFUL[6].where)
+    assert found.text == "gradients of blocks.up are summed in bf16 over fsdp; rules.reduction='float32' asks for float32"
+    assert found.bytes == LAWFUL[6].times * LAWFUL[6].wire
+    asked_for = report(collectives=(*LAWFUL[:6], *WIDE, LAWFUL[7]))
+    assert lint(asked_for, FLOAT32, AXES) == () == lint(asked_for, RULES, AXES)
+    assert lint(report(), None, AXES) == (), "without rules nothing is asked for"
+    twin = dataclasses.replace(LAWFUL[6], loops=(M,), wire=LAWFUL[6].wire / 8)
+    assert lint(report(collectives=(*LAWFUL[:6], twin, LAWFUL[7])), FLOAT32, AXES) == (), "too small"
+
+
+def test_gradients_that_are_summed_once_a_step() -> None:
+    """auto asks for fp32 there, and bfloat16 for bf16 of all that is no vector: here the norm, of which a device has 4 KiB."""
+    narrow = dataclasses.replace(LAWFUL[7], shapes=("bf16[4000000]",))
+    half = report(collectives=(*LAWFUL[:7], narrow))
+    told = only(lint(half, RULES, AXES))
+    assert (told.check, told.severity) == ("reduction-dtype", "notice") and "rules.replace(reduction='bfloat16')" in told.fix
+    assert told.text == "gradients are summed in bf16 over data; rules.reduction='auto' asks for float32"
+    assert lint(half, BFLOAT16, AXES) == ()
+    wide = only(lint(report(), BFLOAT16, AXES))
+    assert (wide.check, wide.severity) == ("reduction-dtype", "error")
+    assert wide.text == "gradients of matrices are summed in f32 over data; rules.reduction='bfloat16' asks for bfloat16"
+    vectors = L * D
+    assert wide.bytes == pytest.approx(LAWFUL[7].wire * (1 - vectors / 4000000), abs=1)
+    norms = collective("all-reduce", "data", f"f32[{vectors}]", loops=(), wire=LAWFUL[7].wire)
+    assert lint(report(collectives=(*LAWFUL[:7], narrow, norms)), BFLOAT16, AXES) == (), "as many as there are vectors"
+
+
+def test_the_types_in_words() -> None:
+    table, layers, once = (size(one.times * one.wire) for one in LAWFUL[5:])
+    words = f"f32 ({once}) over data, f32 ({table}) and bf16 ({layers}) over fsdp"
+    assert reduced(report(), RULES) == reduced(report()) == words
+    norms = collective("all-reduce", "fsdp tensor", "f32[6144]", where=Where("layers/mlp", "backward"))
+    activation = collective("all-reduce", "fsdp", f"bf16[4,{S},{F}]")
+    assert reduced(report(norms, activation), RULES) == words, "vectors are too small, and activations are no gradients"
+    assert reduced(report(collectives=LAWFUL[:5])) == ""
 
 
 @pytest.mark.parametrize(

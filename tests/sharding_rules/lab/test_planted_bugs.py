@@ -1,4 +1,4 @@
-"""Six bugs, planted into the real training step for 16 H100s: each is found, by the check that is for it, and no preset has one."""
+"""Seven bugs, planted into the real training step for 16 H100s: each is found, by the check that is for it, and no preset has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sharding_rules import Rules, Shard, ShardingRuleError, preset
 from sharding_rules.lab import compile_report, h100
 from sharding_rules.lab.lint import Finding, lint
 
-COMPILE_BUDGET = 8
+COMPILE_BUDGET = 10
 pytestmark = pytest.mark.deviceless
 
 GPT = DecoderConfig(n_layers=2, d_model=1024, n_heads=8, seq_len=512, vocab_size=8192, attention="xla", remat="full", loss_chunk=512)
@@ -61,6 +61,7 @@ def errors(found: tuple[Finding, ...]) -> dict[str, list[Finding]]:
     ("config", "name", "mesh"),
     [
         pytest.param(GPT, "hsdp+megatron_sp", MESH, id="gpt"),
+        pytest.param(GPT, "hsdp+megatron_sp+reduce_float32", MESH, marks=pytest.mark.slow, id="gpt, fp32 sums"),
         pytest.param(LLAMA, "zero2+megatron_sp", {"data": 4, "tensor": 4}, marks=pytest.mark.slow, id="llama"),
     ],
 )
@@ -101,6 +102,19 @@ class FreeAttention(Attention):
         return jnp.einsum("bsnh,dnh->bsd", y, self.out.weight[...].astype(x_BSD.dtype)), past
 
 
+class NarrowShard(Shard):
+    """Bug 7: a matmul by hand, whose gradient XLA sums in the type that the matmul returns."""
+
+    def einsum_of(self, w: jax.Array, dtype: Any, axes: Any) -> Any:
+        return jnp.einsum, self.weight(w.astype(dtype), *axes)
+
+
+class NarrowAttention(Attention):
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        super().__init__(config, weights, shard)
+        self.qkv.shard = NarrowShard(shard.rules, shard.mesh, shard.scope)
+
+
 def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "Attention", JointAttention)
     found = errors(findings(reports, RULES))
@@ -110,6 +124,16 @@ def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.__version__ == "0.10.2":  # 0.11.2 names the line of the block that calls it
         assert all("test_planted_bugs.py" in one.where.source for one in found["reshard"])
     assert all("[D, 3, N, H], not [D, 3N, H]" in one.fix for one in found["reshard"])
+
+
+def test_narrow_sum(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "Attention", NarrowAttention)
+    found = errors(findings(reports, preset("hsdp+megatron_sp+reduce_float32")))
+    (one,) = found["reduction-dtype"]
+    assert found.keys() == {"reduction-dtype"} and one.where.part.startswith("layers/")
+    assert one.text.startswith("gradients of blocks.attention.qkv.weight are summed in bf16 over fsdp;")
+    assert one.bytes == MICROBATCHES * 2 * (1024 * 3 * 1024 // 4 * 2) // 2  # of two layers, bf16, a quarter by tensor; half of it sent
+    assert "shard.einsum(equation, x, w, axes)" in one.fix
 
 
 @pytest.mark.slow
