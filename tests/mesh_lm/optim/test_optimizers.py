@@ -233,10 +233,14 @@ def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     [pytest.param(name, where, marks=() if (name, where) in FAST else SLOW) for name in RULES for where in MESHES if where != "one device"],
 )
 def test_losses_do_not_depend_on_the_mesh(name: str, where: str) -> None:
-    """Losses, not leaves: where a gradient is zero in exact arithmetic, its noise decides."""
+    """Losses, not leaves: where a gradient is zero in exact arithmetic, its noise decides.
+
+    That of a K bias is, and Adafactor has no epsilon to speak of: its noise becomes steps of full size, which change no attention, but
+    through the RMS by which q, k and v are clipped together also the biases of q and v, by 6e-4 after three steps.
+    """
     (wanted, _), (found, params) = trained(name, "one device"), trained(name, where)
     assert wanted[2] < wanted[0] - 0.01
-    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    np.testing.assert_allclose(found, wanted, rtol=5e-6 if name == "adafactor" else 2e-6)
     rules, mesh, pipeline = MESHES[where]
     layout = Blueprint.of(SMALL, shard_on(rules, **mesh), pipeline).layout["blocks"]
     padding = layout.layer_of_row() < 0
