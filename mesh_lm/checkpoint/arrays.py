@@ -123,7 +123,8 @@ class Arrays:
 
 def _wrong(name: str, leaf: Leaf, parameters: dict[str, Any], saved_as: str | None) -> str:
     part, _, parameter = name.partition("/")
-    wanted = parameters.get(parameter, leaf.described)  # Adam's moments have their parameter's shape
+    # First and second moments have their parameter's shape; other slots of optimizers may have less of it.
+    wanted = parameters.get(parameter, leaf.described) if part in ("params", "mu", "nu") else leaf.described
     if leaf.described[:-1] != wanted[:-1] or (part == "params" and leaf.described != wanted):
         return f"{name}: {leaf.described}, saved as {wanted}"
     found = leaf.digest()

@@ -6,9 +6,8 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,13 +19,12 @@ from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.errors import listed
 from mesh_lm.health.digest import combined, digests, leaf_name
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import State, abstract_state, fresh_recent
-from sharding_rules.rules import Kind
+from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
+from mesh_lm.pipeline.stages import StackLayout
+from mesh_lm.state import COUNTERS, State, abstract_state, fresh_recent
 
 FORMAT = 2
 """1 had neither digests nor the leaf `recent`."""
-_KINDS: dict[str, Kind] = {"params": "params", "mu": "optimizer", "nu": "optimizer"}
-"""The parts of a state that a pipeline's stages divide, each with its column of the rules."""
 
 _SECTIONS = ("train", "pipeline", "optimizer", "data", "checkpoint", "health", "profile", "launch")
 """Sections of a config whose classes are always the same."""
@@ -97,13 +95,15 @@ class Saved:
     def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
         """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
         self._require_order(blueprint)
-        abstract = each_part(partial(_in_model_order, blueprint), abstract_state(blueprint, optimizer))
-        return each_part(blueprint.by_stage, self.state(abstract))
+        abstract = abstract_state(blueprint, optimizer)
+        return by_stage(blueprint, self.state(each_stacked(blueprint, abstract, _canonical)), shardings(abstract))
 
     def params(self, blueprint: Blueprint) -> Params:
         """The weights alone, layers in model order. Raises as `state` does."""
         self._require_order(blueprint)
-        return self.state({"params": _in_model_order(blueprint, blueprint.shapes, "params")})["params"]
+        where = blueprint.canonical_shardings("params")
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name]) for name, x in blueprint.shapes.items()}
+        return self.state({"params": shapes})["params"]
 
     @property
     def certificate(self) -> str:
@@ -205,9 +205,31 @@ def _sealed(data: Any, metadata: Any) -> bool:
     return metadata.get("seal") == seal(data, metadata)
 
 
-def each_part(move: Callable[[Any, Kind], Any], state: State) -> State:
-    """The state with `move(part, kind)` in place of each part that a pipeline's stages divide."""
-    return state | {part: move(state[part], kind) for part, kind in _KINDS.items() if part in state}
+def in_model_order(blueprint: Blueprint, state: State) -> State:
+    """The state with the layers of a pipeline's stages in model order, as on disk. Takes it over: there is one leaf twice at a time."""
+    return each_stacked(blueprint, state, lambda path, x, layout: to_canonical(x, layout, x.sharding))
+
+
+def by_stage(blueprint: Blueprint, state: State, where: State) -> State:
+    """The inverse of `in_model_order`; where: as `shardings` made it of the state in memory."""
+    return each_stacked(blueprint, state, lambda path, x, layout: to_memory(x, layout, where[path[0]][path[1]]))
+
+
+def shardings(state: State) -> State:
+    """Of every leaf, of a state or an abstract one."""
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def each_stacked(blueprint: Blueprint, state: State, move: Callable[[tuple[str, str], Any, StackLayout], Any]) -> State:
+    """The state with `move((part, name), leaf, layout)` in place of what has a segment's layers in front, whatever else it has."""
+    if blueprint.identity:
+        return state
+    moved = {
+        part: {name: move((part, name), x, blueprint.stack_of(name)) if name in blueprint.stacked else x for name, x in leaves.items()}
+        for part, leaves in state.items()
+        if part not in COUNTERS
+    }
+    return state | moved
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
@@ -218,10 +240,10 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
     return [] if saved == now else [f"{path}: {saved} -> {now}"]
 
 
-def _in_model_order(blueprint: Blueprint, tree: Mapping[str, jax.ShapeDtypeStruct], kind: Kind) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `Blueprint.in_model_order` would make of arrays like these."""
-    where = blueprint.canonical_shardings(kind)
-    return {name: jax.ShapeDtypeStruct(blueprint.shapes[name].shape, x.dtype, sharding=where[name]) for name, x in tree.items()}
+def _canonical(path: tuple[str, str], x: jax.ShapeDtypeStruct, layout: StackLayout) -> jax.ShapeDtypeStruct:
+    """What `in_model_order` would make of an array like this."""
+    where = canonical_sharding(cast(jax.NamedSharding, x.sharding), x.shape, layout)
+    return jax.ShapeDtypeStruct((layout.n_layers, *x.shape[1:]), x.dtype, sharding=where)
 
 
 def _proves_damage(error: BaseException) -> bool:

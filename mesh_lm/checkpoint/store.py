@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from mesh_lm import launch
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint.local import Local
-from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, certificate, each_part, seal, steps_in
+from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, by_stage, certificate, in_model_order, seal, shardings, steps_in
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.health.digest import digests
 from mesh_lm.health.phases import Phases
@@ -163,7 +163,8 @@ class Checkpoints:
             self._local.save(step, state, data, blueprint, lambda: self._metadata(state) | {"durable": self._saved})
             return state
         self._settle(step)
-        state = each_part(blueprint.in_model_order, state)
+        where = shardings(state)
+        state = in_model_order(blueprint, state)
         for attempt in range(_LAST_TRIES if last else 1):
             if attempt:
                 time.sleep(2.0**attempt)
@@ -176,7 +177,7 @@ class Checkpoints:
             if last:
                 newest = "there is no older one" if self._saved is None else f"the newest checkpoint is step {self._saved}"
                 raise ConfigError(f"step {step} could not be saved in {self.directory}, the reason is above; {newest}")
-        return each_part(blueprint.by_stage, state)  # Orbax has all of it in the host's memory
+        return by_stage(blueprint, state, where)  # Orbax has all of it in the host's memory
 
     def poll(self, step: int) -> None:
         """Called after every step, on all processes: notes what became of the save in flight."""
