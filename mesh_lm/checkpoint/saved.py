@@ -93,10 +93,16 @@ class Saved:
         return state
 
     def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
-        """The state as a step of this run takes it, on whatever mesh and in whatever stages. Raises as `state` does."""
+        """The state as a step of this run takes it, on whatever mesh and in whatever stages.
+
+        Raises as `state` does, and ConfigError for a checkpoint of an optimizer that keeps something else, before any array is read.
+        """
         self._require_order(blueprint)
         abstract = abstract_state(blueprint, optimizer)
-        return by_stage(blueprint, self.state(each_stacked(blueprint, abstract, _canonical)), shardings(abstract))
+        canonical = each_stacked(blueprint, abstract, _canonical)
+        self.require(canonical["params"])
+        self._require_slots(canonical, optimizer.config.name)
+        return by_stage(blueprint, self.state(canonical), shardings(abstract))
 
     def params(self, blueprint: Blueprint) -> Params:
         """The weights alone, layers in model order. Raises as `state` does."""
@@ -125,6 +131,17 @@ class Saved:
             raise ConfigError(
                 f"{self.path} is a checkpoint of another model: its segments are {', '.join(theirs)}, in this order, and those of this "
                 f"config {', '.join(ours)}\nset another output, or that model's config"
+            )
+
+    def _require_slots(self, abstract: State, optimizer: str) -> None:
+        """Raises ConfigError where another optimizer was saved; a checkpoint of format 1 does not say."""
+        wanted = {leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract)}
+        if self.digests and wanted != set(self.digests):
+            name = self.metadata["config"].get("optimizer", {}).get("name", "adamw")  # an older version had no other
+            raise ConfigError(
+                f"{self.path} was saved with optimizer.name={name}, and optimizer.name={optimizer} of this config keeps something else "
+                f"beside the weights\nset optimizer.name={name}, or, to go on with the weights alone, another output and "
+                f"init_from={self.path}"
             )
 
     def require(self, params: Mapping[str, Any]) -> None:

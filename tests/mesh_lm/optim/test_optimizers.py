@@ -22,7 +22,7 @@ from mesh_lm.optim.adafactor import SHORTEST
 from mesh_lm.state import abstract_state
 from mesh_lm.step import train_step
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 45
 SLOW = pytest.mark.slow
 SIZES = {
     "layers": 3, "embed": 40, "fused": 2, "heads": 33, "head_dim": 34, "mlp": 48, "vocab": 64, "experts": 5, "norm": 41, "position": 35,

@@ -15,7 +15,8 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints, Saved, find
 from mesh_lm.checkpoint import __main__ as checkpoint_command
-from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.checkpoint.saved import Damaged
+from mesh_lm.config import ConfigError, OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import relayout
 from mesh_lm.state import State, abstract_state, fresh_state, init_state
@@ -133,6 +134,18 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: p
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, described)
     assert {name for name in wanted if "v_row" in name} >= {"['v_row']['blocks.mlp.up.weight']", "['v_row']['embedding']"}
     assert checkpoint_command.main(["verify", str(tmp_path)]) == 0 and "1: whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor"])
+def test_another_optimizer_is_refused(runs: Runs, name: str) -> None:
+    """It is not damage, for which a checkpoint would be put aside; nor are its slots taken for others of the same name."""
+    saved, blueprint = saved_in(runs("interleaved")[0]), blueprint_at("one stage")
+    with pytest.raises(ConfigError) as caught:
+        saved.resumed(blueprint, Optimizer(OptimizerConfig(name=name), 10))
+    assert not isinstance(caught.value, Damaged) and str(caught.value) == (
+        f"{saved.path} was saved with optimizer.name=adamw, and optimizer.name={name} of this config keeps something else beside the "
+        f"weights\nset optimizer.name=adamw, or, to go on with the weights alone, another output and init_from={saved.path}"
+    )
 
 
 def test_the_disk_holds_the_model(runs: Runs) -> None:
