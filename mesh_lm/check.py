@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import get_args
 
+from mesh_lm import optim
 from mesh_lm.blueprint import divided
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.data import blend
@@ -52,22 +53,41 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         section, name = field.split(".")
         if (value := getattr(getattr(config, section), name)) < least or math.isnan(value):
             yield f"{field}={value} must be at least {least}"
-    for name, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("final_fraction", 0, 1.0001), ("decay_fraction", 0, 1.0001)):
-        if not low <= (value := getattr(config.optimizer, name)) < high:
-            yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
-    for name in ("learning_rate", "weight_decay", "clip_norm"):
-        if not 0 <= (value := getattr(config.optimizer, name)) < math.inf:
-            yield f"optimizer.{name}={value} must be a number of at least 0"
-    if not 0 < config.optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
-        yield f"optimizer.eps={config.optimizer.eps} must be a number above 0"
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     if config.health.rewinds and config.checkpoint.keep < 2:
         yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest one may be of the steps to leave"
+    yield from _optimizer(config)
     yield from _data(config)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
+
+
+def _optimizer(config: TrainConfig) -> Iterator[str]:
+    """The section by itself, and whether its rule can be given what the rules of sharding keep."""
+    optimizer, rules = config.optimizer, config.rules
+    upto = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
+    for name, high in upto.items():
+        if not 0 <= (value := getattr(optimizer, name)) < high:
+            yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
+    for name in ("learning_rate", "weight_decay", "clip_norm"):
+        if not 0 <= (value := getattr(optimizer, name)) < math.inf:
+            yield f"optimizer.{name}={value} must be a number of at least 0"
+    if not 0 < optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
+        yield f"optimizer.eps={optimizer.eps} must be a number above 0"
+    try:
+        elementwise = optim.rule(optimizer).elementwise
+    except ConfigError as error:
+        yield str(error)
+        return
+    flat = [(row, entry) for row, entry in rules.column("optimizer").items() if row.rpartition("/")[2] == "flat" and entry is not None]
+    if flat and not elementwise:
+        row, entry = flat[0]
+        yield (
+            f"optimizer.name={optimizer.name} works on whole matrices, and rules {rules.name!r} keep them as flat vectors "
+            f"(rules.optimizer[{row!r}]={entry!r}); take optimizer adamw or lion, or rules without that row, such as zero2"
+        )
 
 
 def _local(config: TrainConfig) -> Iterator[str]:

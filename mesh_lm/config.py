@@ -99,7 +99,7 @@ class OptimizerConfig:
     """Which optimizer, with global-norm clipping, decoupled weight decay and a learning-rate schedule."""
 
     name: str = "adamw"
-    """One of mesh_lm.optim.RULES."""
+    """adamw, muon, lion, adafactor, or module:class for one of your own (docs/optimizers.md)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -111,11 +111,13 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     """Part of the run that decays, for wsd."""
     beta1: float = 0.9
-    """Decay rate of the first moment."""
+    """Decay rate of the first moment, for adamw, lion, and what muon leaves to AdamW."""
     beta2: float = 0.95
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment, for adamw and what muon leaves to AdamW; for lion, of its momentum."""
     eps: float = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator, for adamw and muon."""
+    momentum: float = 0.95
+    """Decay rate of the first moment of matrices, for muon."""
     weight_decay: float = 0.1
     """Decoupled decay, for matrices only: biases, norms and other vectors (per layer) are left alone."""
     clip_norm: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from functools import cached_property
 
 import jax
@@ -15,7 +16,12 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
 
-RULES = {"adamw": "mesh_lm.optim.adamw:AdamW"}
+RULES = {
+    "adamw": "mesh_lm.optim.adamw:AdamW",
+    "muon": "mesh_lm.optim.muon:Muon",
+    "lion": "mesh_lm.optim.lion:Lion",
+    "adafactor": "mesh_lm.optim.adafactor:Adafactor",
+}
 """optimizer.name -> module:class. A rule is made from the config's section `optimizer`."""
 
 
@@ -29,11 +35,14 @@ class Optimizer:
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises ConfigError for a name that is not in RULES."""
+        """Raises ConfigError as `rule` does."""
         return rule(self.config)
 
     def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
-        """What is kept beside parameters like these; see `Rule.slots`."""
+        """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
+        flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
+        if flat and not self.rule.elementwise:
+            raise ConfigError(f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is kept as flat vectors")
         return self.rule.slots(leaves)
 
     def update(
@@ -68,8 +77,27 @@ class Optimizer:
 
 
 def rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names. Raises ConfigError where there is none."""
-    if config.name not in RULES:
-        raise ConfigError(f"optimizer.name={config.name}: no such optimizer{did_you_mean(config.name, list(RULES))}")
-    module, _, name = RULES[config.name].partition(":")
-    return getattr(importlib.import_module(module), name)(config)
+    """The rule that optimizer.name names, one of RULES or module:class.
+
+    Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.
+    """
+    what, where = f"optimizer.name={config.name}", RULES.get(config.name, config.name)
+    path, colon, name = where.rpartition(":")
+    if not colon:
+        told = did_you_mean(name, list(RULES))
+        raise ConfigError(f"{what}: no such optimizer{told}" + ("" if told.endswith("?") else ", or module:class for one of your own"))
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:
+        raise ConfigError(f"{what}: {path!r} cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(module, name):
+        rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
+        raise ConfigError(f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}")
+    try:
+        made = getattr(module, name)(config)
+    except Exception as error:
+        raise ConfigError(f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})") from error
+    fits = {"elementwise": bool, "slots": Callable, "direction": Callable}
+    if lacks := [each for each, kind in fits.items() if not isinstance(getattr(made, each, None), kind)]:
+        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; a rule has what mesh_lm.optim.Rule has")
+    return made

@@ -112,6 +112,16 @@ def test_all_problems_at_once() -> None:
         (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate=nan must be a number of at least 0"),
+        (["optimizer.name=adamv"], "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?"),
+        (
+            ["optimizer.name=sgd"],
+            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for one of your own",
+        ),
+        (
+            ["optimizer.name=no_such_file:Sgd"],
+            "optimizer.name=no_such_file:Sgd: 'no_such_file' cannot be imported (ModuleNotFoundError: No module named 'no_such_file')",
+        ),
+        (["optimizer.momentum=1"], "optimizer.momentum=1.0 must be in [0, 1)"),
         (["data.threads=-1"], "data.threads=-1 must be at least 0"),
     ],
 )
@@ -135,6 +145,24 @@ def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], probl
         check(config, 8)
     ((row, axis),) = rows.items()
     assert f"  - rules.{column}[{row!r}]={axis!r}: {problem}" in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"), [({"flat": "data"}, "'flat']='data'"), ({"blocks/flat": ("data",)}, "'blocks/flat']=('data',)")]
+)
+def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], shown: str) -> None:
+    config = dataclasses.replace(load(TINY), rules=preset("megatron").replace("x", optimizer=rows), mesh=MeshConfig(data=8))
+    for name in ("muon", "adafactor"):
+        with pytest.raises(ConfigError) as caught:
+            check(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 8)
+        assert str(caught.value).split("\n  - ")[1:] == [
+            f"optimizer.name={name} works on whole matrices, and rules 'x' keep them as flat vectors (rules.optimizer[{shown}); "
+            "take optimizer adamw or lion, or rules without that row, such as zero2"
+        ]
+    for name in ("adamw", "lion"):
+        check(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 8)
+    unused = preset("ddp").replace(optimizer=dict.fromkeys(rows))
+    check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
 def test_mesh_axes_that_rules_declare() -> None:

@@ -14,7 +14,9 @@ from support import GPT, host_batch, on_devices, shard_on
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints, Saved, find
-from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.checkpoint import __main__ as checkpoint_command
+from mesh_lm.checkpoint.saved import Damaged
+from mesh_lm.config import ConfigError, OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.initial import fresh_state, init_state
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import relayout
@@ -22,7 +24,7 @@ from mesh_lm.state import State, abstract_state
 from mesh_lm.step import Step, train_step
 from mesh_lm.trained import weights
 
-COMPILE_BUDGET = 130
+COMPILE_BUDGET = 160
 
 MODEL = dataclasses.replace(GPT, n_layers=8, biases=False, norm="rmsnorm")
 OPTIMIZER = Optimizer(OptimizerConfig(warmup_steps=0), 10)
@@ -117,6 +119,34 @@ def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
     assert [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()] == []
     assert np.any(found["['mu']['blocks.mlp.up.weight']"]) and int(found["['step']"]) == 1
     assert trained(state, to, 1, STEPS)[1] == pytest.approx(losses, abs=1e-6)
+
+
+def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adafactor's slots have some of the dimensions of their parameters."""
+    optimizer, random = Optimizer(OptimizerConfig(name="adafactor"), 10), np.random.default_rng(0)
+    blueprint, other = blueprint_at("interleaved"), blueprint_at("one stage")
+    described = abstract_state(blueprint, optimizer)
+    state = jax.tree.map(lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding), described)
+    wanted = in_model_order(state, blueprint)
+    with Checkpoints(config_at(tmp_path, "interleaved")) as checkpoints:
+        state = checkpoints.save(1, state, {"position": 16}, blueprint)
+    for place, found in ((blueprint, state), (other, saved_in(tmp_path).resumed(other, optimizer))):
+        assert all(x.tobytes() == wanted[name].tobytes() for name, x in in_model_order(found, place).items())
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, described)
+    assert {name for name in wanted if "v_row" in name} >= {"['v_row']['blocks.mlp.up.weight']", "['v_row']['embedding']"}
+    assert checkpoint_command.main(["verify", str(tmp_path)]) == 0 and "1: whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor"])
+def test_another_optimizer_is_refused(runs: Runs, name: str) -> None:
+    """It is not damage, for which a checkpoint would be put aside; nor are its slots taken for others of the same name."""
+    saved, blueprint = saved_in(runs("interleaved")[0]), blueprint_at("one stage")
+    with pytest.raises(ConfigError) as caught:
+        saved.resumed(blueprint, Optimizer(OptimizerConfig(name=name), 10))
+    assert not isinstance(caught.value, Damaged) and str(caught.value) == (
+        f"{saved.path} was saved with optimizer.name=adamw, and optimizer.name={name} of this config keeps something else beside the "
+        f"weights\nset optimizer.name=adamw, or, to go on with the weights alone, another output and init_from={saved.path}"
+    )
 
 
 def test_the_disk_holds_the_model(runs: Runs) -> None:

@@ -1,0 +1,31 @@
+"""Lion (Chen et al., arXiv 2302.06675): the sign of a mean of the momentum and the gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import optax
+
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Lion:
+    """One slot, shaped like the parameter. Every weight moves by the whole learning rate, so its authors divide AdamW's by 3 to 10 and
+    multiply weight_decay by as much; their betas are 0.9 and 0.99."""
+
+    config: OptimizerConfig
+    elementwise: bool = True
+
+    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+        return {"mu": dict(leaves)}
+
+    def direction(
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+    ) -> tuple[Params, Slots]:  # fmt: skip
+        state = optax.ScaleByLionState(count, cast(Any, slots["mu"]))
+        direction, after = optax.scale_by_lion(self.config.beta1, self.config.beta2).update(cast(Any, grads), state)
+        return cast(Params, direction), {"mu": cast(Params, cast(optax.ScaleByLionState, after).mu)}

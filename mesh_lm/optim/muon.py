@@ -1,0 +1,62 @@
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): the momentum of a matrix, made nearly orthogonal. AdamW for all else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import jax
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
+
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.optim.adamw import AdamW
+from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots, is_matrix
+
+BATCHES = ("layers", "fused", "experts")
+"""Logical axes along which a parameter holds matrices side by side."""
+
+
+def sides(name: str, leaf: Leaf) -> MuonDimensionNumbers | None:
+    """The dimensions of each side of the matrices that a parameter of the stack holds: embed, and all else. None where it holds none."""
+    axes = [axis and axis.rpartition("/")[2] for axis in leaf.axes]
+    if not (leaf.stacked and leaf.form == "weight" and is_matrix(name, leaf.axes) and "embed" in axes):
+        return None
+    embed = axes.index("embed")
+    other = tuple(dim for dim, axis in enumerate(axes) if dim != embed and axis not in BATCHES)
+    return MuonDimensionNumbers((embed,), other) if other else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Slots: the first moment of every parameter, and the second moment of those that AdamW updates.
+
+    Directions of matrices have the size 0.2 sqrt(longer side), as AdamW's usually have (Moonlight, arXiv 2502.16982), so that the
+    learning rate and the weight decay of AdamW fit both. beta1 and beta2 are AdamW's alone, momentum is the matrices'.
+    """
+
+    config: OptimizerConfig
+    elementwise: bool = False
+
+    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+        return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not sides(name, leaf)}}
+
+    def direction(
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+    ) -> tuple[Params, Slots]:  # fmt: skip
+        rest = slots["nu"].keys()
+        numbers = {name: cast(MuonDimensionNumbers, sides(name, leaf)) for name, leaf in leaves.items() if name not in rest}
+        muon = scale_by_muon(beta=self.config.momentum, eps=self.config.eps, weight_dimension_numbers=cast(Any, numbers))
+        state = cast(MuonState, muon.init({}))._replace(count=count, mu=cast(Any, {name: slots["mu"][name] for name in numbers}))
+        orthogonal, after = muon.update(cast(Any, {name: grads[name] for name in numbers}), state)
+        directions = {
+            name: 0.2 * math.sqrt(max(math.prod(leaves[name].shape[dim] for dim in cast(tuple, side)) for side in numbers[name])) * x
+            for name, x in cast(Params, orthogonal).items()
+        }
+        others, moments = AdamW(self.config).direction(
+            {name: grads[name] for name in rest},
+            {"mu": {name: slots["mu"][name] for name in rest}, "nu": slots["nu"]},
+            params, count=count, leaves=leaves,
+        )  # fmt: skip
+        mu = cast(Params, cast(MuonState, after).mu) | moments["mu"]
+        return directions | others, {"mu": mu, "nu": moments["nu"]}

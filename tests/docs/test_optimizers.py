@@ -1,0 +1,98 @@
+"""docs/optimizers.md: its bytes are those of the configs, its example is a rule that trains, and its commands parse."""
+
+import dataclasses
+import functools
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import shard_on
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
+from mesh_lm.cli import load, parse
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.optim import RULES, Leaf, Optimizer, rule
+
+COMPILE_BUDGET = 2
+PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def table(first: str) -> dict[str, list[str]]:
+    """The rows of the table with this heading in its first column, and its head under ""."""
+    lines = PAGE[PAGE.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+    return {"": rows[0][1:]} | {row[0]: row[1:] for row in rows[1:]}
+
+
+@pytest.fixture
+def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the page's example, in a file as the page says."""
+    (tmp_path / "sgd.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "sgd:Sgd"
+
+
+def test_bytes_of_each_weight() -> None:
+    shown = table("config")
+    assert sorted(shown[""]) == sorted(RULES)
+    for config, numbers in list(shown.items())[1:]:
+        leaves = Blueprint.of(load(f"configs/{config}.py").model, shard_on("ddp")).leaves
+        weights = sum(math.prod(leaf.shape) for leaf in leaves.values())
+        for name, number in zip(shown[""], numbers, strict=True):
+            kept = sum(leaf.nbytes for slot in rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
+            assert f"{kept / weights:.{len(number.partition('.')[2])}f}" == number, f"{config}, {name}"
+
+
+def test_every_rule_is_in_the_table() -> None:
+    rows = table("name")
+    assert set(rows) - {""} == set(RULES)
+    assert {name: row[1] == "yes" for name, row in rows.items() if name} == {n: rule(OptimizerConfig(name=n)).elementwise for n in RULES}
+    fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    assert {word for row in rows.values() for word in re.findall(r"beta\d|eps|momentum", row[2])} <= fields
+
+
+def test_fields_that_a_rule_reads() -> None:
+    """Any other of the fields that only rules read changes nothing of the program."""
+    leaves = {"blocks.w": Leaf((2, 36, 40), jnp.float32, ("layers", "embed", "mlp")), "norm.scale": Leaf((36,), jnp.float32, ("norm",))}
+
+    def program(config: OptimizerConfig) -> str:
+        made = rule(config)
+        params, slots = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, made.slots(leaves)))
+        traced = jax.make_jaxpr(functools.partial(made.direction, leaves=leaves))
+        return str(traced(params, slots, params, count=jax.ShapeDtypeStruct((), jnp.int32)))
+
+    for name, (_, _, reads) in list(table("name").items())[1:]:
+        plain, fields = OptimizerConfig(name=name), ("beta1", "beta2", "eps", "momentum")
+        changed = {field for field in fields if program(plain) != program(dataclasses.replace(plain, **{field: 0.5}))}
+        assert changed == set(re.findall(r"beta\d|eps|momentum", reads)), name
+
+
+def test_the_example_is_a_rule(sgd: str) -> None:
+    """Three steps of it, against the formula."""
+    assert len(EXAMPLE.splitlines()) <= 22
+    optimizer = Optimizer(OptimizerConfig(name=sgd, momentum=0.5, learning_rate=0.1, warmup_steps=0, schedule="constant", clip_norm=0), 9)
+    leaves = {"w": Leaf((3, 4), jnp.float32, ("embed", "mlp"))}
+    theirs = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    ours: Any = {"w": theirs}
+    slots: Any = {"mu": {"w": np.zeros_like(theirs)}}
+    trace = np.zeros_like(theirs)
+    update = jax.jit(functools.partial(optimizer.update, leaves=leaves))
+    for step in range(3):
+        grad = np.full_like(theirs, step + 1)
+        ours, slots = update({"w": grad}, 1.0, slots, ours, np.int32(step), np.int32(step))
+        trace = 0.5 * trace + grad
+        theirs = theirs - 0.1 * (trace + 0.1 * theirs)
+    np.testing.assert_allclose(ours["w"], theirs, rtol=1e-5)
+
+
+def test_commands(sgd: str) -> None:
+    commands = [shlex.split(line) for line in re.findall(r"^python (train\.py .*)$", PAGE, re.MULTILINE)]
+    assert [check(parse(words[1:]), 1).optimizer.name for words in commands] == ["muon", sgd]

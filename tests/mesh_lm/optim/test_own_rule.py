@@ -1,0 +1,109 @@
+"""optimizer.name=module:class: a rule of one's own is found, in the config's own file as well, and what it lacks is said."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from mesh_lm.check import check
+from mesh_lm.cli import load
+from mesh_lm.config import OptimizerConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.optim import Leaf, Optimizer, rule
+
+RULES = """
+class Plain:
+    elementwise = True
+
+    def __init__(self, config):
+        self.config = config
+
+    def slots(self, leaves):
+        return {}
+
+    def direction(self, grads, slots, params, *, count, leaves):
+        return grads, {}
+
+
+class Whole(Plain):
+    elementwise = False
+
+
+class Half:
+    elementwise = "yes"
+
+    def __init__(self, config):
+        pass
+
+    def slots(self, leaves):
+        return {}
+
+
+class Alone:
+    direction = None
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with RULES, which can be imported."""
+    (tmp_path / "rules_of_my_own.py").write_text(RULES)
+    (tmp_path / "broken_rules.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "rules_of_my_own"
+
+
+def test_it_is_imported_and_made_from_the_section(module: str) -> None:
+    config = OptimizerConfig(name=f"{module}:Plain", beta1=0.5)
+    made = rule(config)
+    assert type(made).__name__ == "Plain" and vars(made)["config"] is config
+
+
+def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.py"
+    file.write_text(
+        "import dataclasses\n\nfrom configs.gpt_tiny import get_config as tiny\nfrom mesh_lm.config import OptimizerConfig\n"
+        + RULES
+        + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
+    )
+    config = check(load(str(file)), 1)
+    assert type(rule(config.optimizer)).__name__ == "Plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
+        ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Whole"),
+        ("rules_of_my_own:Half", "lacks elementwise, direction; a rule has what mesh_lm.optim.Rule has"),
+        ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
+        ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
+        (":Plain", "'' cannot be imported (ValueError: Empty module name)"),
+    ],
+)
+def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
+    """By check, as one of its problems."""
+    config = dataclasses.replace(load("configs/gpt_tiny.py"), optimizer=OptimizerConfig(name=name))
+    with pytest.raises(ConfigError) as caught:
+        check(config, 1)
+    assert str(caught.value) == f"this config cannot run\n  - optimizer.name={name}: {said}"
+
+
+def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
+    leaves = {"blocks": Leaf((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": Leaf((32,), jnp.float32, ("norm",))}
+    for name, works in (
+        (f"{module}:Plain", True),
+        (f"{module}:Whole", False),
+        ("adamw", True),
+        ("lion", True),
+        ("muon", False),
+        ("adafactor", False),
+    ):
+        optimizer = Optimizer(OptimizerConfig(name=name), 1)
+        if works:
+            assert all(kept == leaves for kept in optimizer.slots(leaves).values())
+            continue
+        with pytest.raises(ConfigError) as caught:
+            optimizer.slots(leaves)
+        assert str(caught.value) == f"optimizer.name={name} works on whole matrices, and blocks is kept as flat vectors"
