@@ -28,6 +28,9 @@ from mesh_lm.segments import Segment, Stack
 from sharding_rules import Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
 
+MISFIT = "these rules do not fit the model"
+"""What a list of parameters begins with that no rule fits."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
@@ -59,7 +62,7 @@ class Blueprint:
         """
         layout, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, stack.names):
-            raise ShardingRuleError("\n  - ".join(["these rules do not fit the model", *problems]))
+            raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
         shapes, axes, buffers, compute, scopes = {}, {}, set(), {}, shard.rules.scopes()
         for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))[0]:

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import MISFIT, Blueprint, Params
 from mesh_lm.health import recent
 from mesh_lm.optim import Leaf, Optimizer
+from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
 
 State = dict[str, Any]
@@ -46,17 +47,31 @@ def parts(blueprint: Blueprint, optimizer: Optimizer) -> dict[str, Part]:
     params: what the layers use. master: the fp32 flat vectors of those that `Blueprint.flat` says, which `params` then follow from.
     buffers: what has no gradient. Then the optimizer's slots.
     """
-    flat, leaves = blueprint.flat, blueprint.leaves
-    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in blueprint.buffers}
-    found = {"params": ("params", used)}
-    found |= {MASTER: ("optimizer", flat.leaves)} if flat.vectors else {}
-    found |= {"buffers": ("params", {name: leaves[name] for name in leaves if name in blueprint.buffers})} if blueprint.buffers else {}
-    found |= {slot: ("optimizer", each) for slot, each in optimizer.slots(masters(blueprint)).items()}
+    flat, leaves, buffers = blueprint.flat, blueprint.leaves, blueprint.buffers
+    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
+    found: dict[str, tuple[Kind, dict[str, Leaf]]] = {"params": ("params", used)}
+    if flat.vectors:
+        found[MASTER] = "optimizer", flat.leaves
+    if buffers:
+        found["buffers"] = "params", {name: leaf for name, leaf in leaves.items() if name in buffers}
+    for slot, each in optimizer.slots(masters(blueprint)).items():
+        found[slot] = "optimizer", each
+    out, problems = {}, {}
+    for part, (kind, each) in found.items():
+        where = {}
+        for name, leaf in each.items():
+            try:
+                where[name] = _where(blueprint, kind, name, leaf)
+            except ShardingRuleError as error:
+                problems[str(error)] = None
+        out[part] = Part(kind, each, where)
+    if problems:
+        raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
+    return out
 
-    def where(kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
-        return flat.shardings[name] if leaf.form == "flat" else blueprint.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
-    return {part: Part(kind, each, {n: where(kind, n, leaf) for n, leaf in each.items()}) for part, (kind, each) in found.items()}
+def _where(blueprint: Blueprint, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+    return blueprint.flat.shardings[name] if leaf.form == "flat" else blueprint.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
 def masters(blueprint: Blueprint) -> dict[str, Leaf]:

@@ -68,8 +68,9 @@ class Entry:
         if not (self.vector and self.matrix):
             return array
         if so_far is None:
-            shape, where = self.vector.leaf.shape, self.vector.sharding
-            so_far = jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=where)()
+            shape = self.vector.leaf.shape
+            so_far = jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=self.vector.sharding)()
+        assert so_far is not None
         held = with_matrix(self.vector, self.matrix, so_far, array)
         array.delete()
         return held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,8 @@ class Weights:
             value = jnp.full(shape, fill, jnp.float32)
         else:
             value = (self.config.init_std if std is None else std) * jax.random.truncated_normal(self.rngs.params(), -3, 3, tuple(shape))
-        return nnx.Param(value, out_sharding=tuple(axes), **({"compute_dtype": self.config.dtype} if cast else {}))
+        metadata: dict[str, Any] = {"compute_dtype": self.config.dtype} if cast else {}
+        return nnx.Param(value, out_sharding=tuple(axes), **metadata)
 
     @property
     def residual_std(self) -> float:

@@ -31,7 +31,7 @@ def spread(sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], f
     """
     spec = [axes_of(entry) for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))]
     local = list(sharding.shard_shape(tuple(shape)))
-    mesh = sharding.mesh
+    mesh: Any = sharding.mesh
     for axis in over:
         n = mesh.shape[axis]
         ways, dim = max(((math.gcd(n, local[dim]), -dim) for dim in range(first, len(shape))), default=(1, 0))
@@ -58,7 +58,8 @@ def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Arra
 
 @functools.cache
 def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
-    cuts, over = _cuts(sharding, vector), _on(sharding.mesh, vector.over)
+    mesh: Any = sharding.mesh
+    cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
 
     def one(row: jax.Array) -> jax.Array:
         whole = lax.all_gather(row, over, tiled=True) if vector.replicas > 1 else row
@@ -68,16 +69,15 @@ def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
             mine = lax.dynamic_slice_in_dim(mine, lax.axis_index(axis) * size, size, dim)
         return mine
 
-    source = _refined(vector.spec, sharding.mesh)
-    body = jax.shard_map(
-        lambda held: vector.by_row(one, held), mesh=sharding.mesh, in_specs=source, out_specs=sharding.spec, check_vma=False
-    )
-    return jax.jit(body, in_shardings=NamedSharding(sharding.mesh, source), out_shardings=sharding)
+    source = _refined(vector.spec, mesh)
+    body = jax.shard_map(lambda held: vector.by_row(one, held), mesh=mesh, in_specs=source, out_specs=sharding.spec, check_vma=False)
+    return jax.jit(body, in_shardings=NamedSharding(mesh, source), out_shardings=sharding)
 
 
 @functools.cache
 def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
-    cuts, over = _cuts(sharding, vector), _on(sharding.mesh, vector.over)
+    mesh: Any = sharding.mesh
+    cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
 
     def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         held, part = row
@@ -89,21 +89,22 @@ def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
         place = begin + jnp.arange(vector.piece)
         return jnp.where((place >= matrix.offset) & (place < matrix.offset + matrix.size), mine, held)
 
-    target = _refined(vector.spec, sharding.mesh)
+    target = _refined(vector.spec, mesh)
     body = jax.shard_map(
         lambda held, part: vector.by_row(one, (held, part)),
-        mesh=sharding.mesh,
+        mesh=mesh,
         in_specs=(target, sharding.spec),
         out_specs=target,
         check_vma=False,
     )
-    where = NamedSharding(sharding.mesh, target)
+    where = NamedSharding(mesh, target)
     return jax.jit(body, in_shardings=(where, sharding), out_shardings=vector.sharding, donate_argnums=0)
 
 
 def _cuts(sharding: NamedSharding, vector: Vector) -> list[tuple[int, str]]:
     """(dimension of one row, mesh axis) for each axis of the replicas that cuts a matrix."""
-    over = {b for axis in vector.over for b in _parts(sharding.mesh, axis)}
+    mesh: Any = sharding.mesh
+    over = {b for axis in vector.over for b in _parts(mesh, axis)}
     entries = (*sharding.spec,)[bool(vector.rows) :]
     return [(dim, axis) for dim, entry in enumerate(entries) for axis in axes_of(entry) if axis in over]
 

@@ -129,7 +129,7 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: p
     state = jax.tree.map(lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding), described)
     wanted = in_model_order(state, blueprint)
     with Checkpoints(config_at(tmp_path, "interleaved")) as checkpoints:
-        state = checkpoints.save(1, state, {"position": 16}, blueprint)
+        state = checkpoints.save(1, state, {"position": 16}, blueprint, optimizer)
     for place, found in ((blueprint, state), (other, saved_in(tmp_path).resumed(other, optimizer))):
         assert all(x.tobytes() == wanted[name].tobytes() for name, x in in_model_order(found, place).items())
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, described)
@@ -137,15 +137,15 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: p
     assert checkpoint_command.main(["verify", str(tmp_path)]) == 0 and "1: whole" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "adafactor"])
-def test_another_optimizer_is_refused(runs: Runs, name: str) -> None:
+@pytest.mark.parametrize(("name", "keeps"), [("lion", "mu"), ("muon", "mu, nu"), ("adafactor", "v_row, v_col, v")])
+def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None:
     """It is not damage, for which a checkpoint would be put aside; nor are its slots taken for others of the same name."""
     saved, blueprint = saved_in(runs("interleaved")[0]), blueprint_at("one stage")
     with pytest.raises(ConfigError) as caught:
         saved.resumed(blueprint, Optimizer(OptimizerConfig(name=name), 10))
     assert not isinstance(caught.value, Damaged) and str(caught.value) == (
-        f"{saved.path} was saved with optimizer.name=adamw, and optimizer.name={name} of this config keeps something else beside the "
-        f"weights\nset optimizer.name=adamw, or, to go on with the weights alone, another output and init_from={saved.path}"
+        f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this config's keeps {keeps}\n"
+        f"set optimizer.name=adamw, or another output with init_from={saved.path} to take its weights alone"
     )
 
 
