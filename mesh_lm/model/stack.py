@@ -21,7 +21,7 @@ from mesh_lm.segments import Segment
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0, sinks: Any = None,
+    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers in front: "moe/load" [L, E].
 
@@ -29,7 +29,9 @@ def forward(
       bind: makes the module of its parameters and buffers, a dict by name.
       segments: of the model, in order.
       sinks: of stacked parameters, which then have no gradient: see `fold`.
+      shared: others, in place of those among `params`, that a gradient is taken of.
     """
+    params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
     below = bind({**params, **sinks}) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))

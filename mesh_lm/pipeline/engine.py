@@ -76,11 +76,9 @@ def region(
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
-
-            def objective(sinks: Params, shared: Params) -> tuple[jax.Array, Sums]:
-                return forward(blueprint.bind, blueprint.segments, {**params, **shared}, one, dropout, 1 / weight, sinks)
-
-            (_, sums), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(*differentiated(blueprint, params))
+            sinks, shared = differentiated(blueprint, params)
+            objective = partial(forward, blueprint.bind, blueprint.segments, params, one, dropout, 1 / weight)
+            (_, sums), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(sinks, shared)
             return _added(total, (sums, blueprint.constrain({**grads[0], **grads[1]}, "params"))), None
 
         if table is not None:

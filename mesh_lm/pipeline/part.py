@@ -93,7 +93,7 @@ class Part:
         x = self._input(work, stashed)
         if self.blueprint.pipeline.stash == "input":
             return self._pin(self.run(work, None, self.shared, x)[0]), ()
-        out, pull = self._vjp(work, x)
+        out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
         return self._pin(out[0]), (out, left)
 
@@ -127,7 +127,7 @@ class Part:
 
     def _recalled(self, work: Work, x: jax.Array, left: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
         """The forward pass again, as `jax.vjp` gives it: computed, or from what it left."""
-        out, pull = self._vjp(work, x)
+        out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         if self.blueprint.pipeline.stash == "input":
             return out, pull
         (out, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
@@ -136,9 +136,9 @@ class Part:
         recalled = [next(kept) if keep else leaf for leaf, keep in zip(leaves, self.kept, strict=True)]
         return out, jax.tree.unflatten(structure, recalled)
 
-    def _vjp(self, work: Work, x: jax.Array) -> tuple[tuple[jax.Array, Sums], Callable]:
-        """`run`, and what makes gradients of its layers' parameters, of the others that they use, and of x."""
-        return jax.vjp(partial(self.run, work), self._sinks(), _wide(self.of_layers), x)
+    def _differentiated(self) -> tuple[Params, Params]:
+        """What a gradient is taken of besides x: what stands for the layers' parameters, and the others that they use, as float32."""
+        return self._sinks(), _wide(self.of_layers)
 
     def _sinks(self) -> Params:
         """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
@@ -149,7 +149,7 @@ class Part:
         """Of each residual of a pass, whether it depends on x."""
 
         def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
-            return jax.tree.leaves(self._vjp(work, x)[1])
+            return jax.tree.leaves(jax.vjp(partial(self.run, work), *self._differentiated(), x)[1])
 
         jaxpr = jax.make_jaxpr(residuals)(self.zero_input, some).jaxpr
         reached = {id(jaxpr.invars[0])}
