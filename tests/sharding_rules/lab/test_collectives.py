@@ -126,6 +126,21 @@ REDUCED = [
 ]
 """With gradients summed in a type that is asked for."""
 
+OF_48 = {"pipeline": 2, "data": 48, "tensor": 8}
+"""Replicas that divide neither 1,024 nor 8,192."""
+FLAT = [
+    Program("distributed", "full", "gpt", {"data": 8}, 2),
+    Program("distributed+megatron_sp", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+    Program("distributed", "none", "llama", {"data": 6}, 1),
+    Program("distributed+megatron_sp", "full", "gpt", {"data": 48, "tensor": 8}, 2, rows=2),
+    Program("distributed+megatron_sp", "none", "llama", {"data": 3, "tensor": 4}, 1, rows=2),
+    Program("distributed+megatron_sp", "full", "llama", {"pipeline": 4, "data": 3, "tensor": 4}, 6, pipeline=INPUT[1]),
+    Program("distributed+hsdp+megatron_sp", "save_names", "gpt", {"data": 3, "fsdp": 2, "tensor": 4}, 2),
+    Program("distributed+reduce_bfloat16", "full", "gpt", {"data": 8}, 2),
+    Program("distributed+megatron_sp+reduce_bfloat16", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+]
+"""With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
+
 
 def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> list[Any]:
     def mark(p: Program) -> tuple[pytest.MarkDecorator, ...]:
