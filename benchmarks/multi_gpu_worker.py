@@ -23,7 +23,8 @@ from record import Row
 from worker import emit, reported, serve
 
 from mesh_lm.launch import gpu
-from mesh_lm.pipeline.engine import value_and_grad
+from mesh_lm.optim.unflat import unflattened
+from mesh_lm.pipeline.engine import region
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5
@@ -78,7 +79,8 @@ def outcome(run: Run) -> Outcome:
     rows = run.sequences.rows(np.arange(train.global_batch))
     kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
-    sums, grads = jax.jit(value_and_grad(blueprint))(params, batch, jax.random.key(run.config.seed))
+    (sums, _), grads = jax.jit(region(blueprint, batch, blueprint.flat))(params, batch, jax.random.key(run.config.seed))
+    grads = unflattened(blueprint.flat, grads, blueprint.shardings("params"))
     ordered = {kind: blueprint.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
     found = {**ordered, "sums": sums}
     return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}

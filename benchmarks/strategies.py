@@ -15,6 +15,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("ddp", "data", ""),
     ("zero1", "data", ""),
     ("zero2", "data", ""),
+    ("distributed", "data", ""),
     ("fsdp", "fsdp", ""),
     ("hsdp", "data fsdp", ""),
     ("megatron", "tensor", "data"),
@@ -24,6 +25,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("zero1+megatron_sp", "data tensor", ""),
     ("zero2+megatron", "data tensor", ""),
     ("zero2+megatron_sp", "data tensor", ""),
+    ("distributed+megatron_sp", "data tensor", ""),
     ("fsdp+megatron", "fsdp tensor", ""),
     ("fsdp+megatron_sp", "fsdp tensor", ""),
     ("hsdp+megatron", "data fsdp tensor", ""),
@@ -49,11 +51,12 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("megatron_sp", 2, {"tensor": -1}, {}),
     ("megatron_sp", 4, {"tensor": -1}, {"schedule": "gpipe"}),
     ("zero1+megatron_sp", 2, {"data": 2, "tensor": -1}, {"chunks": 2}),
+    ("distributed", 2, {"data": -1}, {"chunks": 2}),
     ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
 )
 """Rules, stages, the mesh within a stage (-1: what is left), and what PipelineConfig is told."""
 
-MAIN = {"ddp", "zero1", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
+MAIN = {"ddp", "zero1", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
 MAIN_PIPELINES = (("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}))
 """What is timed, each on the first mesh that fits."""
 QUICK = {"ddp", "hsdp+megatron_sp"}

@@ -236,8 +236,8 @@ class TrainConfig:
     """Directory for checkpoints, metrics, plots and samples of this run; with several hosts, on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = PRESETS["ddp"]
-    """Sharding rules: a preset (ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp; with
-    +reduce_float32 FSDP's gradients are summed in float32, with +reduce_bfloat16 all those of matrices in bfloat16."""
+    """Sharding rules: a preset (ddp, zero1, zero2, distributed, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp;
+    with +reduce_float32 FSDP's gradients are summed in float32, with +reduce_bfloat16 all those of matrices in bfloat16."""
     train: TrainLoop = TrainLoop()
     pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mesh_lm.optim.flat import Matrix, Vector
+from mesh_lm.optim.contract import Params
+from mesh_lm.optim.flat import Flat, Matrix, Vector
 from sharding_rules import axes_of
 
 _INNER = "_inner"
@@ -49,6 +50,12 @@ def spread(sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], f
 def matrix_of(vector: Vector, matrix: Matrix, flat: jax.Array, sharding: NamedSharding) -> jax.Array:
     """One matrix of a flat vector, with all its rows in memory, cut as `spread` says. The vector stays."""
     return _out(vector, matrix, sharding)(flat)
+
+
+def unflattened(flat: Flat, tree: Params, where: Mapping[str, NamedSharding]) -> Params:
+    """A tree of flat vectors and others, as gradients are, with the matrices in place of the vectors. where: what becomes of each."""
+    matrices = {m.name: matrix_of(vector, m, tree[vector.name], where[m.name]) for vector in flat.vectors for m in vector.matrices}
+    return {**{name: x for name, x in tree.items() if name not in flat.leaves}, **matrices}
 
 
 def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:

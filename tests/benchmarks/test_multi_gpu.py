@@ -71,13 +71,15 @@ def rows(capsys: pytest.CaptureFixture[str]) -> list[dict]:
 @pytest.mark.slow
 def test_strategies_equal_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, pipeline = str(tmp_path / "reference.npz"), Strategy("fsdp", {"pipeline": 2, "fsdp": 4})
+    flat = Strategy("distributed", {"pipeline": 2, "data": 4})
     worker.reference(str(tmp_path), TINY, [ONE.variant(1)], path)
     unknown = {"rules": "fsdp", "mesh": "fsdp=3", "changes": {"mesh": {"data": 1, "fsdp": 3}}}
-    worker.equality(str(tmp_path), TINY, [unknown, pipeline.variant(4)], path)
-    _, wrong, right = rows(capsys)
+    worker.equality(str(tmp_path), TINY, [unknown, pipeline.variant(4), flat.variant(4)], path)
+    _, wrong, *both = rows(capsys)
     assert "is not divisible by" in wrong["error"] and wrong["mesh"] == "fsdp=3"
-    assert right.items() >= (pipeline.columns | {"init_differ": 0}).items() and "error" not in right
-    assert 0 < right["grads_rel"] <= worker.TOLERANCE and right["sums_rel"] <= worker.TOLERANCE
+    for right, strategy in zip(both, (pipeline, flat), strict=True):
+        assert right.items() >= (strategy.columns | {"init_differ": 0}).items() and "error" not in right
+        assert 0 < right["grads_rel"] <= worker.TOLERANCE and right["sums_rel"] <= worker.TOLERANCE
 
 
 def test_what_differs_is_named() -> None:

@@ -252,7 +252,7 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> Non
         "--config.model.norm {layernorm,rmsnorm} Which norm. (default: layernorm)",
         "--config.optimizer.learning_rate FLOAT Peak learning rate. (default: 0.0002)",
         "--config.data.mask_document_start {true,false} Leave the first token",
-        "--config.rules {ddp,zero1,zero2,fsdp,hsdp,megatron,megatron_sp}[+...] Sharding rules",
+        "--config.rules {ddp,zero1,zero2,distributed,fsdp,hsdp,megatron, megatron_sp}[+...] Sharding rules",
         "(default: 'ddp (changed)')",
         "--config.mesh.tensor INT Parts of each matmul; keep it inside a node. (default: 1)",
     ):
