@@ -18,8 +18,8 @@ AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
 STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:])
 REMATS = ("none", "save_names", "full")
 PRESETS = (
-    "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp",
-    "hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
+    "ddp", "zero1", "zero2", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp",
+    "zero2+megatron_sp", "distributed+megatron_sp", "hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
 )  # fmt: skip
 CONFIGS = {
     "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_70b": 1024, "llama3_405b": 16_384, "megatron_1_7b": 48,
@@ -63,10 +63,10 @@ def symbol_table() -> str:
 
 
 def run_counts(group: Iterable[Term]) -> str:
-    """As 2 AG X + RS X."""
+    """As 2 AG X + RS X; what a step runs for each layer with L before it."""
     counts: dict[str, int] = {}
     for t in group:
-        name = f"{SHORT[t.kind]} {t.size}"
+        name = f"{'L ' * (t.per == 'row')}{SHORT[t.kind]} {t.size}"
         counts[name] = counts.get(name, 0) + t.count
     return " + ".join(f"{n if n > 1 else ''} {name}".strip() for name, n in counts.items())
 
@@ -77,7 +77,8 @@ def layer_table() -> str:
     for preset, remat in itertools.product(PRESETS, REMATS):
         found = terms(preset, remat)
         cells = tuple(
-            run_counts(t for t in found if t.axes == axes and t.per == ("step" if axes == ("data",) else "layer")) for axes in AXES
+            run_counts(t for t in found if t.axes == axes and t.per in (("step", "row") if axes == ("data",) else ("layer",)))
+            for axes in AXES
         )
         alike.setdefault(cells, {}).setdefault(preset, []).append(remat)
     rows = []
@@ -102,12 +103,12 @@ def stage_table() -> str:
 
 def term_table(preset: str, axis: str) -> str:
     """Each collective along an axis, with its reason."""
-    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "tick": "ticks", "step": "1"}
+    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "tick": "ticks", "row": "L", "step": "1"}
     rows = []
     for t in staged(preset) if axis == "pipeline" else terms(preset):
         if axis in t.axes:
             runs = f"{t.count} {times[t.per]}" if t.count > 1 else times[t.per]
-            share = "M V / ticks" if t.part == "hop" else "about half" if "pipeline" in t.axes else f"{t.needed:.3g}"
+            share = "M V / ticks" if t.part == "hop" else f"{t.needed:.3g}"
             least = "" if t.needed == 1 else f"; least: {share} of it ({t.excess})"
             rows.append([t.part, f"{SHORT[t.kind]} {t.dtype}", " x ".join(t.axes), t.size, runs, t.why + least])
     return table(["part", "kind", "over", "payload", "runs", "why"], rows)
@@ -130,10 +131,11 @@ def config_table() -> str:
 def reduction_table() -> str:
     """As `layer_table`, of one layer and the step, by the type in which gradients of matrices are summed."""
     rows = []
-    for preset, reduction in itertools.product(("ddp", "zero2", "hsdp"), ("auto", "float32", "bfloat16")):
+    for preset, reduction in itertools.product(("ddp", "zero2", "distributed", "hsdp"), ("auto", "float32", "bfloat16")):
         axes = [axis for axis in ("data", "fsdp") if _cuts(preset, axis)]
         found = expected(gpt(), dataclasses.replace(Strategy(preset, reduction=reduction), **dict.fromkeys(axes, 4)), 2, 4)
-        cells = (run_counts(t for t in found if t.axes == (axis,) and t.per == per) for axis, per in (("data", "step"), ("fsdp", "layer")))
+        often = (("data", ("step", "row")), ("fsdp", ("layer",)))
+        cells = (run_counts(t for t in found if t.axes == (axis,) and t.per in per) for axis, per in often)
         rows.append([f"`{preset}`", reduction, *cells])
     return table(["preset", "reduction", "`data`, a step", "`fsdp`, a layer"], rows)
 
@@ -164,8 +166,10 @@ def test_tables_are_the_forms(render) -> None:
         ("ddp", "data"),
         ("zero1", "data"),
         ("zero2", "data"),
+        ("distributed", "data"),
         ("ddp", "pipeline"),
         ("zero2+megatron_sp", "pipeline"),
+        ("distributed+megatron_sp", "pipeline"),
     ],
 )
 def test_each_collective_is_on_the_page(preset: str, axis: str) -> None:

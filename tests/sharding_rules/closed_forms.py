@@ -10,6 +10,10 @@ microbatch on one batch shard, s sequence, h d_model, V vocabulary with its padd
 result, of a reduce-scatter its operand, of an all-reduce or a permute the array. Wire, for a ring of n: (n-1)/n of the payload, twice that
 for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage that runs it most.
 
+A step can do no less for a matrix that replicas share than add up its gradient once, in fp32, and give each replica the new weight in the
+type in which its layers use it: 4 and 2 bytes a parameter on the wire, 2 and 2 where gradients are summed in bf16. That is the least, which
+preset `distributed` sends; all else is `excess`.
+
 Not here, because below 1 KiB or absent from the presets: scalars (loss sums, label weight, gradient norm), attention sinks and q/k norms,
 documents kept separate (positions are then looked up), stages of unequal layers, expert and sequence axes.
 """
@@ -21,116 +25,14 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from tests.sharding_rules.subjects import Decoder, Strategy
+
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 BYTES = {"bf16": 2, "f32": 4}
-PARTS = {"ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"}
-Per = Literal["layer", "microbatch", "chunk", "tick", "step"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """The sizes of a decoder that its communication depends on."""
-
-    layers: int
-    d_model: int
-    d_ff: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    """With its padding."""
-    seq: int
-    learned_positions: bool
-    biases: bool
-    norm_vectors: int
-    """Vectors in one norm: 2 (scale and bias) or 1."""
-    gated: bool
-    """SwiGLU: two matrices into the MLP."""
-    tied: bool
-    remat: str
-    """none, save_names (offload counts as that) or full."""
-    loss_chunk: int
-
-    @classmethod
-    def of(cls, model: Any) -> Decoder:
-        """From a `mesh_lm.model.DecoderConfig`."""
-        return cls(
-            layers=model.n_layers, d_model=model.d_model, d_ff=model.d_mlp, heads=model.n_heads, kv_heads=model.kv_heads,
-            head_dim=model.d_head, vocab=model.padded_vocab, seq=model.seq_len, learned_positions=model.positions == "learned",
-            biases=model.biases, norm_vectors=2 if model.norm == "layernorm" and model.biases else 1,
-            gated=model.activation == "swiglu", tied=model.tied, remat="save_names" if model.remat == "offload" else model.remat,
-            loss_chunk=model.loss_chunk,
-        )  # fmt: skip
-
-    @property
-    def matrices(self) -> int:
-        """Parameters of one layer's matrices: q, k, v, out, up (and gate), down."""
-        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads) + self.d_model * self.d_ff * (3 if self.gated else 2)
-
-    @property
-    def whole_vectors(self) -> int:
-        """Per layer, elements of vectors as wide as the residual stream, which nothing cuts: two norms, the biases of out and down."""
-        return self.d_model * (2 * self.norm_vectors + 2 * self.biases)
-
-    @property
-    def cut_vectors(self) -> int:
-        """Per layer, elements of the biases of q, k, v and up (and gate), which tensor cuts as it cuts their matrices."""
-        return self.biases * (self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_ff * (2 if self.gated else 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """A preset, or a product of some, on a mesh."""
-
-    preset: str
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    zero_by: Literal["embed", "layers"] = "embed"
-    """The logical axis whose moments (and gradients) ZeRO cuts over data."""
-    pipeline: int = 1
-    virtual: int = 1
-    """Virtual stages on each stage, by 1F1B (interleaved, where more than 1)."""
-    stash: Literal["input", "residuals"] = "input"
-    """What a stage keeps of a microbatch: its input, from which its backward slot runs the layers again, or what the layers keep."""
-    reduction: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type in which gradients of matrices are summed (`Rules.reduction`)."""
-
-    def __post_init__(self) -> None:
-        if unknown := self.parts - PARTS:
-            raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
-        cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
-        if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
-            raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
-        if self.reduction == "bfloat16" and self.zero_by == "layers":
-            raise ValueError("no closed form for reduction bfloat16 by layers, whose vectors are cut as matrices are")
-
-    @property
-    def parts(self) -> set[str]:
-        return set(self.preset.split("+"))
-
-    @property
-    def is_tensor(self) -> bool:
-        return bool(self.parts & {"megatron", "megatron_sp"})
-
-    @property
-    def sp(self) -> bool:
-        """Megatron's sequence parallelism."""
-        return "megatron_sp" in self.parts
-
-    @property
-    def again(self) -> bool:
-        """Whether a backward slot runs the forward pass again."""
-        return self.pipeline > 1 and self.stash == "input"
-
-    def ticks(self, microbatches: int) -> int:
-        """Of 1F1B in packed ticks: the microbatches of each chunk, the way there and back, and a round of the ring for each chunk more."""
-        return microbatches * self.virtual + 2 * (self.pipeline - 1) + (self.virtual - 1) * self.pipeline
-
-    @property
-    def zero(self) -> int:
-        """What is cut over data: 1 the moments, 2 the gradients too."""
-        return 2 if "zero2" in self.parts else 1 if "zero1" in self.parts else 0
+Per = Literal["layer", "microbatch", "chunk", "tick", "row", "step"]
+"""row: a layer of this stage, once a step."""
+_ALIGNED = 128
+"""Elements: a replica's part of a flat vector is a multiple of so many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +89,8 @@ SYMBOLS = {
     "Z": ("4 x those that ZeRO cuts over data", "f32", "matrices and tables: what has a dimension embed; with stages, of its layers"),
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO cuts over data", "f32", "with stages: tables and positions"),
+    "R": ("4 x matrices of a layer / (T F), padded", "f32", "what one device has of a layer's matrices, as one flat vector; in bf16 R/2"),
+    "J": ("4 x tables and positions / (T F), padded", "f32", "of these each is a flat vector; in bf16 J/2"),
 }
 """Symbol -> (bytes, dtype, what it is)."""
 
@@ -199,7 +103,7 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     chunks = -(-sequences * model.seq // model.loss_chunk)
     runs = {
         "layer": model.layers // P * microbatches, "microbatch": microbatches, "chunk": chunks * microbatches,
-        "tick": strategy.ticks(microbatches), "step": 1,
+        "tick": strategy.ticks(microbatches), "row": model.layers // P, "step": 1,
     }  # fmt: skip
     terms = []
     for part, kind, axes, dtype, symbol, count, per, why, *rest in _terms(model, strategy, sequences, microbatches):
@@ -239,7 +143,8 @@ def by_axes(terms: Iterable[Term], field: str = "wire_bytes") -> dict[tuple[str,
 def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     """Symbol -> bytes."""
     L, h, T, F = model.layers // strategy.pipeline, model.d_model, strategy.tensor, strategy.fsdp
-    tables = (1 if model.tied else 2) * model.vocab * h / (T * F) + model.learned_positions * model.seq * h / F
+    each_table = [model.vocab * h / (T * F)] * (1 if model.tied else 2) + [model.learned_positions * model.seq * h / F]
+    tables = sum(each_table)
     layers = L * model.matrices / (T * F)
     last = model.norm_vectors * h
     vectors = L * (model.whole_vectors + model.cut_vectors / T)
@@ -270,7 +175,16 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "Y": 4 * staged * tables,
         "Y/2": 2 * staged * tables,
         "S-Y": 4 * staged * last,
+        "R": (row := 4 * padded(model.matrices / (T * F), strategy.data)),
+        "R/2": row / 2,
+        "J": (flat := 4 * sum(padded(n, strategy.data * strategy.pipeline) for n in each_table)),
+        "J/2": flat / 2,
     }
+
+
+def padded(elements: float, replicas: int) -> int:
+    """Elements of a flat vector: each replica has as many, a multiple of 128."""
+    return math.ceil(elements / (replicas * _ALIGNED)) * replicas * _ALIGNED
 
 
 def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int) -> Iterator[tuple]:
@@ -355,35 +269,62 @@ def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
     yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "forward: a stage's output, to the next one", busy, idle
     yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "backward: the gradient of a stage's input, to the one before", busy, idle
     both, why = ("pipeline", "data"), "gradients of what every stage has, summed once after the last microbatch"
-    if strategy.reduction == "bfloat16":
-        yield "gradients", AR, both, "bf16", "Y/2", 1, "step", f"{why}: tables and positions"
+    tables, new = f"{why}: tables and positions", "new tables and positions, on every stage"
+    if strategy.distributed:
+        yield from _flat(strategy, both, "J", "step", f"{tables}, each part where its moments are")
         yield "gradients", AR, both, "f32", "S-Y", 1, "step", f"{why}: the last norm"
-        yield "weights", AG, ("data",), "f32", "Y", int(strategy.zero > 0), "step", "new tables and positions, on every stage"
-    elif strategy.zero and strategy.zero_by == "embed":
-        one_by_one = ((D - 1) / D + 2 * (P - 1) / (P * D)) / (2 * (P * D - 1) / (P * D))
-        excess = "reduce-scattered over data first, a D-th would be left to sum over stages"
-        yield "gradients", AR, both, "f32", "Y", 1, "step", f"{why}: tables and positions", one_by_one, excess
-        yield "gradients", AR, both, "f32", "S-Y", 1, "step", f"{why}: the last norm"
-        yield "weights", AG, ("data",), "f32", "Y", 1, "step", "new tables and positions, on every stage"
+        return
+    if strategy.reduction != "bfloat16" and not (strategy.zero and strategy.zero_by == "embed"):
+        yield "gradients", AR, both, "f32", "S", 1, "step", why, 0.75, _WHOLE
+        return
+    # Of an all-reduce half is the reduce-scatter; the other half gives all replicas what was summed, and if ZeRO has cut it, in vain.
+    half = strategy.reduction == "bfloat16"
+    if not strategy.zero or D == 1:
+        needed = () if half else (0.75, _WHOLE)
     else:
-        yield "gradients", AR, both, "f32", "S", 1, "step", why
+        needed = 0.5, "reduce-scattered over stages and replicas, it would be half"
+    yield "gradients", AR, both, "bf16" if half else "f32", "Y/2" if half else "Y", 1, "step", tables, *needed
+    yield "gradients", AR, both, "f32", "S-Y", 1, "step", f"{why}: the last norm"
+    cut = 0.5 * (1 - 1 / (P * D)) / (1 - 1 / D) if D > 1 else 1.0
+    yield "weights", AG, ("data",), "f32", "Y", int(strategy.zero > 0), "step", new, cut, _FP32
+
+
+_WHOLE = "each replica's sum is whole, in fp32; the new weights, in bf16, are half of that"
+"""Of an all-reduce in fp32: 8 bytes a parameter, and 6 is the least."""
+_FP32 = "fp32, because the weights are stored whole; the layers use bf16"
+
+
+def _flat(strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: str) -> Iterator[tuple]:
+    """The gradients of flat vectors to where they are kept, and the new weights from there."""
+    narrow = strategy.reduction == "bfloat16"
+    yield "gradients", RS, axes, "bf16" if narrow else "f32", f"{size}/2" if narrow else size, 1, per, why
+    yield "weights", AG, axes, "bf16", f"{size}/2", 1, per, "new weights, from the device that has their moments, as the layers use them"
 
 
 def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
-    d, new = ("data",), "new weights, from the device that has their moments: fp32, because the weights are stored whole"
+    d, new = ("data",), "new weights, from the device that has their moments"
     whole = "gradients, summed once after the last microbatch"
-    if strategy.reduction == "bfloat16":
-        yield "gradients", RS if strategy.zero == 2 else AR, d, "bf16", "Z/2", 1, "step", f"{whole}: matrices and tables, as asked for"
+    cut = RS if strategy.zero == 2 else AR
+    if strategy.distributed:
+        yield from _flat(strategy, d, "R", "row", f"{whole}, layer by layer, each part where its moments are")
+        if strategy.pipeline == 1:
+            yield from _flat(strategy, d, "J", "step", f"{whole}: tables and positions, each part where its moments are")
         yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}: norms and biases"
-        yield "weights", AG, d, "f32", "Z", int(strategy.zero > 0), "step", new
-        return
-    if strategy.zero == 0:
-        yield "gradients", AR, d, "f32", "G", 1, "step", whole
-        return
-    if strategy.zero == 1:
-        excess = "zero1 keeps gradients whole by its definition; zero2 reduce-scatters them"
-        yield "gradients", AR, d, "f32", "Z", 1, "step", f"{whole}, of what has its moments cut", 0.5, excess
+    elif strategy.reduction == "bfloat16":
+        excess = (0.5, _TWICE) if strategy.zero == 1 else ()
+        yield "gradients", cut, d, "bf16", "Z/2", 1, "step", f"{whole}: matrices and tables, as asked for", *excess
+        yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}: norms and biases"
+        yield "weights", AG, d, "f32", "Z", int(strategy.zero > 0), "step", new, 0.5, _FP32
+    elif strategy.zero == 0:
+        yield "gradients", AR, d, "f32", "G", 1, "step", whole, 0.75, _WHOLE
     else:
-        yield "gradients", RS, d, "f32", "Z", 1, "step", f"{whole}, each part where its moments are"
-    yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}, of what has its moments whole: norms and biases"
-    yield "weights", AG, d, "f32", "Z", 1, "step", new
+        if strategy.zero == 1:
+            yield "gradients", AR, d, "f32", "Z", 1, "step", f"{whole}, of what has its moments cut", 0.5, _TWICE
+        else:
+            yield "gradients", RS, d, "f32", "Z", 1, "step", f"{whole}, each part where its moments are"
+        tables = (0.75, _WHOLE) if strategy.zero_by == "layers" else ()
+        yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}, of what has its moments whole: norms and biases", *tables
+        yield "weights", AG, d, "f32", "Z", 1, "step", new, 0.5, _FP32
+
+
+_TWICE = "zero1 keeps gradients whole by its definition; zero2 reduce-scatters them"

@@ -90,7 +90,36 @@ def test_zero_in_units_of_the_parameters() -> None:
     """Rajbhandari et al., section 7: stages 1 and 2 can send what data parallel sends, 2 N; ours of stage 1 sends 3 N."""
     wire = {preset: total(expected(GPT, Strategy(preset, data=64), 1, M)) for preset in ("ddp", "zero1", "zero2")}
     assert wire["zero2"] == wire["ddp"] and wire["zero1"] == pytest.approx(1.5 * wire["ddp"], rel=0.001)
-    assert total(expected(GPT, Strategy("zero1", data=64), 1, M), field="least_wire_bytes") == wire["zero2"]
+
+
+def test_the_least_is_six_bytes_a_parameter() -> None:
+    """4 of its gradient and 2 of its bf16 weight; 8 of an element of a vector, which every replica sums. 4 and 8 with sums in bf16."""
+    matrices, vectors = 96 * 12 * 12288**2 + (51200 + 2048) * 12288, 96 * 13 * 12288 + 2 * 12288
+    for reduction, each in (("auto", 6), ("bfloat16", 4)):
+        least = 63 / 64 * (each * matrices + 8 * vectors)
+        for preset in ("distributed", "zero1", "zero2", "ddp"):
+            terms = expected(GPT, Strategy(preset, data=64, reduction=reduction), 1, M)
+            apart = not (preset == "ddp" and reduction == "auto")  # whose vectors are in the one all-reduce
+            assert total(terms, field="least_wire_bytes") == pytest.approx(least, rel=1e-9 if apart else 1e-4)
+            assert (total(terms) == total(terms, field="least_wire_bytes")) == (preset == "distributed" or (preset, each) == ("ddp", 4))
+
+
+@pytest.mark.parametrize("data", [3, 48, 64])
+def test_flat_vectors_of_gpt3(data: int) -> None:
+    """By hand, for GPT-3 on pipeline 8 x tensor 8: parts of 128 elements divide 12 h^2 / 8, whatever divides h, and nothing is padded."""
+    terms = expected(GPT, Strategy("distributed+megatron_sp", data=data, tensor=8, pipeline=8), 1, M)
+    layer = 12 * 12288**2 // 8
+    assert layer == 226_492_416
+    moved = {(t.kind, t.dtype, t.axes): (t.times, t.payload) for t in terms if t.part in ("gradients", "weights")}
+    assert moved[RS, "f32", ("data",)] == (12, 4 * layer) and moved[AG, "bf16", ("data",)] == (12, 2 * layer)
+    assert moved[RS, "f32", ("pipeline", "data")] == (1, 4 * (51200 * 12288 // 8 + 2048 * 12288))
+
+
+def test_padding_is_less_than_a_part_of_128_elements_for_each_replica() -> None:
+    odd = dataclasses.replace(GPT, d_model=20, d_ff=80, heads=1, kv_heads=1, head_dim=20, layers=2, seq=7, vocab=11)
+    terms = {(t.kind, t.per): t.payload for t in expected(odd, Strategy("distributed", data=3), 1, 1)}
+    assert terms[RS, "row"] == 4 * 4992 and terms[AG, "row"] == 2 * 4992, "4,800 elements in 13 x 128 each"
+    assert terms[RS, "step"] == 4 * 2 * 384, "220 and 140 elements, each in 128"
 
 
 def test_zero_by_layers_cuts_the_stack_and_no_table() -> None:

@@ -27,7 +27,7 @@ from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import SCALAR, Collective, Report
-from tests.sharding_rules.closed_forms import Term, by_axes, expected_of, total
+from tests.sharding_rules.closed_forms import BYTES, Term, by_axes, expected_of, total
 
 COMPILE_BUDGET = 70
 pytestmark = pytest.mark.deviceless
@@ -126,6 +126,21 @@ REDUCED = [
 ]
 """With gradients summed in a type that is asked for."""
 
+OF_48 = {"pipeline": 2, "data": 48, "tensor": 8}
+"""Replicas that divide neither 1,024 nor 8,192."""
+FLAT = [
+    Program("distributed", "full", "gpt", {"data": 8}, 2),
+    Program("distributed+megatron_sp", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+    Program("distributed", "none", "llama", {"data": 6}, 1),
+    Program("distributed+megatron_sp", "full", "gpt", {"data": 48, "tensor": 8}, 2, rows=2),
+    Program("distributed+megatron_sp", "none", "llama", {"data": 6, "tensor": 4}, 2, rows=2),
+    Program("distributed+megatron_sp", "full", "llama", {"pipeline": 4, "data": 3, "tensor": 4}, 6, pipeline=INPUT[1]),
+    Program("distributed+hsdp+megatron_sp", "save_names", "llama", {"data": 3, "fsdp": 2, "tensor": 4}, 2),
+    Program("distributed+reduce_bfloat16", "full", "gpt", {"data": 8}, 2),
+    Program("distributed+megatron_sp+reduce_bfloat16", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+]
+"""With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
+
 
 def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> list[Any]:
     def mark(p: Program) -> tuple[pytest.MarkDecorator, ...]:
@@ -177,6 +192,32 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
         wanted[t.kind, PARTS.get(t.part, "")] += t.times * (t.size == "X")
     assert residuals(report, terms) == +wanted, ledger_text(report)
     assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
+    assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
+
+
+@pytest.mark.parametrize("program", each(FLAT, FLAT[:2], FLAT))
+def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, program: Program) -> None:
+    """A vector a layer, each element of which is reduced once and gathered once, exactly; beside them only norms and biases are summed."""
+    report, terms = compiled(program.config, reports), expected_of(program.config)
+    assert not report.warnings
+    assert_sends(report, terms)
+    runs, elements, wanted = Counter[tuple](), Counter[tuple](), Counter[tuple]()
+    for one in report.select(axis="data"):
+        for dtype, n in re.findall(r"(\w+)\[(\d*)\]", " ".join(one.shapes)):
+            runs[one.kind, one.axes, dtype, int(n or 1)] += one.times
+            elements[one.kind, one.axes, dtype] += one.times * int(n or 1)
+    for t in terms:
+        if t.part in ("gradients", "weights"):
+            wanted[t.kind, t.axes, t.dtype] += int(t.times * t.payload / BYTES[t.dtype])
+            assert t.per != "row" or runs[t.kind, t.axes, t.dtype, int(t.payload / BYTES[t.dtype])] == t.times
+    scalars = SCALAR // BYTES["f32"]
+    assert {key: n for key, n in elements.items() if key[0] != "all-reduce"} == {
+        key: n for key, n in wanted.items() if key[0] != "all-reduce"
+    }
+    assert all(wanted[key] <= n <= wanted[key] + scalars for key, n in elements.items() if key[0] == "all-reduce"), ledger_text(report)
+    assert {dtype for kind, _, dtype in elements if kind == "all-gather"} == {"bf16"}
+    sums = "bf16" if program.config.rules.reduction == "bfloat16" else "f32"
+    assert {dtype for kind, _, dtype in elements if kind == "reduce-scatter"} == {sums}
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
 
 

@@ -1,0 +1,121 @@
+"""The decoder and the strategy of a closed form (`closed_forms.py`): the sizes that communication depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+PARTS = {"ddp", "zero1", "zero2", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder that its communication depends on."""
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    """With its padding."""
+    seq: int
+    learned_positions: bool
+    biases: bool
+    norm_vectors: int
+    """Vectors in one norm: 2 (scale and bias) or 1."""
+    gated: bool
+    """SwiGLU: two matrices into the MLP."""
+    tied: bool
+    remat: str
+    """none, save_names (offload counts as that) or full."""
+    loss_chunk: int
+
+    @classmethod
+    def of(cls, model: Any) -> Decoder:
+        """From a `mesh_lm.model.DecoderConfig`."""
+        return cls(
+            layers=model.n_layers, d_model=model.d_model, d_ff=model.d_mlp, heads=model.n_heads, kv_heads=model.kv_heads,
+            head_dim=model.d_head, vocab=model.padded_vocab, seq=model.seq_len, learned_positions=model.positions == "learned",
+            biases=model.biases, norm_vectors=2 if model.norm == "layernorm" and model.biases else 1,
+            gated=model.activation == "swiglu", tied=model.tied, remat="save_names" if model.remat == "offload" else model.remat,
+            loss_chunk=model.loss_chunk,
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of one layer's matrices: q, k, v, out, up (and gate), down."""
+        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads) + self.d_model * self.d_ff * (3 if self.gated else 2)
+
+    @property
+    def whole_vectors(self) -> int:
+        """Per layer, elements of vectors as wide as the residual stream, which nothing cuts: two norms, the biases of out and down."""
+        return self.d_model * (2 * self.norm_vectors + 2 * self.biases)
+
+    @property
+    def cut_vectors(self) -> int:
+        """Per layer, elements of the biases of q, k, v and up (and gate), which tensor cuts as it cuts their matrices."""
+        return self.biases * (self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_ff * (2 if self.gated else 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A preset, or a product of some, on a mesh."""
+
+    preset: str
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero_by: Literal["embed", "layers"] = "embed"
+    """The logical axis whose moments (and gradients) ZeRO cuts over data."""
+    pipeline: int = 1
+    virtual: int = 1
+    """Virtual stages on each stage, by 1F1B (interleaved, where more than 1)."""
+    stash: Literal["input", "residuals"] = "input"
+    """What a stage keeps of a microbatch: its input, from which its backward slot runs the layers again, or what the layers keep."""
+    reduction: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The type in which gradients of matrices are summed (`Rules.reduction`)."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.parts - PARTS:
+            raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
+        cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
+        if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
+            raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
+        if self.distributed and self.zero:
+            raise ValueError(f"{self.preset} cuts the moments twice over data")
+        if self.reduction == "bfloat16" and self.zero_by == "layers":
+            raise ValueError("no closed form for reduction bfloat16 by layers, whose vectors are cut as matrices are")
+
+    @property
+    def parts(self) -> set[str]:
+        return set(self.preset.split("+"))
+
+    @property
+    def is_tensor(self) -> bool:
+        return bool(self.parts & {"megatron", "megatron_sp"})
+
+    @property
+    def sp(self) -> bool:
+        """Megatron's sequence parallelism."""
+        return "megatron_sp" in self.parts
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the moments and the fp32 weights of matrices are flat vectors, cut over the replicas."""
+        return "distributed" in self.parts
+
+    @property
+    def again(self) -> bool:
+        """Whether a backward slot runs the forward pass again."""
+        return self.pipeline > 1 and self.stash == "input"
+
+    def ticks(self, microbatches: int) -> int:
+        """Of 1F1B in packed ticks: the microbatches of each chunk, the way there and back, and a round of the ring for each chunk more."""
+        return microbatches * self.virtual + 2 * (self.pipeline - 1) + (self.virtual - 1) * self.pipeline
+
+    @property
+    def zero(self) -> int:
+        """What is cut over data: 1 the moments, 2 the gradients too."""
+        return 2 if "zero2" in self.parts else 1 if "zero1" in self.parts else 0
