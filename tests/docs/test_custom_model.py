@@ -66,13 +66,14 @@ def test_page_is_the_file() -> None:
 
 
 @pytest.mark.slow
-def test_trains_by_its_own_rules(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("file", [FILE, ROUTED], ids=lambda file: file.stem)
+def test_trains_by_its_own_rules(file: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     fields = {
         "model.n_layers": 2, "model.d_model": 32, "model.d_state": 48, "model.seq_len": 32, "model.vocab_size": 512,
         "data.tokenizer_vocab": 512, "train.steps": 6, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 8,
         "optimizer.warmup_steps": 2, "data.documents": "separate", "output": tmp_path,
     }  # fmt: skip
-    assert train.main([f"--config={FILE}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
+    assert train.main([f"--config={file}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 6 and losses[-1] < losses[0] < 1.1 * np.log(512)
