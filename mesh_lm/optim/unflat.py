@@ -58,6 +58,16 @@ def unflattened(flat: Flat, tree: Params, where: Mapping[str, NamedSharding]) ->
     return {**{name: x for name, x in tree.items() if name not in flat.leaves}, **matrices}
 
 
+@functools.cache
+def _empty(vector: Vector) -> Any:
+    return jax.jit(lambda: jnp.zeros(vector.leaf.shape, vector.leaf.dtype), out_shardings=vector.sharding)
+
+
+def empty(vector: Vector) -> jax.Array:
+    """Zeros, for `with_matrix` to fill."""
+    return _empty(vector)()
+
+
 def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:
     """The vector with this matrix in it, whose sharding is one that `spread` makes. Takes the vector over."""
     return _into(vector, matrix, array.sharding)(flat, array)
