@@ -100,7 +100,7 @@ def test_the_weights_that_the_layers_use_are_gathered_layer_by_layer() -> None:
     """The last program of a restore: beside the master and what it makes, a row and the tables, in bf16."""
     flat = Program.of(load("configs/megatron_314b.py"), "h100", 3072).blueprint.flat
     master = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flat.shardings[name]) for name, leaf in flat.leaves.items()}
-    memory = jax.jit(flat.used).lower(master).compile().memory_analysis()
+    memory: Any = jax.jit(flat.used).lower(master).compile().memory_analysis()
     gathered = [(bool(vector.rows), 2 * vector.piece * vector.replicas) for vector in flat.vectors]
     assert sorted(stacked for stacked, _ in gathered) == [False, False, False, True], "the embedding, the head, positions; and the layers"
     assert memory.temp_size_in_bytes <= sum(n for _, n in gathered)
