@@ -49,7 +49,10 @@ class Rules:
     gradients: Column | None = None
     """Gradients when they reach the optimizer. None: as `params`."""
     optimizer: Column | None = None
-    """Adam's moments. None: as `params`."""
+    """What an optimizer keeps beside a weight, such as Adam's moments. None: as `params`.
+
+    Its row "flat", where there is one, has the mesh axes that cut flat vectors of many weights, which no dimension needs to divide over.
+    """
     axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
     """Mesh axes that these rules have beside those of every mesh; `MeshConfig.extra` sizes them.
 
