@@ -79,8 +79,13 @@ def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
     cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
 
     def one(row: jax.Array) -> jax.Array:
-        whole = lax.all_gather(row, over, tiled=True) if vector.replicas > 1 else row
-        mine = whole[matrix.offset : matrix.offset + matrix.size].reshape(matrix.local)
+        # What of the matrix is here, zeros around it; then the sum of those, of bits, which knows -0.0. So the rest of the vector stays.
+        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
+        bits = lax.bitcast_convert_type(jnp.pad(row, matrix.size), f"uint{8 * row.dtype.itemsize}")
+        first = jnp.maximum(matrix.offset + matrix.size - begin, 0)  # a negative one would count from the end
+        bits = lax.dynamic_slice_in_dim(bits, first, matrix.size)
+        bits = lax.psum(bits, over) if vector.replicas > 1 else bits
+        mine = lax.bitcast_convert_type(bits, row.dtype).reshape(matrix.local)
         for dim, axis in cuts:
             size = mine.shape[dim] // lax.axis_size(axis)
             mine = lax.dynamic_slice_in_dim(mine, lax.axis_index(axis) * size, size, dim)
@@ -98,8 +103,8 @@ def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
 
     def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         held, part = row
-        for dim, axis in reversed(cuts):
-            part = lax.all_gather(part, axis, axis=dim, tiled=True)
+        for dim in sorted({dim for dim, _ in cuts}):
+            part = lax.all_gather(part, tuple(axis for at, axis in cuts if at == dim), axis=dim, tiled=True)
         begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
         rest = vector.piece * vector.replicas - matrix.offset - matrix.size
         mine = lax.dynamic_slice_in_dim(jnp.pad(part.reshape(-1), (matrix.offset, rest)), begin, vector.piece)
