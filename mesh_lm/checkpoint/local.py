@@ -112,7 +112,7 @@ class Local:
                 reason = f"step {step}: {wrong} is not what was saved"
             if not reason and saved and state:
                 launch.say(f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output")
-                return saved, with_used(blueprint, optimizer, state)
+                return saved, with_used(blueprint, state)
             reasons.append(reason)
         if reasons:
             launch.say(f"local checkpoints are not used: {'; '.join(reasons)}")

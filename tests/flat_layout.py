@@ -1,0 +1,45 @@
+"""Flat vectors as NumPy sees them: where each matrix lies, by the layout's own description and not by the code that is tested."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.optim.flat import Vector
+from sharding_rules import axes_of
+
+
+def matrices(vector: Vector, x: np.ndarray, blueprint: Blueprint) -> dict[str, np.ndarray]:
+    """The matrices of one vector, in the rows that they have in memory."""
+    mesh, rows = dict(vector.mesh.shape), math.prod(x.shape[:-1])
+    cut = [mesh[axis] for axis in vector.cut]
+    parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.piece), 1, -2)
+    parts = parts.reshape(rows, *cut, vector.replicas * vector.piece)
+    out, params = {}, blueprint.shardings("params")
+    for matrix in vector.matrices:
+        shape, spec = blueprint.in_memory[matrix.name].shape, params[matrix.name].spec
+        out[matrix.name] = np.zeros(shape, x.dtype)
+        own = list(spec)[bool(vector.rows) :]
+        for place in itertools.product(*map(range, cut)):
+            at, box = dict(zip(vector.cut, place, strict=True)), []
+            for size, entry in zip(matrix.local, own, strict=False):
+                index = 0
+                for axis in axes_of(entry):
+                    index = index * mesh[axis] + at.get(axis, 0)
+                box.append(slice(index * size, (index + 1) * size))
+            part = parts[:, *place, matrix.offset : matrix.offset + matrix.size].reshape(rows, *matrix.local)
+            out[matrix.name][(..., *box)] = part if vector.rows else part[0]
+    return out
+
+
+def unflattened(blueprint: Blueprint, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A part of a state on the host, "master" or a slot, by the names of parameters, with layers in model order and without padding."""
+    vectors = {vector.name: vector for vector in blueprint.flat.vectors}
+    found = {}
+    for name, x in part.items():
+        found |= matrices(vectors[name], x, blueprint) if name in vectors else {name: x}
+    rows = {name: blueprint.stack_of(name).row_of_layer() for name in found if name in blueprint.stacked}
+    return {name: x[rows[name]] if name in rows else x for name, x in found.items()}
