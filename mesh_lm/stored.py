@@ -3,7 +3,8 @@
 Nothing on disk is flat or padded, and there is no copy for the layers: "params" are the fp32 weights that the optimizer updates. So a run
 with a distributed optimizer and one without write the same files.
 
-What is flat leaves the devices matrix by matrix: each is made, digested, and copied into the host's memory before the next one is.
+What is flat leaves the devices matrix by matrix: each is made, digested, and copied into the host's memory before the next one is. On a
+device that takes memory for its share of the matrix, and for one layer of it, whole over the replicas, a few times.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Entry:
         array = to_memory(array, self.layout, self.where) if self.layout else array
         if not (self.vector and self.matrix):
             return array
-        held = with_matrix(self.vector, self.matrix, empty(self.vector) if so_far is None else so_far, array)
+        held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
         array.delete()
         return held
 
@@ -116,7 +117,7 @@ def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[S
     """What to save of a state, as `stored` describes it, and the digest of each leaf (`mesh_lm.health.digest`).
 
     It takes over what is not flat, which `back` gives back: to put its layers into model order needs the memory of one leaf more. What is
-    flat stays where it is, and needs the memory of one matrix more.
+    flat stays where it is. An error, as that there is no memory, leaves a state that is no longer whole: the run ends.
     """
     counters = {name: state[name] for name in COUNTERS}
     tree, plain, found = dict(counters), dict(counters), {}

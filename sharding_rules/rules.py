@@ -41,7 +41,7 @@ class Rules:
     name: str
     """Shown in logs and stored with checkpoints."""
     params: Column
-    """The master weights, as they are stored."""
+    """The weights as a run keeps them from step to step."""
     activations: Column
     """What flows through the model. Its row "batch" says which mesh axes the batch is cut over."""
     gathered: Column | None = None

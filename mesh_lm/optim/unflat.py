@@ -59,13 +59,13 @@ def unflattened(flat: Flat, tree: Params, where: Mapping[str, NamedSharding]) ->
 
 
 @functools.cache
-def _empty(vector: Vector) -> Any:
-    return jax.jit(lambda: jnp.zeros(vector.leaf.shape, vector.leaf.dtype), out_shardings=vector.sharding)
+def _empty(vector: Vector, dtype: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(vector.leaf.shape, dtype), out_shardings=vector.sharding)
 
 
-def empty(vector: Vector) -> jax.Array:
+def empty(vector: Vector, dtype: Any) -> jax.Array:
     """Zeros, for `with_matrix` to fill."""
-    return _empty(vector)()
+    return _empty(vector, dtype)()
 
 
 def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:
