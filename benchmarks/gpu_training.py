@@ -210,7 +210,7 @@ def agreement(one: str, a: Row, other: str, b: Row, tolerance: float) -> Row:
 
 
 def rerun(lab: Lab) -> Iterator[Table]:
-    """Leaves of the state (parameters and both moments) that differ in some bit between two runs of the same steps from the same seed."""
+    """Leaves of the state (weights, optimizer) that differ in some bit between two runs of the same steps from the same seed."""
     rows: list[Row] = []
     for name in ["auto"] if lab.dry_run else ["auto", "xla"]:
         for flags in (DETERMINISTIC, ""):

@@ -17,6 +17,21 @@ NOTES = {
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
 """Table -> what its rows are."""
+BY_FSDP_OF_2 = {
+    "megatron_70b": {
+        "mesh": "pipeline 2 x data 24 x fsdp 2 x tensor 8", "microbatches": 2, "chunks": 14, "remat": "full",
+        "peak_gib": 42.321003, "sent_gib": 248.877086, "flops_over_model": 1.24297, "step_s": 3.259998,
+    },
+    "megatron_119b": {
+        "mesh": "pipeline 4 x data 24 x fsdp 2 x tensor 8", "microbatches": 8, "chunks": 23, "remat": "save_names",
+        "peak_gib": 55.152849, "sent_gib": 370.226198, "flops_over_model": 1.015954, "step_s": 5.646,
+    },
+    "megatron_314b": {
+        "mesh": "pipeline 8 x data 24 x fsdp 2 x tensor 8", "microbatches": 8, "chunks": 12, "remat": "full",
+        "peak_gib": 64.836326, "sent_gib": 641.386115, "flops_over_model": 1.233111, "step_s": 12.34192,
+    },
+}  # fmt: skip
+"""What the results of 2026-11-22 have of configs whose rules were hsdp+megatron_sp then."""
 AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
 
 _PAGE = """\
@@ -38,9 +53,9 @@ With stages, *other* is mostly what they keep of microbatches until their backwa
 {runs}
 
 Stages run interleaved 1F1B with so many chunks of layers on each; *residuals*: a stage keeps of a microbatch what `remat` keeps, and runs
-no forward pass twice for the pipeline's sake. The bubble is what a stage waits, over what it works. `megatron_70b`, `_119b` and `_314b`
-have their stages, but not their distributed optimizer: 48 replicas divide no dimension of theirs that ZeRO could cut, so two replicas share
-the weights instead (FSDP inside a stage), which each microbatch gathers.
+no forward pass twice for the pipeline's sake. The bubble is what a stage waits, over what it works. Rules with
+*distributed* keep the fp32 weights and the moments of matrices as flat vectors, a part on each replica, which 48 replicas cut whatever the
+dimensions.
 
 ## What a step needs of each GPU
 
@@ -55,6 +70,17 @@ It assumes that our attention kernel reaches FlashAttention-3's published rates.
 {needs}
 
 {verdict}
+
+## The distributed optimizer
+
+48 replicas divide no dimension of `megatron_70b`, `_119b` and `_314b` that ZeRO could cut. Until there was a distributed optimizer, two
+replicas shared the weights of a stage, which each microbatch gathered (FSDP of 2); now all 48 share what the optimizer keeps. Before and
+after, by `python benchmarks/plan_table.py --again '--only={flat_names}'`:
+
+{flat}
+
+The program has changed since, too, but that explains little: as it is now, the meshes of before take 3.24, 5.66 and 12.3 s. No weights are
+gathered in a microbatch any more, so there may be as many of one or two sequences as a pipeline wants, and what `save_names` names fits.
 
 ## Stages or FSDP
 
@@ -111,6 +137,7 @@ def page(data: dict[str, Any], source: str) -> str:
     return _PAGE.format(
         source=source, date=data["date"], jax=data["versions"]["jax"], cores=data["machine"]["cores"], cpu=data["machine"]["cpu"],
         usable=configs[0]["usable_gib"], runs=_runs(configs), needs=_needs(configs), verdict=_verdict(configs), costs=_costs(configs),
+        flat=_flat(configs), flat_names=",".join(BY_FSDP_OF_2),
         fsdp_note=NOTES[FSDP], fsdp=_fsdp(configs, rows[FSDP]), fsdp_said=_fsdp_said(configs, rows[FSDP]),
         quickest=_quickest(configs), devices_note=NOTES[DEVICES], devices=_devices(rows[DEVICES]),
         devices_said=_devices_said(rows[DEVICES]), depth_note=NOTES[DEPTH], depth=_depth(rows[DEPTH]),
@@ -165,15 +192,32 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     return f"{fit} Each sends what its closed form says, within 1 %. {least}"
 
 
+_COMPARED = (("peak_gib", _gib), ("sent_gib", _gib), ("flops_over_model", "{:.2f}".format), ("step_s", seconds))
+_COMPARED_HEAD = [">peak, GiB", ">sent, GiB", ">FLOPs x the model's", ">step, s"]
+
+
+def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [f"{say(old[key])} -> {say(new[key])}" for key, say in _COMPARED]
+
+
+def _changed(old: Any, new: Any) -> str:
+    return str(new) if old == new else f"{old} -> {new}"
+
+
+def _flat(rows: Sequence[dict[str, Any]]) -> str:
+    """A row for each config that had FSDP inside its stages: before -> now."""
+    changed = ("microbatches", "chunks", "remat")
+    head = ["config", "mesh before", "mesh", *changed, *_COMPARED_HEAD]
+    pairs = [(BY_FSDP_OF_2[r["name"]], r) for r in rows if r["name"] in BY_FSDP_OF_2]
+    return table(head, ([
+        f"`{r['name']}`", old["mesh"], r["mesh"], *(_changed(old[key], r[key]) for key in changed), *_compared(old, r)
+    ] for old, r in pairs))  # fmt: skip
+
+
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
     """A row for each config with stages: FSDP -> stages."""
-    head = ["config", "by FSDP", "with stages", ">peak, GiB", ">sent, GiB", ">FLOPs x the model's", ">step, s"]
-    return table(head, ([
-        f"`{r['name']}`", other["mesh"], r["mesh"],
-        *(f"{say(other[key])} -> {say(r[key])}" for key, say in (
-            ("peak_gib", _gib), ("sent_gib", _gib), ("flops_over_model", "{:.2f}".format), ("step_s", seconds)
-        )),
-    ] for r, other in _pairs(rows, without)))  # fmt: skip
+    head = ["config", "by FSDP", "with stages", *_COMPARED_HEAD]
+    return table(head, ([f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)] for r, other in _pairs(rows, without)))
 
 
 def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
@@ -182,7 +226,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
         ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
         for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
     )
-    return f"A step is predicted to be faster with stages for {faster or 'none'},\nand not for {slower or 'none'}."
+    said = f"A step is predicted to be faster with stages for {faster or 'none'}"
+    return f"{said},\nand not for {slower}." if slower else f"{said}."
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

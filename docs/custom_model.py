@@ -57,7 +57,7 @@ class Recurrent(nnx.Module):
 
     def __init__(self, config: RecurrentConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
-        self.embedding = normal(rngs, 0.02, (config.vocab_size, config.d_model), ("vocab", "embed"))
+        self.embedding = normal(rngs, 0.02, (config.vocab_size, config.d_model), ("vocab", "embed"), config.dtype)
         self.blocks = Block(config, shard, rngs)
 
     def prepare(self, batch: Batch) -> jax.Array:
@@ -86,8 +86,8 @@ class Block(nnx.Module):
         self.dtype, self.shard = config.dtype, shard
         L, D, E = config.n_layers, config.d_model, config.d_state
         self.scale = nnx.Param(jnp.ones((L, D)), out_sharding=("layers", "norm"))
-        self.gates = normal(rngs, D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"))
-        self.out = normal(rngs, (2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"))
+        self.gates = normal(rngs, D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"), config.dtype)
+        self.out = normal(rngs, (2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"), config.dtype)
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, None, Sums]:
         shard, dtype, starts_BS = self.shard, self.dtype, ctx.shared
@@ -100,8 +100,9 @@ class Block(nnx.Module):
         return x_BSD + shard(y_BSD, "batch", "seq_resid", "embed"), None, {}
 
 
-def normal(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+def normal(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: str) -> nnx.Param:
+    """Stored in fp32, and cast to this type before it is used."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes, compute_dtype=dtype)
 
 
 def recurrence(keep_BSE: jax.Array, new_BSE: jax.Array) -> jax.Array:

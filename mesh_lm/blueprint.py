@@ -57,8 +57,8 @@ class Blueprint:
         """Traces the constructor; no memory is touched.
 
         Raises ShardingRuleError for a parameter whose dimensions are not all named and for rules of a scope that is no segment, and
-        ConfigError for NNX state that is neither nnx.Param nor Buffer, a stack that is no segment's, and for a model that the pipeline
-        cannot divide.
+        ConfigError for NNX state that is neither nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stack that is
+        no segment's, and for a model that the pipeline cannot divide.
         """
         layout, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, stack.names):
@@ -72,7 +72,7 @@ class Blueprint:
                 raise ConfigError(f"model.{name} is a {type(variable).__name__}; {fix}")
             buffers |= {name} if isinstance(variable, Buffer) else set()
             shapes[name] = jax.ShapeDtypeStruct(variable.get_value().shape, variable.get_value().dtype)
-            compute[name] = jax.numpy.dtype(variable.get_metadata().get("compute_dtype") or shapes[name].dtype)
+            compute[name] = _compute_dtype(name, variable, shapes[name].dtype)
             named = variable.get_metadata().get("out_sharding")
             if named is None or len(named) != len(shapes[name].shape):
                 raise ShardingRuleError(
@@ -145,7 +145,7 @@ class Blueprint:
             except ShardingRuleError as error:
                 problems.append(str(error))
         if problems:
-            raise ShardingRuleError("\n  - ".join(["these rules do not fit the model", *dict.fromkeys(problems)]))
+            raise ShardingRuleError("\n  - ".join([MISFIT, *dict.fromkeys(problems)]))
         return out
 
     def canonical_shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
@@ -192,6 +192,17 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Layou
 def segment_of(name: str) -> str:
     """The part of the module that a parameter belongs to, or a segment's sum: "moe" of "moe.mlp.up.weight" and of "moe/load"."""
     return name.replace("/", ".").partition(".")[0]
+
+
+def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
+    """The type that layers cast it to. Raises ConfigError where that is none, and for a parameter that is not stored in float32."""
+    told = variable.get_metadata().get("compute_dtype")
+    if not isinstance(variable, Buffer) and stored != "float32":
+        raise ConfigError(f"model.{name} is {stored}; store it in float32, and set compute_dtype={str(stored)!r} of its nnx.Param")
+    try:
+        return jax.numpy.dtype(told or stored)
+    except TypeError as error:
+        raise ConfigError(f"model.{name}: compute_dtype={told!r} is no type; write it as in compute_dtype='bfloat16'") from error
 
 
 def _check_stack(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], stack: Stack) -> None:

@@ -12,6 +12,7 @@ from mesh_lm.blueprint import divided
 from mesh_lm.config import ConfigError, TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
+from mesh_lm.optim.contract import FLAT
 from mesh_lm.pipeline.engine import training_schedule
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import Column, Kind
@@ -26,7 +27,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _sizes, _batch, _pipeline, _permuted):
+    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _flat, _sizes, _batch, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -81,7 +82,7 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    flat = [(row, entry) for row, entry in rules.column("optimizer").items() if row.rpartition("/")[2] == "flat" and entry is not None]
+    flat = [(row, entry) for row, entry in rules.column("optimizer").items() if _name(row) == FLAT and entry is not None]
     if flat and not elementwise:
         row, entry = flat[0]
         yield (
@@ -155,7 +156,7 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
     for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
         for logical, entry in column.items():
             for axis in axes_of(entry):
-                if axis in manual and (logical, axis) != ("layers", "pipeline"):
+                if axis in manual and (logical, axis) != ("layers", "pipeline") and _name(logical) != FLAT:
                     fix = "to cut them along the batch use the mesh axis 'fsdp'"
                     yield f"rules.{kind}[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
     reasons = {
@@ -171,6 +172,32 @@ def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
         elif logical != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
             alone = "no activation" if axis == "pipeline" else "the batch alone"
             yield f"rules.activations[{logical!r}]={entry!r}: along {axis} {alone} is cut; leave {axis!r} out"
+
+
+def _flat(config: TrainConfig) -> Iterator[str]:
+    """Rows of flat vectors: in the column of the optimizer, along mesh axes of which each replica has whole matrices."""
+    rules, manual = config.rules, config.rules.manual_axes()
+    for kind in get_args(Kind):
+        for row, entry in (getattr(rules, kind) or {}).items():
+            where, axes = f"rules.{kind}[{row!r}]={entry!r}", axes_of(entry)
+            if kind == "optimizer" and _name(row) != FLAT and row not in rules.params and did_you_mean(_name(row), [FLAT]).endswith("?"):
+                yield f"{where}: no parameter has such an axis{did_you_mean(_name(row), [FLAT])}"
+            if _name(row) != FLAT or not axes:
+                continue
+            if kind != "optimizer":
+                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
+            elif twice := [axis for axis in axes if axes.count(axis) > 1]:
+                yield f"{where}: has {twice[0]!r} twice"
+            elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
+                over = ", ".join(axis for axis in rules.order() if axis in manual)
+                yield f"{where}: flat vectors are cut over replicas, which are along {over}; leave {auto[0]!r} out"
+            elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
+                yield f"{where}: flat vectors are of one layer each, and rules.params['layers']={layers!r}; set that to 'pipeline'"
+
+
+def _name(row: str) -> str:
+    """Without the scope."""
+    return row.rpartition("/")[2]
 
 
 def _sizes(config: TrainConfig) -> Iterator[str]:

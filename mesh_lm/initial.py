@@ -36,7 +36,7 @@ def fresh_state(blueprint: Blueprint, optimizer: Optimizer, params: Params) -> S
                 params[entry.name].delete()
             held.setdefault(part, {})
             held[part][name] = entry.held(array, held[part].get(name))
-    held = with_used(blueprint, optimizer, {"params": {}, **held})
+    held = with_used(blueprint, {"params": {}, **held})
     where = state_shardings(blueprint, optimizer)
     rest = {name: sharding for name, sharding in where.items() if name not in held}
     return held | jax.jit(lambda: {name: _zeros(blueprint, optimizer)[name] for name in rest}, out_shardings=rest)()

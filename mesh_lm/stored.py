@@ -3,23 +3,24 @@
 Nothing on disk is flat or padded, and there is no copy for the layers: "params" are the fp32 weights that the optimizer updates. So a run
 with a distributed optimizer and one without write the same files.
 
-What is flat leaves the devices matrix by matrix: each is made, digested, and copied into the host's memory before the next one is.
+What is flat leaves the devices matrix by matrix: each is made, digested, and copied into the host's memory before the next one is. On a
+device that takes memory for its share of the matrix, and for one layer of it, whole over the replicas, a few times.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.health.digest import digest, digests, hexadecimal
 from mesh_lm.optim import Optimizer
 from mesh_lm.optim.flat import Matrix, Vector
-from mesh_lm.optim.unflat import matrix_of, spread, with_matrix
+from mesh_lm.optim.unflat import empty, matrix_of, spread, with_matrix
 from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.pipeline.stages import StackLayout
 from mesh_lm.state import COUNTERS, MASTER, State, abstract_state, parts
@@ -67,11 +68,7 @@ class Entry:
         array = to_memory(array, self.layout, self.where) if self.layout else array
         if not (self.vector and self.matrix):
             return array
-        if so_far is None:
-            shape = self.vector.leaf.shape
-            so_far = jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=self.vector.sharding)()
-        assert so_far is not None
-        held = with_matrix(self.vector, self.matrix, so_far, array)
+        held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
         array.delete()
         return held
 
@@ -120,7 +117,7 @@ def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[S
     """What to save of a state, as `stored` describes it, and the digest of each leaf (`mesh_lm.health.digest`).
 
     It takes over what is not flat, which `back` gives back: to put its layers into model order needs the memory of one leaf more. What is
-    flat stays where it is, and needs the memory of one matrix more.
+    flat stays where it is. An error, as that there is no memory, leaves a state that is no longer whole: the run ends.
     """
     counters = {name: state[name] for name in COUNTERS}
     tree, plain, found = dict(counters), dict(counters), {}
@@ -128,7 +125,7 @@ def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[S
         part, name = entry.source
         array = entry.array(state[part][name])
         if entry.vector:
-            found[entry.key] = jax.jit(digest)(array)
+            found[entry.key] = _digest(array)
             array = _to_host(array)
         else:
             plain.setdefault(entry.part, {})[entry.name] = array
@@ -161,25 +158,34 @@ def from_disk(blueprint: Blueprint, optimizer: Optimizer, tree: State, saved: Ma
         (part, name), array = entry.source, tree[entry.part].pop(entry.name)
         if entry.vector:
             array = _to_device(array, entry.canonical)
-            found[entry.key] = jax.jit(digest)(array)
+            found[entry.key] = _digest(array)
         state[part][name] = entry.held(array, state[part].get(name))
     told |= hexadecimal(found)
     wrong = [f"{leaf}: digest {told[leaf]}, saved as {was}" for leaf, was in saved.items() if told.get(leaf, was) != was]
-    return with_used(blueprint, optimizer, counters | state), wrong
+    return with_used(blueprint, counters | state), wrong
 
 
-def with_used(blueprint: Blueprint, optimizer: Optimizer, state: State) -> State:
+def with_used(blueprint: Blueprint, state: State) -> State:
     """A state with those of its params that follow from the master."""
     if not blueprint.flat.vectors:
         return state
-    where = parts(blueprint, optimizer)["params"].shardings
-    used = jax.jit(blueprint.flat.used, out_shardings={name: where[name] for name in blueprint.flat.names})(state[MASTER])
-    return state | {"params": {name: {**state["params"], **used}[name] for name in where}}
+    return state | {"params": {**state["params"], **_used(blueprint)(state[MASTER])}}
+
+
+@functools.lru_cache(maxsize=8)
+def _used(blueprint: Blueprint) -> Any:
+    where = blueprint.shardings("params")
+    return jax.jit(blueprint.flat.used, out_shardings={name: where[name] for name in blueprint.flat.names})
 
 
 def without_used(blueprint: Blueprint, state: State) -> State:
     """A state, or an abstract one, without those: what `with_used` makes whole again."""
     return state | {"params": {name: x for name, x in state["params"].items() if name not in blueprint.flat.names}}
+
+
+def _digest(array: jax.Array) -> jax.Array:
+    everywhere = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(digest, out_shardings=everywhere)(array)
 
 
 def _to_host(array: jax.Array) -> jax.Array:

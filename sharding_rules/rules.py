@@ -41,7 +41,7 @@ class Rules:
     name: str
     """Shown in logs and stored with checkpoints."""
     params: Column
-    """The master weights, as they are stored."""
+    """The weights as a run keeps them from step to step."""
     activations: Column
     """What flows through the model. Its row "batch" says which mesh axes the batch is cut over."""
     gathered: Column | None = None
@@ -49,7 +49,10 @@ class Rules:
     gradients: Column | None = None
     """Gradients when they reach the optimizer. None: as `params`."""
     optimizer: Column | None = None
-    """Adam's moments. None: as `params`."""
+    """What an optimizer keeps beside a weight, such as Adam's moments. None: as `params`.
+
+    Its row "flat", where there is one, has the mesh axes that cut flat vectors of many weights, which no dimension needs to divide over.
+    """
     axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
     """Mesh axes that these rules have beside those of every mesh; `MeshConfig.extra` sizes them.
 

@@ -26,13 +26,15 @@ import dataclasses
 
 import jax
 import numpy as np
+from flat_layout import unflattened
 from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, initial, on_devices, shard_on
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError, DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.initial import fresh_state
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import abstract_state, fresh_recent
+from mesh_lm.state import MASTER, abstract_state, fresh_recent
 from mesh_lm.step import train_step
 from sharding_rules import MeshConfig, ShardingRuleError, preset
 
@@ -85,20 +87,20 @@ def stepped(config: TrainConfig) -> Found:
     sizes = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
     shard = shard_on(config.rules, **sizes)
     blueprint, optimizer = Blueprint.of(config.model, shard, config.pipeline), Optimizer(config.optimizer, config.train.steps)
-    params = by_stage(blueprint, initial(Blueprint.of(config.model, shard_on("ddp"))))
-    abstract = abstract_state(blueprint, optimizer)
-    zeros = {n: np.zeros(x.shape, x.dtype) for n, x in abstract["mu"].items()}
-    moments = {slot: {n: jax.device_put(x, abstract[slot][n].sharding) for n, x in zeros.items()} for slot in ("mu", "nu")}
-    counters = {"step": np.int32(0), "skipped": np.int32(0), "recent": fresh_recent()}
-    state = {n: jax.device_put(x, abstract[n].sharding) for n, x in counters.items()} | {"params": params, **moments}
+    whole = initial(Blueprint.of(config.model, shard_on("ddp")))
+    if blueprint.flat.vectors:
+        everywhere = jax.NamedSharding(shard.mesh, jax.P())
+        state = fresh_state(blueprint, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()})
+    else:  # by NumPy, with no program to compile
+        abstract = abstract_state(blueprint, optimizer)
+        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
+        state = zeros | {"params": by_stage(blueprint, whole), "recent": jax.device_put(fresh_recent(), abstract["recent"].sharding)}
     batch = on_devices(host_batch(config.train.microbatches), blueprint)
     after, metrics = train_step(blueprint, optimizer, seed=3)(state, batch)
 
-    def whole(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-        rows = blueprint.layout["blocks"].row_of_layer()
-        return {name: np.asarray(x)[rows] if name in blueprint.stacked else np.asarray(x) for name, x in tree.items()}
-
-    return {name: np.asarray(x) for name, x in metrics.items()}, whole(after["mu"]), whole(after["params"])
+    held = jax.tree.map(np.asarray, after)
+    params = {name: x for name, x in held["params"].items() if name not in blueprint.flat.names} | held.get(MASTER, {})
+    return {name: np.asarray(x) for name, x in metrics.items()}, *(unflattened(blueprint, part) for part in (held["mu"], params))
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class Local:
                 reason = f"step {step}: {wrong} is not what was saved"
             if not reason and saved and state:
                 launch.say(f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output")
-                return saved, with_used(blueprint, optimizer, state)
+                return saved, with_used(blueprint, state)
             reasons.append(reason)
         if reasons:
             launch.say(f"local checkpoints are not used: {'; '.join(reasons)}")
@@ -259,7 +259,12 @@ def _layout(state: State, blueprint: Blueprint) -> dict[str, Any]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
     stages = [[name, stack.stages, *stack.counts] for name, stack in blueprint.layout.items()]
     sizes = dict(blueprint.shard.mesh.shape)
-    return {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves}
+    flat = [
+        [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(blueprint.flat.specs[m.name])] for m in v.matrices]]
+        for v in blueprint.flat.vectors
+    ]
+    about = {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves, "flat vectors": flat}
+    return json.loads(json.dumps(about))
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,19 @@ def forward(
         total, first = added(total, sums), first + segment.n_layers
     total = added(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
+
+
+def used_outside(bind: Callable[[Any], Model], params: Any, layers: Collection[str], batch: Batch) -> list[str]:
+    """Those of the layers' parameters that the model uses in prepare, embed or loss, too."""
+
+    def ends(inside: Any) -> Sums:
+        model = bind({**params, **inside})
+        model.prepare(batch)
+        return model.loss(model.embed(batch, None), batch, None)
+
+    jaxpr = jax.make_jaxpr(ends)({name: params[name] for name in layers}).jaxpr
+    used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
+    return [name for name, taken in zip(sorted(layers), jaxpr.invars, strict=True) if id(taken) in used]
 
 
 def loss_sums(model: Model, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:

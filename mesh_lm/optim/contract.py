@@ -74,15 +74,20 @@ class Rule(Protocol):
         ...
 
 
+FLAT = "flat"
+"""The last logical axis of a flat vector; and the row of rules.optimizer that has the mesh axes that cut those."""
 UNDECAYED = ("bias", "scale", "sinks")
 """Last parts of the names of parameters that are no matrices, whatever their shape."""
 
 
 def is_matrix(name: str, axes: Sequence[str | None]) -> bool:
-    """Whether a parameter with these logical axes is a matrix, which weight decay applies to. A stack of vectors is none."""
-    return len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
+    """Whether a parameter with these logical axes is a matrix, which weight decay applies to. A stack of vectors is none.
+
+    A flat vector is: it holds nothing but matrices.
+    """
+    return FLAT in axes or (len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED)
 
 
 def decayed(leaves: Leaves) -> frozenset[str]:
-    """The parameters that weight decay applies to: matrices, and the flat vectors, which hold nothing else."""
-    return frozenset(name for name, leaf in leaves.items() if leaf.form == "flat" or is_matrix(name, leaf.axes))
+    """The parameters that weight decay applies to: matrices."""
+    return frozenset(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))

@@ -5,7 +5,7 @@ are flat: of each layer, the matrices of its segment that are cut alike lie one 
 replicas, and every replica has a part of it. So any number of replicas divides it. Gradients come unreduced, and one reduce-scatter adds
 them up; one all-gather makes `params` of the new master (as Megatron-LM's distributed optimizer and ZeRO-1 do, arXiv 1910.02054).
 
-On disk nothing is flat: there a matrix is one array (`mesh_lm.checkpoint.flat`).
+On disk nothing is flat: there a matrix is one array (`mesh_lm.stored`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm.optim.contract import Leaf, Params, is_matrix
+from mesh_lm.optim.contract import FLAT, Leaf, Params, is_matrix
 from sharding_rules import Rules, axes_of
 
-FLAT = "flat"
-"""The row of rules.optimizer: the mesh axes that cut flat vectors, besides those that cut the matrices."""
 _F32 = jnp.dtype("float32")
 _ALIGNED = 128
 """A replica's part of a vector is a multiple of so many elements, so that each begins where copies and collectives are fast."""
@@ -194,6 +192,6 @@ class Flat:
 
 
 def replicas_of(rules: Rules, segment: str) -> tuple[str, ...]:
-    """The mesh axes that cut the flat vectors of a segment ("": of what is in none); empty: its matrices are not flat."""
-    row = rules.row("optimizer", f"{segment}/{FLAT}" if segment else FLAT)
+    """The mesh axes that cut the flat vectors of a segment, or of a parameter outside of segments; empty: its matrices are not flat."""
+    row = rules.row("optimizer", f"{segment}/{FLAT}")
     return axes_of(rules.column("optimizer")[row]) if row else ()

@@ -58,6 +58,16 @@ def unflattened(flat: Flat, tree: Params, where: Mapping[str, NamedSharding]) ->
     return {**{name: x for name, x in tree.items() if name not in flat.leaves}, **matrices}
 
 
+@functools.cache
+def _empty(vector: Vector, dtype: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(vector.leaf.shape, dtype), out_shardings=vector.sharding)
+
+
+def empty(vector: Vector, dtype: Any) -> jax.Array:
+    """Zeros, for `with_matrix` to fill."""
+    return _empty(vector, dtype)()
+
+
 def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:
     """The vector with this matrix in it, whose sharding is one that `spread` makes. Takes the vector over."""
     return _into(vector, matrix, array.sharding)(flat, array)
@@ -69,8 +79,13 @@ def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
     cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
 
     def one(row: jax.Array) -> jax.Array:
-        whole = lax.all_gather(row, over, tiled=True) if vector.replicas > 1 else row
-        mine = whole[matrix.offset : matrix.offset + matrix.size].reshape(matrix.local)
+        # What of the matrix is here, zeros around it; then the sum of those, of bits, which knows -0.0. So the rest of the vector stays.
+        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
+        bits = lax.bitcast_convert_type(jnp.pad(row, matrix.size), f"uint{8 * row.dtype.itemsize}")
+        first = jnp.maximum(matrix.offset + matrix.size - begin, 0)  # a negative one would count from the end
+        bits = lax.dynamic_slice_in_dim(bits, first, matrix.size)
+        bits = lax.psum(bits, over) if vector.replicas > 1 else bits
+        mine = lax.bitcast_convert_type(bits, row.dtype).reshape(matrix.local)
         for dim, axis in cuts:
             size = mine.shape[dim] // lax.axis_size(axis)
             mine = lax.dynamic_slice_in_dim(mine, lax.axis_index(axis) * size, size, dim)
@@ -88,8 +103,8 @@ def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
 
     def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         held, part = row
-        for dim, axis in reversed(cuts):
-            part = lax.all_gather(part, axis, axis=dim, tiled=True)
+        for dim in sorted({dim for dim, _ in cuts}):
+            part = lax.all_gather(part, tuple(axis for at, axis in cuts if at == dim), axis=dim, tiled=True)
         begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
         rest = vector.piece * vector.replicas - matrix.offset - matrix.size
         mine = lax.dynamic_slice_in_dim(jnp.pad(part.reshape(-1), (matrix.offset, rest)), begin, vector.piece)

@@ -25,7 +25,7 @@ from mesh_lm.blueprint import Blueprint, Params
 from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import forward
+from mesh_lm.model.stack import forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import Flat
 from mesh_lm.pipeline import custom, ring
@@ -72,6 +72,7 @@ def region(
     table = training_table(blueprint, len(batch["tokens"])) if blueprint.n_stages > 1 else None
 
     def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        _require_layers_apart(blueprint, params, _first(batch))
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, blueprint)  # every stage has the whole batch
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
@@ -161,6 +162,13 @@ def _reduced(sums: Sums, blueprint: Blueprint) -> tuple[Sums, Sums]:
     """Scalars over all devices, and arrays over all but the stages, each of which has its own layers."""
     scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
     return _psum(scalars, manual(blueprint), blueprint), _psum(arrays, manual(blueprint) - {"pipeline"}, blueprint)
+
+
+def _require_layers_apart(blueprint: Blueprint, params: Params, one: Batch) -> None:
+    """Raises ConfigError where the model uses a parameter of a layer outside of it: its gradient would not have that part."""
+    if used := used_outside(blueprint.bind, params, blueprint.stacked - blueprint.buffers, one):
+        fix = "make it a parameter of the model itself, which layers do not have"
+        raise ConfigError(f"{type(blueprint.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter of the layers; {fix}")
 
 
 def differentiated(blueprint: Blueprint, params: Params) -> tuple[Params, Params]:

@@ -69,7 +69,7 @@ def _microbatches(config: TrainConfig) -> Iterator[Change]:
 def _rules(config: TrainConfig) -> Iterator[Change]:
     """Other presets over the same mesh that cut along each of its axes, the fewest changed first."""
     used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
-    names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
+    names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
     for name in names:
         if name != config.rules.name and used <= preset(name).mesh_axes():
             yield "rule", {"rules": _summed_alike(config, name)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mesh_lm import cli
 from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.plan import attention, stages
+from mesh_lm.plan import attention, held, stages
 from mesh_lm.plan.changes import candidates
 from mesh_lm.plan.microbatch import largest
 from mesh_lm.plan.program import Program, compile_config, devices_for, flags_of
@@ -106,12 +106,13 @@ def show(plan: Plan, config: TrainConfig) -> int:
         report = program.compile(options(flags))
         findings = lint(report, config.rules, program.blueprint.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *stages.facts(program.config, program.blueprint, report))
+        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.blueprint, report))
         if plan.max_microbatch:
             facts += largest(config, n_devices, compiled, say=say)
     except LabError as error:
         raise ConfigError(str(error)) from error
-    _write(plan, report, findings, fixes, facts)
+    state = {name: part.nbytes for name, part in program.declared.items()}
+    _write(plan, report, findings, fixes, facts, state)
     if not report.fits:
         raise ConfigError(refusal(report, fixes))
     return 0
@@ -147,7 +148,14 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     return (*facts, *attention.facts(config, report, report.target))
 
 
-def _write(plan: Plan, report: Report, findings: Sequence[Finding], fixes: Sequence[Fix], facts: Sequence[tuple[str, str]]) -> None:
+def _write(
+    plan: Plan,
+    report: Report,
+    findings: Sequence[Finding],
+    fixes: Sequence[Fix],
+    facts: Sequence[tuple[str, str]],
+    state: Mapping[str, int],
+) -> None:
     if plan.plan == _SCREEN:
         Console().print(screen(report, findings, fixes, facts))
         return
@@ -161,6 +169,7 @@ def _write(plan: Plan, report: Report, findings: Sequence[Finding], fixes: Seque
                 "findings": [dataclasses.asdict(one) for one in findings],
                 "fixes": [_plain(fix) for fix in fixes],
                 "facts": dict(facts),
+                "state": state,
             }
         )
     try:

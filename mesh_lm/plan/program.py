@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.plan import stages
+from mesh_lm.plan import held, stages
 from mesh_lm.plan.attention import compilable
-from mesh_lm.state import abstract_state
+from mesh_lm.state import Part, abstract_state, parts
 from mesh_lm.step import train_step
 from sharding_rules import Rules, Shard
 from sharding_rules.lab import Report, compile_report, lower_for
@@ -51,15 +52,23 @@ class Program:
         config = compilable(config, target)
         return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
+    @property
+    def optimizer(self) -> Optimizer:
+        return Optimizer(self.config.optimizer, self.config.train.steps)
+
+    @cached_property
+    def declared(self) -> dict[str, Part]:
+        """What the run holds from step to step. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
+        return parts(self.blueprint, self.optimizer)
+
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
-        config, blueprint = self.config, self.blueprint
-        optimizer = Optimizer(config.optimizer, config.train.steps)
+        config, blueprint, optimizer = self.config, self.blueprint, self.optimizer
         arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
         step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            slots=stages.slots(blueprint, config.train.microbatches),
+            kind_of=held.kind_of(self.declared), slots=stages.slots(blueprint, config.train.microbatches),
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """docs/checkpoints.md: its commands are run on a tiny model, and their output, and what a run says, are what the page shows."""
 
 import dataclasses
+import json
 import re
 import shlex
 import shutil
@@ -17,9 +18,12 @@ from support import shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.__main__ import main
-from mesh_lm.config import CheckpointConfig, ConfigError, TrainConfig
+from mesh_lm.cli import parse
+from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
+from mesh_lm.initial import init_state
+from mesh_lm.optim import Optimizer
 
-COMPILE_BUDGET = 30
+COMPILE_BUDGET = 55
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [(text, BLOCKS[at + 1][1]) for at, (kind, text) in enumerate(BLOCKS) if kind == "sh"]
@@ -66,7 +70,7 @@ def shown(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str
 
     def plain(text: str) -> str:
         text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "2026-11-22 09:30", text.replace(f"{here}/", "/data/"))
-        return re.sub(r"\d+\.\d s$", "0.1 s", re.sub(r"  \d[\d.]* kB +(?=2 )", "  118 kB  ", text), flags=re.M)
+        return re.sub(r"\d+\.\d s$", "0.1 s", re.sub(r"  \d[\d.]* kB +(?=3 )", "  85.29 kB  ", text), flags=re.M)
 
     return plain
 
@@ -126,6 +130,34 @@ def test_saves_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         f"`checkpoint.alarm` failures in a row ({config.checkpoint.alarm})" in PAGE
         and f"`checkpoint.keep` ({config.checkpoint.keep})" in PAGE
     )
+
+
+def test_another_optimizer(here: Path, shown: Callable[[str], str]) -> None:
+    """Is one error, nothing is put aside, and the page's way out is understood."""
+    config = configured(here / "runs" / "again", optimizer=OptimizerConfig(name="lion"))
+    with Checkpoints(config) as checkpoints, pytest.raises(ConfigError) as caught:
+        checkpoints.restore(blueprint(), Optimizer(config.optimizer, 9))
+    assert shown(f"error: {caught.value}\n") in TEXTS
+    assert [path.name for path in checkpoints.directory.iterdir() if path.is_dir()] == ["750"]
+    (command,) = [text for kind, text in BLOCKS if kind == "sh" and "train.py" in text]
+    asked = parse(shlex.split(command)[2:])
+    assert (asked.init_from, asked.optimizer.name) == ("runs/again", "lion") and asked.output != asked.init_from
+
+
+def test_nothing_is_flat_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same state, saved from one device and from eight replicas with a distributed optimizer, has the same arrays and bits."""
+    monkeypatch.chdir(tmp_path)
+    for name, rules, mesh in (("plain", "ddp", {}), ("flat", "distributed", {"data": 8})):
+        whole = Blueprint.of(dataclasses.replace(fixture.CONFIG.model, dtype="bfloat16"), shard_on(rules, **mesh))
+        state = init_state(whole, OPTIMIZER, seed=0)
+        assert ("master" in state) == (name == "flat")
+        with Checkpoints(dataclasses.replace(configured(tmp_path / name), model=whole.config)) as checkpoints:
+            checkpoints.save(1, state, {}, whole, OPTIMIZER, last=True)
+    assert main(["diff", "plain", "flat"]) == 0
+    assert "all arrays have the same bits" in capsys.readouterr().out
+    found = [json.loads((tmp_path / name / "checkpoints/1/metadata/metadata").read_text())["parts"] for name in ("plain", "flat")]
+    assert found[0] == found[1] and list(found[0]) == ["params", "mu", "nu"]
+    assert {kind for part in found[1].values() for *_, kind in part.values()} == {"float32"}
 
 
 def test_refusals(here: Path, shown: Callable[[str], str]) -> None:

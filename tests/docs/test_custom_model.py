@@ -12,21 +12,28 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, shard_on
+from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, in_model_order, on_devices, shard_on
 
 import train
 from mesh_lm.blueprint import Blueprint
+from mesh_lm.check import check
 from mesh_lm.cli import load
 from mesh_lm.config import ConfigError
+from mesh_lm.initial import init_state
 from mesh_lm.model import whole_texts
+from mesh_lm.optim import Optimizer
+from mesh_lm.state import MASTER, parts
+from mesh_lm.step import train_step
 from sharding_rules import Rules, ShardingRuleError, preset
 
 COMPILE_BUDGET = 45
 ROOT = Path(__file__).parents[2]
 FILE, PAGE = ROOT / "docs" / "custom_model.py", ROOT / "docs" / "custom_model.md"
+ROUTED = ROOT / "docs" / "router_bias.py"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 MISTAKES = [(*change, answer) for change, (kind, answer) in itertools.pairwise(BLOCKS) if kind == "text"]
 
@@ -53,19 +60,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_page_is_the_file() -> None:
-    """Every line of the file is on the page, in order, and no other Python is."""
+    """Every line of both files is on the page, in order, and no other Python is."""
     shown = [line for kind, text in BLOCKS if kind == "python" for line in text.splitlines() if line]
-    assert shown == [line for line in FILE.read_text().splitlines() if line]
+    assert shown == [line for file in (FILE, ROUTED) for line in file.read_text().splitlines() if line]
 
 
 @pytest.mark.slow
-def test_trains_by_its_own_rules(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("file", [FILE, ROUTED], ids=lambda file: file.stem)
+def test_trains_by_its_own_rules(file: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     fields = {
         "model.n_layers": 2, "model.d_model": 32, "model.d_state": 48, "model.seq_len": 32, "model.vocab_size": 512,
         "data.tokenizer_vocab": 512, "train.steps": 6, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 8,
         "optimizer.warmup_steps": 2, "data.documents": "separate", "output": tmp_path,
     }  # fmt: skip
-    assert train.main([f"--config={FILE}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
+    assert train.main([f"--config={file}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 6 and losses[-1] < losses[0] < 1.1 * np.log(512)
@@ -132,6 +140,38 @@ def test_neither_the_future_nor_another_document_is_seen() -> None:
         for part in blind:
             np.testing.assert_array_equal(before[:, part], after[:, part])
         assert all((before[:, t] != after[:, t]).any() for t in range(5, 9)), "the recurrence has no memory"
+
+
+def test_matrices_are_used_in_the_type_that_they_say() -> None:
+    """Under a distributed optimizer; the fp32 ones are in parts on the replicas."""
+    rules = preset("distributed+megatron").replace("own", params=OWN, activations=OWN, optimizer=OWN)
+    blueprint = Blueprint.of(dataclasses.replace(TINY, dtype="bfloat16"), shard_on(rules, data=4, tensor=2))
+    kept = parts(blueprint, Optimizer(CONFIG.optimizer, 9))
+    assert {name: str(jnp.dtype(leaf.dtype)) for name, leaf in kept["params"].leaves.items()} == {
+        "blocks.gates": "bfloat16", "blocks.out": "bfloat16", "embedding": "bfloat16", "blocks.scale": "float32",
+    }  # fmt: skip
+    assert {str(jnp.dtype(leaf.dtype)) for leaf in kept[MASTER].leaves.values()} == {"float32"}
+
+
+def test_a_bias_balances_experts_on_any_mesh() -> None:
+    """Two steps on one device and on stages, replicas and tensor-parallel devices: the same bits, by the page's formula."""
+    routed = load(str(ROUTED))
+    check(routed, 8)
+    fields = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)}
+    model = dataclasses.replace(routed.model, **fields, bias_rate=2.0**-7)
+    mine, found = {**OWN, "experts": None}, []
+    for name, mesh in (("ddp", {}), ("distributed+megatron", {"pipeline": 2, "data": 2, "tensor": 2})):
+        rules = preset(name).replace(name, params=mine, activations=mine, optimizer=mine)
+        blueprint = Blueprint.of(model, shard_on(rules, **mesh))
+        optimizer = Optimizer(CONFIG.optimizer, 9)
+        state, step = init_state(blueprint, optimizer, 0), train_step(blueprint, optimizer, 0)
+        for number in range(2):
+            state, _ = step(state, on_devices(host_batch(2, seed=number), blueprint))
+        assert list(state["buffers"]) == ["blocks.bias"]
+        found.append(in_model_order(blueprint, "blocks.bias", state["buffers"]["blocks.bias"]))
+    np.testing.assert_array_equal(*found)
+    up_and_down = found[0] * 2**7
+    assert set(np.unique(up_and_down)) == {-2.0, 0.0, 2.0} and up_and_down.any(1).all()
 
 
 @pytest.mark.parametrize(("kind", "change", "answer"), MISTAKES, ids=range(len(MISTAKES)))

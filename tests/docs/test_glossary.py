@@ -28,7 +28,7 @@ def test_fields_exist() -> None:
     """The first column's field names are those of the configs."""
     first = "\n".join(line.split("|")[1] for line in TABLE.splitlines() if line.startswith("|"))
     fields = {field.name for config in (DecoderConfig, TrainLoop, PipelineConfig) for field in dataclasses.fields(config)}
-    named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {*AXES, *PRESETS, "seq_resid"}
+    named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {*AXES, *PRESETS, "seq_resid", "flat"}
     assert named and named <= fields
 
 

@@ -17,8 +17,9 @@ from support import shard_on
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.cli import load, parse
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import ConfigError, OptimizerConfig
 from mesh_lm.optim import RULES, Leaf, Optimizer, rule
+from mesh_lm.state import parts
 
 COMPILE_BUDGET = 2
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
@@ -49,6 +50,29 @@ def test_bytes_of_each_weight() -> None:
         for name, number in zip(shown[""], numbers, strict=True):
             kept = sum(leaf.nbytes for slot in rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
             assert f"{kept / weights:.{len(number.partition('.')[2])}f}" == number, f"{config}, {name}"
+
+
+def test_bytes_of_the_state_on_a_device() -> None:
+    """Of what is declared; and the page's formulas, but for vectors that are replicated and for padding."""
+    shown, n = table("optimizer"), 8
+    model = load("configs/llama3_8b.py").model
+    forms = {"ddp": lambda s: 4 + s, "distributed": lambda s: 2 + (4 + s) / n, "fsdp": lambda s: (4 + s) / n}
+    forms |= dict.fromkeys(("zero1", "zero2"), lambda s: 4 + s / n)
+    columns = shown.pop("")
+    assert set(columns) == set(forms) and set(shown) == set(RULES)
+    for rules in forms:
+        blueprint = Blueprint.of(model, shard_on(rules, **{"fsdp" if rules == "fsdp" else "data": n}))
+        weights = sum(math.prod(leaf.shape) for leaf in blueprint.leaves.values())
+        for name, cells in shown.items():
+            number, optimizer = cells[columns.index(rules)], Optimizer(OptimizerConfig(name=name), 9)
+            if number == "refused":
+                with pytest.raises(ConfigError, match="works on whole matrices"):
+                    parts(blueprint, optimizer)
+                continue
+            held = sum(part.nbytes for part in parts(blueprint, optimizer).values()) / weights
+            assert f"{held:.2f}" == number, f"{name}, {rules}"
+            if slots := {"adamw": 8, "lion": 4}.get(name):
+                assert held == pytest.approx(forms[rules](slots), abs=1e-3)
 
 
 def test_every_rule_is_in_the_table() -> None:

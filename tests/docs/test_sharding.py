@@ -17,6 +17,7 @@ from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 import train
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError
+from mesh_lm.optim.flat import replicas_of
 from sharding_rules import PRESETS, MeshConfig, Rules, ShardingRuleError, axes_of, preset
 from sharding_rules.rules import Kind
 
@@ -56,6 +57,9 @@ def weight_table() -> str:
     """One weight under every preset."""
 
     def spec(rules: Rules, kind: Kind) -> str:
+        # A matrix that is flat has no dimensions that could be cut: gradients reach the optimizer as its vectors are.
+        if kind in ("gradients", "optimizer") and (over := replicas_of(rules, "blocks")):
+            return f"flat, over {cell(tuple(axis for axis in over if axis != 'pipeline'))}"
         return f"`{rules.spec(kind, ('embed', 'mlp'))}`"
 
     kinds: tuple[Kind, ...] = ("params", "gathered", "gradients", "optimizer")

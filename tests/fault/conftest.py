@@ -1,9 +1,11 @@
 """Fixtures of the fault suite."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault.job import EVERY, STEPS, Job, arguments, certificates, corpus
+from fault.job import EVERY, FIELDS, STEPS, Job, arguments, certificates, corpus
 
 
 @pytest.fixture(scope="session")
@@ -12,18 +14,34 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output, and in `log` what was printed, of a run of two processes that nobody disturbs."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    with Job(directory / "faults", arguments(data, directory / "run")) as job:
-        assert job.ended() == 0, job.log
-    (directory / "run" / "log").write_text(job.log)
-    return directory / "run"
+def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By rules: the output, and in `log` what was printed, of a run of two processes that nobody disturbs."""
+
+    @functools.cache
+    def run(rules: str) -> Path:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        with Job(directory / "faults", arguments(data, directory / "run", rules=rules)) as job:
+            assert job.ended() == 0, job.log
+        (directory / "run" / "log").write_text(job.log)
+        return directory / "run"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed_output(undisturbed_runs: Callable[[str], Path]) -> Path:
+    """Of the run that all others are compared with."""
+    return undisturbed_runs(str(FIELDS["rules"]))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed_output: Path) -> dict[int, str]:
     """What that run has at each save: digests of its state and of its samples."""
-    found = dict(certificates((undisturbed_output / "log").read_text()))
+    return saved_by(undisturbed_output)
+
+
+def saved_by(output: Path) -> dict[int, str]:
+    """The digests of each save of a run that nobody disturbed."""
+    found = dict(certificates((output / "log").read_text()))
     assert sorted(found) == [*range(EVERY, STEPS + 1, EVERY)]
     return found

@@ -19,7 +19,7 @@ from mesh_lm.initial import init_state
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
 
-COMPILE_BUDGET = 10
+COMPILE_BUDGET = 60
 pytestmark = pytest.mark.fault
 MODEL = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32")
 DAMAGES = ("flip", "zero", "truncate", "delete")
@@ -27,9 +27,10 @@ FLIPS = 80
 """Random bits, each in a random file, weighted by size; and each file is damaged in each of the four ways."""
 
 
-@pytest.fixture(scope="module")
-def blueprint() -> Blueprint:
-    return Blueprint.of(MODEL, shard_on("ddp"))
+@pytest.fixture(scope="module", params=["ddp", "distributed"])
+def blueprint(request: pytest.FixtureRequest) -> Blueprint:
+    """Weights and moments as they are used; and, beside a copy for the layers, as flat vectors, each a half on each of two devices."""
+    return Blueprint.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def good(blueprint: Blueprint, optimizer: Optimizer, tmp_path_factory: pytest.Te
         for step in (1, 2):
             state = init_state(blueprint, optimizer, seed=step)
             held[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, {"position": step}, blueprint, optimizer())
+            checkpoints.save(step, state, {"position": step}, blueprint, optimizer)
     return config, held
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault.job import EVERY, HEARTBEAT, STALL, STEPS, Job, arguments, certificates
+from fault.conftest import saved_by
+from fault.job import EVERY, FIELDS, HEARTBEAT, STALL, STEPS, Job, arguments, certificates
 
 from mesh_lm.checkpoint import Saved
 
@@ -19,10 +20,13 @@ NOTICED = HEARTBEAT + 5
 
 
 @pytest.fixture
-def broken(data: Path, undisturbed: dict[int, str], tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[..., Job]:
-    """Runs it with faults ("process-step-what"), and holds it to the end of the undisturbed one."""
+def broken(
+    data: Path, undisturbed_runs: Callable[[str], Path], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> Callable[..., Job]:  # fmt: skip
+    """Runs it with faults ("process-step-what"), and holds it to the end of the undisturbed one with these rules."""
 
     def run(*faults: str, restarts: int, **changes: object) -> Job:
+        undisturbed = saved_by(undisturbed_runs(str(changes.get("rules", FIELDS["rules"]))))
         variables = {name: str(changes.pop(name)) for name in [*changes] if name.isupper()}
         (tmp_path / "faults").mkdir()
         for fault in faults:
@@ -39,9 +43,10 @@ def broken(data: Path, undisturbed: dict[int, str], tmp_path: Path, record_prope
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
-def test_f1_kill_9_in_an_async_save(broken: Callable[..., Job], delay: float) -> None:
+@pytest.mark.parametrize("rules", ["hsdp", "distributed+hsdp"])
+def test_f1_kill_9_in_an_async_save(broken: Callable[..., Job], rules: str, delay: float) -> None:
     """At whatever moment of the save: the step is whole or is not there."""
-    broken("0-10-kill_in_save", restarts=1, MESH_LM_DELAY=delay)
+    broken("0-10-kill_in_save", restarts=1, rules=rules, MESH_LM_DELAY=delay)
 
 
 def test_f2_kill_9_of_a_worker_and_of_the_coordinator(broken: Callable[..., Job]) -> None:

@@ -73,14 +73,26 @@ def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_pat
         assert job.ended() == 0 and "resumed at step 15 " in job.log, job.log
 
 
-def test_f9_on_other_devices(data: Path, undisturbed: dict[int, str], undisturbed_output: Path, tmp_path: Path) -> None:
+Layouts = list[tuple[int, int, dict[str, object], int]]
+"""Processes, devices of each, the mesh, and the step at which the run moves on."""
+LAYOUTS: Layouts = [
+    (2, 4, {"mesh.fsdp": 4}, 10),
+    (1, 4, {"mesh.tensor": 2, "mesh.data": 1, "rules": "hsdp+megatron"}, 15),
+    (2, 1, {"mesh.data": 1}, 20),
+]
+FLAT: Layouts = [
+    (2, 4, {"mesh.data": 8, "mesh.fsdp": 1, "rules": "distributed"}, 10),
+    (1, 4, {"mesh.tensor": 2, "mesh.fsdp": 1, "rules": "distributed+megatron"}, 15),
+    (2, 1, {"mesh.data": 2, "mesh.fsdp": 1, "rules": "distributed"}, 20),
+]
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, FLAT], ids=["whole", "flat"])
+def test_f9_on_other_devices(
+    data: Path, undisturbed: dict[int, str], undisturbed_output: Path, tmp_path: Path, layouts: Layouts
+) -> None:  # fmt: skip
     """8 devices in 2 processes, then 4 in 1, then 2 in 2: the same samples, the weights that were saved, and the losses agree."""
     proofs: dict[int, str] = {}
-    layouts = [
-        (2, 4, {"mesh.fsdp": 4}, 10),
-        (1, 4, {"mesh.tensor": 2, "mesh.data": 1, "rules": "hsdp+megatron"}, 15),
-        (2, 1, {"mesh.data": 1}, 20),
-    ]
     for workers, devices, mesh, until in layouts:
         changes = {name.replace(".", "__"): value for name, value in mesh.items()}
         settings = arguments(data, tmp_path / "run", **changes)

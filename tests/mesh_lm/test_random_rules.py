@@ -53,6 +53,10 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
         rules.setdefault(column, {})[row] = cut
         if column == "params" and row in ROWS["activations"] and draw(st.booleans()):
             rules.setdefault("activations", {})[row] = cut
+    if draw(st.integers(0, 2)) == 0:  # flat vectors, for the most part over axes that may cut them
+        axes = [axis for axis in mesh if axis in ("pipeline", "data")]
+        cut = draw(st.lists(st.sampled_from(axes if axes and draw(st.integers(0, 9)) else list(mesh)), unique=True, min_size=1, max_size=2))
+        rules.setdefault("optimizer", {})["flat"] = cut
     microbatches = draw(st.sampled_from((2, 4) if "pipeline" in mesh else (1, 2)))
     return {"model": draw(st.sampled_from(("gpt", "llama"))), "mesh": mesh, "rules": rules, "microbatches": microbatches}
 

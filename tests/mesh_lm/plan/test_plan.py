@@ -47,6 +47,10 @@ def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
     assert found["facts"]["rules"] == "hsdp+megatron_sp"
     gradients = r"summed in f32 \([\d.]+ MiB\) over data, f32 \([\d.]+ MiB\) and bf16 \([\d.]+ MiB\) over fsdp \(rules.reduction=auto\)"
     assert re.fullmatch(gradients, found["facts"]["gradients"])
+    assert found["state"].keys() == {"params", "mu", "nu"} and len(set(found["state"].values())) == 1
+    assert sum(found["state"].values()) == sum(a["bytes"] for a in found["report"]["arguments"] if a["kind"] in ("params", "moments"))
+    assert re.fullmatch(r"params (.* MiB) fp32, mu \1 fp32, nu \1 fp32", state := found["facts"]["state"])
+    assert state in page.read_text() and state in " ".join(said.split())
     assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
 
 

@@ -60,7 +60,7 @@ class Program:
         batch = self.rows * self.microbatches * self.mesh.get("data", 1) * self.mesh.get("fsdp", 1)
         loop = TrainLoop(global_batch=batch, microbatches=self.microbatches)
         return TrainConfig(
-            model=model, mesh=MeshConfig(**{"data": 1, **self.mesh}), rules=preset(self.preset), train=loop, output=str(self),
+            model=model, mesh=dataclasses.replace(MeshConfig(data=1), **self.mesh), rules=preset(self.preset), train=loop, output=str(self),
             pipeline=self.pipeline,
         )  # fmt: skip
 
