@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import ConfigError, ModelConfig
 from mesh_lm.health import recent
 from mesh_lm.model import Batch
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Optimizer, Params
 from mesh_lm.pipeline.engine import region
 from mesh_lm.state import MASTER, State, masters, parts, state_shardings, weights_of
 
@@ -23,7 +24,13 @@ _STEPS = 0x73746570  # "step": no model has so many parameters
 
 def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
     """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
-    finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late."""
+    finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late.
+
+    Raises ConfigError where the model has buffers and its config does not say how they change.
+    """
+    if blueprint.buffers and type(blueprint.config).updated is ModelConfig.updated:
+        which = f"it makes the next values of the model's buffers {', '.join(sorted(blueprint.buffers))}"
+        raise ConfigError(f"{type(blueprint.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
     declared, flat, leaves = parts(blueprint, optimizer), blueprint.flat, masters(blueprint)
     slots = [part for part in declared if part not in ("params", MASTER, "buffers")]
     plain = [name for name in leaves if name not in flat.leaves]
@@ -43,7 +50,7 @@ def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: f
             old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"]
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
-            buffers = blueprint.config.updated(old[2], {**sums, **arrays}) if old[2] else {}
+            buffers = _updated(blueprint.config, old[2], {**sums, **arrays}) if old[2] else {}
             new = *new, buffers, recent.updated(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
@@ -56,6 +63,20 @@ def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: f
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(blueprint, optimizer), None))
+
+
+def _updated(config: ModelConfig, buffers: Params, sums: Params) -> Params:
+    """The buffers after a step. Raises ConfigError where they are others than before."""
+    new, which = config.updated(buffers, sums), f"{type(config).__name__}.updated returns"
+    for name in sorted({*buffers, *new}):
+        if name not in new:
+            raise ConfigError(f"{which} no {name!r}, a buffer of the model")
+        if name not in buffers:
+            raise ConfigError(f"{which} {name!r}, which is no buffer of the model")
+        found, was = (f"{x.dtype} {x.shape}" for x in (new[name], buffers[name]))
+        if found != was:
+            raise ConfigError(f"{which} {name!r} as {found}, and the buffer is {was}")
+    return new
 
 
 def step_key(seed: int, step: jax.Array | int) -> jax.Array:

@@ -20,7 +20,7 @@ from mesh_lm.model.kinds import KINDS
 from mesh_lm.model.layers import Weights
 from sharding_rules import Rules, Shard, preset
 
-KINDS |= {"experts": "experts_toy", "sharing": "sharing_toy"}
+KINDS |= {"experts": "experts_toy", "sharing": "sharing_toy", "balanced": "balanced_toy"}
 
 EXPERTS, ACTIVE, D_EXPERT = 4, 2, 24
 
@@ -62,7 +62,7 @@ class Layer(dense_kind.Layer):
         shard, dtype = self.shard, x_BSD.dtype
         logits_BSE = jnp.einsum("bsd,de->bse", x_BSD.astype(jnp.float32), shard.weight(self.router[...], "embed", "experts"))
         p_BSE = jax.nn.sigmoid(logits_BSE)
-        chosen = jax.lax.top_k(jax.lax.stop_gradient(p_BSE), ACTIVE)[1]
+        chosen = jax.lax.top_k(jax.lax.stop_gradient(self.ranked(p_BSE)), ACTIVE)[1]
         mask_BSE = jax.nn.one_hot(chosen, EXPERTS).sum(-2)
         gate_BSE = (p_BSE * mask_BSE / (p_BSE * mask_BSE).sum(-1, keepdims=True)).astype(dtype)
         up, down = (shard.weight(w[...].astype(dtype), "experts", "embed", "mlp") for w in (self.up, self.down_experts))
@@ -70,6 +70,10 @@ class Layer(dense_kind.Layer):
         z_loss = 1e-2 * (weights_BS * jax.nn.logsumexp(logits_BSE, -1) ** 2).sum()
         load_E = (weights_BS[..., None] * mask_BSE).sum((0, 1))
         return jnp.einsum("bsef,edf,bse->bsd", h_BSEF, down, gate_BSE), {"objective": z_loss, "router_z": z_loss, "load": load_E}
+
+    def ranked(self, p_BSE: jax.Array) -> jax.Array:
+        """By which the experts of a token are chosen."""
+        return p_BSE
 
 
 def n_params(config: DecoderConfig) -> int:

@@ -6,9 +6,11 @@ import itertools
 import math
 
 import numpy as np
+from support import in_model_order
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.optim.flat import Vector
+from mesh_lm.state import COUNTERS, MASTER, State
 from sharding_rules import axes_of
 
 
@@ -43,3 +45,18 @@ def unflattened(blueprint: Blueprint, part: dict[str, np.ndarray]) -> dict[str, 
         found |= matrices(vectors[name], x, blueprint) if name in vectors else {name: x}
     rows = {name: blueprint.stack_of(name).row_of_layer() for name in found if name in blueprint.stacked}
     return {name: x[rows[name]] if name in rows else x for name, x in found.items()}
+
+
+def on_disk(blueprint: Blueprint, state: State) -> dict[str, np.ndarray]:
+    """What a checkpoint of a state holds: {"params/blocks.mlp.up.weight": array}, layers in model order, the fp32 weights."""
+    out = {}
+    for part, held in state.items():
+        if part in COUNTERS:
+            out[part] = np.asarray(held)
+            continue
+        vectors = blueprint.flat.leaves if part not in ("params", "buffers") else {}
+        follows = blueprint.flat.names if part == "params" else ()
+        plain = {name: in_model_order(blueprint, name, x) for name, x in held.items() if name not in vectors and name not in follows}
+        apart = unflattened(blueprint, {name: np.asarray(held[name]) for name in vectors if name in held})
+        out |= {f"{'params' if part == MASTER else part}/{name}": x for name, x in {**plain, **apart}.items()}
+    return out

@@ -91,6 +91,7 @@ class Saved:
     def params(self, blueprint: Blueprint) -> Params:
         """The weights and buffers alone, layers in model order. Raises as `state` does."""
         self._require_order(blueprint)
+        self.require_model(blueprint)
         return {name: x for part in self.state(_weights(blueprint)).values() for name, x in part.items()}
 
     def _read(self, abstract: State) -> State:
@@ -135,7 +136,7 @@ class Saved:
 
     def require_model(self, blueprint: Blueprint) -> None:
         """Raises ConfigError for a checkpoint of another model."""
-        self.require(_weights(blueprint))
+        self.require({"buffers": {}, **_weights(blueprint)})
 
     def require(self, wanted: State) -> None:
         """Raises ConfigError where its parts do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct).
@@ -145,7 +146,7 @@ class Saved:
         has, asked = parts_of(self.metadata), described(wanted)
         problems = [
             f"{name}: {has.get(part, {}).get(name, 'absent')} in the checkpoint, {asked.get(part, {}).get(name, 'absent')} in this config"
-            for part in ("params", "buffers") if part in asked
+            for part in ("params", "buffers") if part in asked or (part in has and "step" in wanted)
             for name in sorted({*has.get(part, {}), *asked.get(part, {})}) if has.get(part, {}).get(name) != asked.get(part, {}).get(name)
         ]  # fmt: skip
         if problems:

@@ -76,11 +76,13 @@ class Part:
         loss, sums = jax.make_jaxpr(partial(self._loss, some), return_shape=True)(self.shared, self.zero_input)
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
-        self.of_layers = _used(layers.jaxpr, self.shared)
-        self.of_loss = _used(loss.jaxpr, self.shared)
-        self.of_embed = _used(embed.jaxpr, self.shared)
+        self.of_layers, self.of_loss, self.of_embed = (self._trained(made.jaxpr) for made in (layers, loss, embed))
         self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(blueprint.config).__name__)
         self.kept = self._depends_on_x(some) if blueprint.pipeline.stash == "residuals" and key is not None else []
+
+    def _trained(self, jaxpr: Any) -> Params:
+        """Those of the shared parameters that a jaxpr uses and a gradient is taken of."""
+        return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.blueprint.buffers}
 
     # Forward.
 
