@@ -117,7 +117,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
 
 def test_flat_vectors(tmp_path: Path) -> None:
     """They come back, and the copy that layers use is made of them; never of another model, whose vectors have the same sizes."""
-    model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2)
+    model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2, biases=False)
     run = Run(at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
     run.save(2)
     run.require(2)
