@@ -1,6 +1,6 @@
 """Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s, 1152 sequences a step.
 
-Tensor 8 x pipeline 6 x data 48 as published; their distributed optimizer is zero2 here. Four chunks of
+Tensor 8 x pipeline 6 x data 48 as published, with their distributed optimizer. Four chunks of
 4 layers on each stage; 24 microbatches of one sequence, of which a stage keeps what save_names names: no layer runs its forward twice.
 """
 
@@ -14,7 +14,7 @@ def get_config() -> TrainConfig:
         model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=96, d_model=12_288, n_heads=96, tied=False, remat="save_names"),
         output="runs/megatron_177b",
         mesh=MeshConfig(pipeline=6, data=48, tensor=8),
-        rules=preset("zero2+megatron_sp"),
+        rules=preset("distributed+megatron_sp"),
         train=TrainLoop(steps=64_000, global_batch=1152, microbatches=24, eval_every=1000),
         pipeline=PipelineConfig(chunks=4, stash="residuals"),
         optimizer=OptimizerConfig(learning_rate=6e-5, warmup_steps=500),

@@ -1,6 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 1.7 B (1.75 B parameters), 48 H100s, 192 sequences a step.
 
-Data parallel on 48 H100s: ZeRO-1 would cut d_model by 48, which does not divide 2048.
+Data 48 as published, with their distributed optimizer. One microbatch: what save_names keeps of its four
+sequences fits.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -13,8 +14,8 @@ def get_config() -> TrainConfig:
         model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=24, d_model=2048, n_heads=16, tied=False, remat="save_names"),
         output="runs/megatron_1_7b",
         mesh=MeshConfig(data=48),
-        rules=preset("ddp"),
-        train=TrainLoop(steps=381_000, global_batch=192, microbatches=4, eval_every=1000),
+        rules=preset("distributed"),
+        train=TrainLoop(steps=381_000, global_batch=192, eval_every=1000),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=500),
         data=DataConfig(tokenizer_vocab=16_384),
     )

@@ -1,41 +1,90 @@
-"""How a blueprint divides its layers and moves what is theirs; tests/mesh_lm/pipeline has the bits of whole runs."""
+"""What a model's state must be: parameters in float32, and those of layers used in layers alone."""
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
-from support import GPT, shard_on
+from flax import nnx
+from pipeline_toy import Toy, ToyConfig
+from support import host_batch, shard_on
 
-from mesh_lm.blueprint import Blueprint, divided
-from mesh_lm.config import PipelineConfig
-from mesh_lm.model import DecoderConfig
-from sharding_rules.rules import Kind
+from mesh_lm.blueprint import Blueprint
+from mesh_lm.config import ConfigError
+from mesh_lm.pipeline.engine import value_and_grad
+from sharding_rules import Shard
 
-COMPILE_BUDGET = 6
-
-
-@pytest.mark.parametrize(("stash", "counts"), [("residuals", (5, 3)), ("input", (4, 4))])
-def test_stages_are_balanced_for_what_they_compute(stash, counts: tuple[int, int]) -> None:
-    """A head of two layers: 5 and 3 + 2. Where a backward repeats the forward, a layer is 4/3, and of the head 4/3 are free: 16/3 and
-    18/3 are less than 20/3 and 14/3."""
-    config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16)
-    layer = (config.flops_per_token() - 6 * config.vocab_size * config.d_model) / config.n_layers
-    config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16, vocab_size=round(2 * layer / (6 * config.d_model)))
-    assert divided(config, PipelineConfig(stash=stash, balance="flops"), 2)["blocks"].counts == counts
+COMPILE_BUDGET = 4
 
 
-@pytest.mark.parametrize("kind", ["params", "optimizer"])
-def test_what_moves_into_stages_lies_there_as_the_rules_say(kind: Kind) -> None:
-    """Under ZeRO moments are cut over data, and weights are not."""
-    model = dataclasses.replace(GPT, n_layers=3)
-    blueprint, name = Blueprint.of(model, shard_on("zero1", pipeline=2, data=2), PipelineConfig(layers=(1, 2))), "blocks.mlp.up.weight"
-    shape, stages = blueprint.shapes[name].shape, blueprint.stack_of(name)
-    values = np.random.default_rng(0).random(shape, np.float32)
-    memory = blueprint.by_stage({name: jax.device_put(values, blueprint.canonical_shardings(kind)[name])}, kind)[name]
-    assert memory.sharding.is_equivalent_to(blueprint.shardings(kind)[name], memory.ndim)
-    assert memory.sharding.shard_shape(memory.shape)[1] == model.d_model // (2 if kind == "optimizer" else 1)
-    np.testing.assert_array_equal(np.asarray(memory)[stages.row_of_layer()], values)
-    disk = blueprint.in_model_order({name: memory}, kind)[name]
-    assert disk.sharding.is_equivalent_to(blueprint.canonical_shardings(kind)[name], disk.ndim)
-    np.testing.assert_array_equal(np.asarray(disk), values)
+def weight(value: Callable[[jax.Array], jax.Array] = lambda x: x, **metadata: Any) -> type[Toy]:
+    """A model whose layers' weight is another parameter."""
+
+    class Changed(Toy):
+        def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
+            super().__init__(config, shard, rngs)
+            was = self.layers.weight
+            self.layers.weight = nnx.Param(value(was.get_value()), out_sharding=was.get_metadata()["out_sharding"], **metadata)
+
+    return Changed
+
+
+def blueprint(model: type[Toy], **mesh: int) -> Blueprint:
+    @dataclasses.dataclass(frozen=True)
+    class Config(ToyConfig):
+        def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+            return model(self, shard, rngs)
+
+    return Blueprint.of(Config(n_layers=2), shard_on("ddp", **mesh))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            weight(lambda x: x.astype(jnp.bfloat16)),
+            "model.layers.weight is bfloat16; store it in float32, and set compute_dtype='bfloat16' of its nnx.Param",
+        ),
+        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is no type; write it as in compute_dtype='bfloat16'"),
+    ],
+    ids=["stored in bf16", "no such type"],
+)
+def test_the_types_of_parameters(model: type[Toy], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        blueprint(model)
+    assert str(caught.value) == said
+
+
+def test_the_type_in_which_layers_use_a_parameter() -> None:
+    assert blueprint(weight(compute_dtype="bfloat16")).compute == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
+
+
+class InLoss(Toy):
+    def loss(self, x: jax.Array, batch: Any, dropout: Any) -> dict[str, jax.Array]:
+        sums = super().loss(x, batch, dropout)
+        return {**sums, "objective": sums["objective"] + jnp.square(self.layers.weight[...]).sum()}
+
+
+class InEmbed(Toy):
+    def embed(self, batch: Any, dropout: Any) -> jax.Array:
+        return super().embed(batch, dropout) * self.layers.weight[0, 0]
+
+
+class InPrepare(Toy):
+    def prepare(self, batch: Any) -> Any:
+        return self.layers.weight[...].sum()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("model", [InLoss, InEmbed, InPrepare])
+def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[str, int]) -> None:
+    """It would have no gradient from there."""
+    made = blueprint(model, **mesh)
+    with pytest.raises(ConfigError) as caught:
+        jax.eval_shape(value_and_grad(made), made.in_memory, host_batch(2), jax.random.key(0))
+    said = "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a parameter of the model itself"
+    assert str(caught.value).startswith(said)

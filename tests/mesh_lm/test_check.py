@@ -249,3 +249,39 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
         "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and rules.gathered['mlp']=('fsdp', 'tensor') do not begin alike; "
         + wait,
     ]
+
+
+FLAT_NOT_ALONG = "flat vectors are cut over replicas, which are along pipeline, data, expert, sequence; leave"
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"optimizer": {"flat": ("data", "fsdp")}}, f"rules.optimizer['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp' out"),
+        ({"optimizer": {"blocks/flat": "tensor"}}, f"rules.optimizer['blocks/flat']='tensor': {FLAT_NOT_ALONG} 'tensor' out"),
+        ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
+        ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
+        ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
+        ({"params": {"flat": "data"}}, "rules.params['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
+        (
+            {"optimizer": {"flat": "replica"}},
+            "rules.optimizer['flat']: mesh axis 'replica' is neither one of every mesh nor declared in rules.axes; known: data, expert, "
+            "fsdp, pipeline, sequence, tensor",
+        ),
+        (
+            {"optimizer": {"moe/flat": "data"}},
+            "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'",
+        ),
+        (
+            {"optimizer": {"flat": "data"}, "params": {"layers": "fsdp", "embed": None}},
+            "rules.optimizer['flat']='data': flat vectors are of one layer each, and rules.params['layers']='fsdp'; set that to 'pipeline'",
+        ),
+    ],
+    ids=str,
+)
+def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
+    config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace("mine", **columns))
+    config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8)
+    assert str(caught.value) == f"this config cannot run\n  - {problem}"

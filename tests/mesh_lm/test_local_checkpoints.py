@@ -20,6 +20,7 @@ from mesh_lm.config import CheckpointConfig, ConfigError, ModelConfig, PipelineC
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.state import State, abstract_state
+from mesh_lm.stored import with_used, without_used
 from sharding_rules import Shard
 
 COMPILE_BUDGET = 130
@@ -44,7 +45,7 @@ class Run:
             values = fixture.pattern(jax.tree_util.keystr(path), leaf.shape, np.dtype(np.float32)) + step
             return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
-        return jax.tree_util.tree_map_with_path(filled, abstract)
+        return with_used(self.blueprint, jax.tree_util.tree_map_with_path(filled, abstract))
 
     def save(self, *steps: int) -> None:
         with Checkpoints(self.config) as checkpoints:
@@ -112,6 +113,20 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     with Checkpoints(other.config) as checkpoints:
         found = checkpoints.restore(other.blueprint, Optimizer(other.config.optimizer, other.config.train.steps))
     assert found == (None, None), "the same shapes, with other layers in the rows"
+
+
+def test_flat_vectors(tmp_path: Path) -> None:
+    """They come back, and the copy that layers use is made of them; never of another model, whose vectors have the same sizes."""
+    model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2, biases=False)
+    run = Run(at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
+    run.save(2)
+    run.require(2)
+    held = (run.places[-1] / "state.raw").stat().st_size
+    assert held == sum(x.nbytes for x in jax.tree.leaves(without_used(run.blueprint, run.state(2)))), "that copy is not written"
+    other = dataclasses.replace(run, config=at(tmp_path, dataclasses.replace(model, n_heads=4)))
+    assert [leaf.shape for leaf in other.blueprint.flat.leaves.values()] == [leaf.shape for leaf in run.blueprint.flat.leaves.values()]
+    with Checkpoints(other.config) as checkpoints:
+        assert checkpoints.restore(other.blueprint, Optimizer(other.config.optimizer, 10)) == (None, None)
 
 
 @pytest.mark.parametrize(

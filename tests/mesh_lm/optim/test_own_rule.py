@@ -5,14 +5,24 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from support import GPT, shard_on
 
+from mesh_lm.blueprint import Blueprint
 from mesh_lm.check import check
 from mesh_lm.cli import load
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import Leaf, Optimizer, rule
+from mesh_lm.initial import init_state
+from mesh_lm.optim import Leaf, Optimizer, is_matrix, rule
+from mesh_lm.state import masters, parts
+from mesh_lm.stored import from_disk, to_disk
+
+COMPILE_BUDGET = 60
 
 RULES = """
+from mesh_lm.optim import is_matrix
+
+
 class Plain:
     elementwise = True
 
@@ -24,6 +34,11 @@ class Plain:
 
     def direction(self, grads, slots, params, *, count, leaves):
         return grads, {}
+
+
+class Rough(Plain):
+    def slots(self, leaves):
+        return {"kept": {name: leaf.like("bfloat16") for name, leaf in leaves.items() if is_matrix(name, leaf.axes)}}
 
 
 class Whole(Plain):
@@ -75,7 +90,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
-        ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Whole"),
+        ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
         ("rules_of_my_own:Half", "lacks elementwise, direction; a rule has what mesh_lm.optim.Rule has"),
         ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
         ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
@@ -107,3 +122,16 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
         with pytest.raises(ConfigError) as caught:
             optimizer.slots(leaves)
         assert str(caught.value) == f"optimizer.name={name} works on whole matrices, and blocks is kept as flat vectors"
+
+
+@pytest.mark.parametrize("rules", ["ddp", "distributed"])
+def test_a_slot_of_matrices_in_another_type(module: str, rules: str) -> None:
+    """A flat vector is a matrix, as what it holds is; and a slot has its type on disk and after it."""
+    blueprint, optimizer = Blueprint.of(GPT, shard_on(rules, data=2)), Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9)
+    kept = parts(blueprint, optimizer)["kept"].leaves
+    assert kept.keys() == {name for name, leaf in masters(blueprint).items() if is_matrix(name, leaf.axes)} and kept
+    state = init_state(blueprint, optimizer, seed=0)
+    tree, digests = to_disk(blueprint, optimizer, state)
+    assert tree["kept"].keys() == {name for name, leaf in blueprint.leaves.items() if is_matrix(name, leaf.axes)}
+    back, wrong = from_disk(blueprint, optimizer, tree, digests)
+    assert not wrong and {str(x.dtype) for part in (tree["kept"], back["kept"]) for x in part.values()} == {"bfloat16"}

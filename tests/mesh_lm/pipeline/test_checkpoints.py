@@ -22,6 +22,7 @@ from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline import relayout
 from mesh_lm.state import State, abstract_state
 from mesh_lm.step import Step, train_step
+from mesh_lm.stored import to_disk
 from mesh_lm.trained import weights
 
 COMPILE_BUDGET = 160
@@ -188,7 +189,6 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
         return replaced(leaf, measured)
 
     monkeypatch.setattr(relayout, "_replaced", watched)
-    for part in ("params", "mu", "nu"):
-        state[part] = blueprint.in_model_order(state[part], "params")
+    tree, _ = to_disk(blueprint, OPTIMIZER, state)
     assert len(held) == 3 * len(blueprint.stacked)
-    assert max(held) == before + max(x.nbytes for name, x in state["params"].items() if name in blueprint.stacked)
+    assert max(held) == before + max(x.nbytes for name, x in tree["params"].items() if name in blueprint.stacked)
