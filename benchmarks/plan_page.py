@@ -13,7 +13,7 @@ CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
     CONFIGS: "Each config at its published number of H100s. step_s, exposed_s: predicted, never measured.",
     FSDP: "The configs with stages by FSDP instead, on as many H100s: no stages, few microbatches, and remat=full as they had it.",
-    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, and ZeRO cuts nothing.",
+    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, and nothing to cut over them.",
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
 """Table -> what its rows are."""

@@ -1,4 +1,4 @@
-"""GPT-3 (Brown et al., arXiv 2005.14165): 174.6 B parameters. Tensor parallel inside a node, 8 stages, ZeRO over the replicas.
+"""GPT-3 (Brown et al., arXiv 2005.14165): 174.6 B parameters. Tensor parallel inside a node, 8 stages, a distributed optimizer.
 
 Stages and chunks as Megatron-LM's 175 B (Korthikanti et al., arXiv 2205.05198): 8 x 3 x 4 layers. A stage keeps of a microbatch what
 save_names names, so that no layer runs its forward twice. On 1,024 H100s 48 microbatches of two sequences are predicted to be faster than
@@ -17,7 +17,7 @@ def get_config() -> TrainConfig:
         ),
         output="runs/gpt_175b",
         mesh=MeshConfig(pipeline=8, data=-1, tensor=8),
-        rules=preset("zero2+megatron_sp"),
+        rules=preset("distributed+megatron_sp"),
         train=TrainLoop(steps=95_000, global_batch=1536, microbatches=48, eval_every=1000),
         pipeline=PipelineConfig(chunks=3, stash="residuals"),
         optimizer=OptimizerConfig(learning_rate=6e-5, warmup_steps=120),
