@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from fixtures import make_checkpoint as fixture
 from flat_layout import on_disk
-from processes import ROOT, ended, environment
+from processes import PATIENCE, ROOT, environment
 from support import shard_on
 
 from mesh_lm.blueprint import Blueprint
@@ -196,15 +197,20 @@ def test_another_state_is_refused(place: str, changes: dict[str, Any], optimizer
 def test_each_process_writes_its_own(tmp_path: Path) -> None:
     """Of flat vectors, too, half of each array; both read the bits that they had, and so does one process on another mesh."""
     port = str(free_port())
-    streams: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = [sys.executable, str(Path(__file__).with_name("two_savers.py"))]
-    pair = [
-        subprocess.Popen([*command, str(n), port, str(tmp_path / "run")], env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests"), **streams)
-        for n in range(2)
-    ]
-    said = [ended(process) for process in pair]
+    logs = [tmp_path / f"{n}.log" for n in range(2)]
+    pair = []
+    for n, log in enumerate(logs):
+        streams: dict[str, Any] = {"text": True, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+        environ = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+        pair.append(subprocess.Popen([*command, str(n), port, str(tmp_path / "run")], env=environ, **streams))
+    for process in pair:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        process.kill()
+    said = [log.read_text() for log in logs]
     found = [json.loads(line.removeprefix("RESULT ")) for text in said for line in text.splitlines() if line.startswith("RESULT ")]
-    assert len(found) == 2 and all(each["same"] for each in found), said
+    assert len(found) == 2 and all(each["same"] for each in found), "\n".join(said)
     assert found[0]["digests"] == found[1]["digests"]
     for each in found:
         assert 0.4 < each["mine"] / (found[0]["mine"] + found[1]["mine"]) < 0.6, found

@@ -6,12 +6,14 @@ Arguments: its number, a port, and the output.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import sys
 
 import jax
 import numpy as np
 from fixtures import make_checkpoint as fixture
+from processes import PATIENCE
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
@@ -36,6 +38,7 @@ def written(tree: State) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(PATIENCE / 2)  # where it waits, should it hang
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
