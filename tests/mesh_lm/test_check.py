@@ -165,6 +165,36 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
     check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
+REPLICAS = "flat vectors are cut over replicas, which are along pipeline, data, expert, sequence"
+
+
+@pytest.mark.parametrize(
+    ("column", "rows", "problem"),
+    [
+        ("optimizer", {"flat": ("data", "tensor")}, f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}; leave 'tensor' out"),
+        ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; leave 'fsdp' out"),
+        ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
+        ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
+        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'"),
+        (
+            "optimizer",
+            {"flat": "dat"},
+            "rules.optimizer['flat']: mesh axis 'dat' is neither one of every mesh nor declared in rules.axes; did you mean 'data'?",
+        ),
+        *(
+            (column, {"flat": "data"}, f"rules.{column}['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']")
+            for column in ("params", "gathered", "gradients")
+        ),
+    ],
+)
+def test_rows_of_flat_vectors_that_cannot_be(column: str, rows: dict[str, Any], problem: str) -> None:
+    """One line each, before anything is compiled."""
+    config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace("x", **{column: rows}))
+    with pytest.raises(ConfigError) as caught:
+        check(dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 8)
+    assert str(caught.value).split("\n  - ")[1:] == [problem]
+
+
 def test_mesh_axes_that_rules_declare() -> None:
     rules = preset("megatron").replace("mine", axes={"tensor_y": "auto"}, params={"mlp": ("tensor", "tensor_y")})
     config = dataclasses.replace(load(TINY), rules=rules)

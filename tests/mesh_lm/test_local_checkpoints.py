@@ -269,11 +269,12 @@ def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], said:
 
 
 @pytest.mark.slow
-def test_two_processes_resume_from_their_own_disks_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", ["hsdp", "distributed+hsdp"])
+def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp_path: Path) -> None:
     """Each has a directory of its own; killed at step 9, they go on from 8, and from 5 where one disk is lost. The end is the same bits."""
     data = corpus(tmp_path)
-    settings = {"checkpoint__local": tmp_path / "disk", "checkpoint__local_every": 2, "train__steps": 10}
-    with Job(tmp_path / "faults", arguments(data, tmp_path / "straight", train__steps=10)) as job:
+    settings = {"checkpoint__local": tmp_path / "disk", "checkpoint__local_every": 2, "train__steps": 10, "rules": rules}
+    with Job(tmp_path / "faults", arguments(data, tmp_path / "straight", train__steps=10, rules=rules)) as job:
         assert job.ended() == 0, job.log
     wanted = certificates(job.log)[10]
     with Job(tmp_path / "faults", arguments(data, tmp_path / "run", **settings), MESH_LM_PACE="0.3") as job:
