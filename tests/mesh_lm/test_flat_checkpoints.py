@@ -119,24 +119,6 @@ def test_a_state_goes_from_place_to_place(tmp_path: Path, capsys: pytest.Capture
 # The local tier.
 
 
-def local_config(tmp_path: Path) -> TrainConfig:
-    return config_at(tmp_path / "run", checkpoint=CheckpointConfig(every=10, local=str(tmp_path / "disk"), local_every=2))
-
-
-def test_local_checkpoints_hold_the_vectors(tmp_path: Path) -> None:
-    """As they are in memory, a part that several devices hold once; the layers' copy is made anew."""
-    blueprint = blueprint_at("tensor")
-    state = init_state(blueprint, fixture.OPTIMIZER, seed=0)
-    wanted, held = bits(state), sum(x.nbytes for x in jax.tree.leaves(without_used(blueprint, state)))
-    with Checkpoints(local_config(tmp_path)) as checkpoints:
-        checkpoints.save(2, state, {"position": 2}, blueprint, fixture.OPTIMIZER)
-    (file,) = (tmp_path / "disk").glob("*/2/0-of-1/state.raw")
-    assert file.stat().st_size == held < sum(x.nbytes for x in jax.tree.leaves(state))
-    with Checkpoints(local_config(tmp_path)) as checkpoints:
-        saved, state = checkpoints.restore(blueprint, fixture.OPTIMIZER)
-    assert saved is not None and state is not None and saved.directory.name != "checkpoints" and bits(state) == wanted
-
-
 def test_vectors_of_other_matrices_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the same shapes: one cuts heads and MLP over tensor, the other embed. Their elements lie elsewhere, and no digest would tell."""
     model = dataclasses.replace(HALF, positions="rotary", norm="rmsnorm", biases=False)
@@ -149,7 +131,8 @@ def test_vectors_of_other_matrices_are_not_taken(tmp_path: Path, capsys: pytest.
         return sorted((x.shape, str(x.sharding.spec)) for x in jax.tree.leaves(kept))
 
     assert shapes(wide) == shapes(long)
-    config = dataclasses.replace(local_config(tmp_path), model=model)
+    policy = CheckpointConfig(every=10, local=str(tmp_path / "disk"), local_every=2)
+    config = dataclasses.replace(fixture.CONFIG, model=model, output=str(tmp_path / "run"), checkpoint=policy)
     with Checkpoints(config) as checkpoints:
         checkpoints.save(2, init_state(wide, fixture.OPTIMIZER, seed=0), {"position": 2}, wide, fixture.OPTIMIZER)
     with Checkpoints(config) as checkpoints:
