@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from mesh_lm.blueprint import Blueprint
 from mesh_lm.health.digest import digest, digests, hexadecimal
@@ -69,6 +70,7 @@ class Entry:
         if not (self.vector and self.matrix):
             return array
         held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
+        jax.block_until_ready(held)
         array.delete()
         return held
 
@@ -183,9 +185,10 @@ def without_used(blueprint: Blueprint, state: State) -> State:
     return state | {"params": {name: x for name, x in state["params"].items() if name not in blueprint.flat.names}}
 
 
-def _digest(array: jax.Array) -> jax.Array:
+def _digest(array: jax.Array) -> np.ndarray:
+    """It waits: of two programs under way on processes of few cores, one's collectives may starve the other's (XLA:CPU)."""
     everywhere = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.jit(digest, out_shardings=everywhere)(array)
+    return np.asarray(jax.jit(digest, out_shardings=everywhere)(array))
 
 
 def _to_host(array: jax.Array) -> jax.Array:

@@ -57,9 +57,9 @@ def digests(tree: Mapping[str, Any]) -> dict[str, str]:
     return {leaf_name(path): _hex(*row) for (path, _), row in zip(leaves, found, strict=True)}
 
 
-def hexadecimal(found: Mapping[str, jax.Array]) -> dict[str, str]:
+def hexadecimal(found: Mapping[str, np.ndarray]) -> dict[str, str]:
     """16 hex digits of each, as `digests` gives them, of what `digest` has made."""
-    return {name: _hex(*np.asarray(x)) for name, x in found.items()}
+    return {name: _hex(*x) for name, x in found.items()}
 
 
 def leaf_name(path: Any) -> str:

@@ -167,18 +167,13 @@ def fold(
     return x, cache, scalars | arrays
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _attached(weight: jax.Array, sink: jax.Array, wide: bool) -> jax.Array:
     """The weight, as float32 if `wide`; its gradient becomes the sink's."""
     return weight.astype(jnp.float32) if wide else weight
 
 
-def _attached_forward(weight: jax.Array, sink: jax.Array, wide: bool) -> tuple[jax.Array, None]:
-    return _attached(weight, sink, wide), None
-
-
-def _attached_backward(wide: bool, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    return None, grad.astype(jnp.float32)
-
-
-_attached.defvjp(_attached_forward, _attached_backward)
+@_attached.defjvp
+def _(wide: bool, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    out = primals[0].astype(jnp.float32) if wide else primals[0]
+    return out, tangents[1].astype(out.dtype)

@@ -195,6 +195,14 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
 
 
+def test_without_remat_the_weights_are_not_kept(reports: str) -> None:
+    """What the backward pass needs of a layer's weights it reads again where they are: no stack of them is there twice."""
+    report, model = compiled(FAST[0].config, reports), FAST[0].config.model
+    assert isinstance(model, DecoderConfig) and model.remat == "none"
+    kept = [one for one in report.memory.buffers if one.kind == "weights in use" and f"[{model.n_layers}," in one.shape]
+    assert not kept
+
+
 @pytest.mark.parametrize("program", each(FLAT, FLAT[:2], FLAT))
 def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, program: Program) -> None:
     """A vector a layer, each element of which is reduced once and gathered once, exactly; beside them only norms and biases are summed."""
