@@ -183,12 +183,44 @@ class Flat:
 
     def used(self, masters: Params) -> Params:
         """The flat parameters as the layers use them, of the vectors of the master; one all-gather a layer."""
+
+        def gathered(pieces: Params) -> Params:
+            out: Params = {}
+            for vector in self.vectors:
+                out |= vector.gathered(in_turn(pieces[vector.name], out, vector.mesh))
+            return out
+
+        if not self.vectors:
+            return {}
+        pieces = {vector.name: vector.spec for vector in self.vectors}
+        mesh, specs = self.vectors[0].mesh, dict(self.specs)
+        return jax.shard_map(gathered, mesh=mesh, in_specs=(pieces,), out_specs=specs, check_vma=False)(
+            {name: masters[name] for name in pieces}
+        )
+
+    def reduced(self, grads: Mapping[str, jax.Array], before: Any, dtype: Any) -> Params:
+        """On one device: this replica's gradients of the matrices -> `Vector.reduced` of each vector.
+
+        grads: others among them are summed already, as `before` is.
+        """
         out: Params = {}
+        before = before, {name: g for name, g in grads.items() if name not in self.names}
         for vector in self.vectors:
-            specs = {m.name: self.specs[m.name] for m in vector.matrices}
-            give = jax.shard_map(vector.gathered, mesh=vector.mesh, in_specs=vector.spec, out_specs=specs, check_vma=False)
-            out |= give(masters[vector.name])
+            own = {m.name: in_turn(grads[m.name], (before, out), vector.mesh) for m in vector.matrices}
+            out[vector.name] = vector.reduced(own, dtype)
         return out
+
+
+def in_turn(x: jax.Array, before: Any, mesh: Any) -> jax.Array:
+    """x, which on CPUs is made of all arrays in `before`, so that collectives that take it come after those that make them.
+
+    XLA:CPU starts a collective inside of a loop and one outside in any order where neither needs the other, and two processes may then take
+    one for the other. Multiplied by 1 + 0 y, x keeps its bits where y is finite; where it is not, the step is skipped anyway.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return x
+    first = [y.ravel()[0].astype(jnp.float32) for y in jax.tree.leaves(before)]
+    return x * (1 + 0 * jnp.stack(first).sum()).astype(x.dtype) if first else x
 
 
 def replicas_of(rules: Rules, segment: str) -> tuple[str, ...]:

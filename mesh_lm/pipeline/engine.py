@@ -90,7 +90,8 @@ def region(
         else:
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
-        return _reduced(sums, blueprint), _reduced_gradients(grads, specs, blueprint, flat)
+        reduced = _reduced(sums, blueprint)
+        return reduced, _reduced_gradients(grads, specs, blueprint, flat, reduced)
 
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | blueprint.buffers}
     of_grads |= {vector.name: blueprint.shard.only(vector.spec, by_hand) for vector in flat.vectors}
@@ -178,17 +179,23 @@ def differentiated(blueprint: Blueprint, params: Params) -> tuple[Params, Params
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
-def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], blueprint: Blueprint, flat: Flat) -> Params:
-    """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part."""
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], blueprint: Blueprint, flat: Flat, before: Any) -> Params:
+    """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part.
+
+    before: what is summed before flat ones are.
+    """
     held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
     out = {name: _summed(name, g, manual(blueprint) - held[name], blueprint) for name, g in grads.items() if name not in flat.names}
     dtype = jnp.bfloat16 if blueprint.shard.rules.reduction == "bfloat16" else jnp.float32
     auto = frozenset(blueprint.shard.mesh.axis_names) - manual(blueprint)
+    if not flat.vectors:
+        return out
+    inside = {name: blueprint.shard.only(where.spec, auto) for name, where in blueprint.shardings("params").items() if name in grads}
+    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.cut if a in auto) or None) for v in flat.vectors}
+    local = {name: grads[name] if name in flat.names else out[name] for name in inside}
+    mine = blueprint.shard.local(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
     for vector in flat.vectors:
-        inside = {m.name: blueprint.shard.only(flat.specs[m.name], auto) for m in vector.matrices}
-        whole = PartitionSpec(*(None,) * bool(vector.rows), tuple(axis for axis in vector.cut if axis in auto) or None)
-        mine = blueprint.shard.local(partial(vector.reduced, dtype=dtype), (inside,), whole)({name: grads[name] for name in inside})
-        out[vector.name] = _psum(mine, manual(blueprint) - held[vector.matrices[0].name] - {*vector.over}, blueprint)
+        out[vector.name] = _psum(mine[vector.name], manual(blueprint) - held[vector.matrices[0].name] - {*vector.over}, blueprint)
     return out
 
 
