@@ -13,7 +13,7 @@ from itertools import takewhile
 import jax
 
 from mesh_lm import cli, elastic, launch
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.batches import Batches
@@ -48,32 +48,32 @@ def main(argv: list[str]) -> int:
     shard = Shard(config.rules, make_mesh(config.mesh))
 
     # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
-    blueprint = Blueprint.of(config.model, shard, config.pipeline)
+    layout = ModelLayout.of(config.model, shard, config.pipeline)
     optimizer = Optimizer(config.optimizer, config.train.steps)
-    step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
-    evaluation = jax.jit(evaluate(blueprint))
+    step = train_step(layout, optimizer, config.seed, config.health.outlier)
+    evaluation = jax.jit(evaluate(layout))
 
     with Watchdog(config.health, phases, launch.prefix()), launch.StopOnSigterm() as stop, Checkpoints(config, phases) as checkpoints:
         # 4. State: the newest checkpoint that is whole, restored onto whatever mesh this run has and verified; or none yet.
-        saved, restored = checkpoints.restore(blueprint, optimizer)
+        saved, restored = checkpoints.restore(layout, optimizer)
         n = saved.step if saved else 0
-        read = weights(config.init_from, blueprint) if config.init_from and not saved else None
+        read = weights(config.init_from, layout) if config.init_from and not saved else None
 
         # 5. Data: text, tokens, sequences. The position in them is one number.
         phases.at("data")
         with launch.together(), launch.first_before_others("data"):
             corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
-            batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None, n)
+            batches = Batches(config, corpus, batch_sharding(layout), saved.data if saved else None, n)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
         launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
         if restored is not None:
             state = restored
         else:
-            state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
+            state = fresh_state(layout, optimizer, read()) if read else init_state(layout, optimizer, config.seed)
         with launch.together():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
-            monitor = Monitor(config, blueprint, corpus, phases, n)
+            monitor = Monitor(config, layout, corpus, phases, n)
         sick = Sick(config.health, monitor.note)
 
         # 6. The loop.
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
                 n += 1
                 state, metrics = step(state, batch)
                 if began := sick.step(monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
-                    saved, state = checkpoints.go_back(began, state, blueprint, optimizer)
+                    saved, state = checkpoints.go_back(began, state, layout, optimizer)
                     n = saved.step
                     monitor.go_back(n)
                     continue
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
                     phases.at("evaluate")
                     require_equal(state)
                 if saving:
-                    state = checkpoints.save(n, state, batches.state(position), blueprint, optimizer, last=last or stopping)
+                    state = checkpoints.save(n, state, batches.state(position), layout, optimizer, last=last or stopping)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
                 measure(int(state["step"]))
             if stop.requested:
                 return launch.EXIT_PREEMPTED
-            monitor.finish(sample(blueprint, weights_of(state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
+            monitor.finish(sample(layout, weights_of(state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
     return 0
 
 

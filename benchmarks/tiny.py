@@ -9,7 +9,7 @@ import jax
 from record import ROOT
 
 from configs import gpt_tiny
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
 from sharding_rules import Shard, make_mesh
@@ -38,5 +38,5 @@ def config(directory: Path, quick: bool, steps: int) -> TrainConfig:
     return check(run, jax.device_count())
 
 
-def blueprint(run: TrainConfig) -> Blueprint:
-    return Blueprint.of(run.model, Shard(run.rules, make_mesh(run.mesh)))
+def layout(run: TrainConfig) -> ModelLayout:
+    return ModelLayout.of(run.model, Shard(run.rules, make_mesh(run.mesh)))

@@ -23,7 +23,7 @@ from mesh_lm.model.buffer import Buffer
 from mesh_lm.optim.contract import Leaf, Params
 from mesh_lm.optim.flat import Flat
 from mesh_lm.pipeline.relayout import canonical_sharding, to_canonical, to_memory
-from mesh_lm.pipeline.stages import Layout, StackLayout, divide
+from mesh_lm.pipeline.stages import StackLayout, divide
 from mesh_lm.segments import Segment, Stack
 from sharding_rules import Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
@@ -33,13 +33,13 @@ MISFIT = "these rules do not fit the model"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Blueprint:
+class ModelLayout:
     """The same module as `config.make` builds, with its arrays left out."""
 
     config: ModelConfig
     shard: Shard
     pipeline: PipelineConfig
-    layout: Layout
+    stacks: dict[str, StackLayout]
     """Where the layers of each segment lie."""
     shapes: dict[str, jax.ShapeDtypeStruct]
     """Of the parameters and buffers as on disk."""
@@ -53,14 +53,14 @@ class Blueprint:
     _tree: Any
 
     @classmethod
-    def of(cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()) -> Blueprint:
+    def of(cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()) -> ModelLayout:
         """Traces the constructor; no memory is touched.
 
         Raises ShardingRuleError for a parameter whose dimensions are not all named and for rules of a scope that is no segment, and
         ConfigError for NNX state that is neither nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stack that is
         no segment's, and for a model that the pipeline cannot divide.
         """
-        layout, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
+        stacks, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, stack.names):
             raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
@@ -82,7 +82,7 @@ class Blueprint:
             _check_stack(name, named, shapes[name].shape, stack)
             scope = segment_of(name) if segment_of(name) in scopes else ""
             axes[name] = tuple(f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis for axis in named)
-        return cls(config, shard, pipeline, layout, shapes, axes, frozenset(buffers), compute, graph, jax.tree.structure(state))
+        return cls(config, shard, pipeline, stacks, shapes, axes, frozenset(buffers), compute, graph, jax.tree.structure(state))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -96,11 +96,11 @@ class Blueprint:
     @property
     def identity(self) -> bool:
         """Whether all stacked parameters have their layers in model order in memory, too."""
-        return all(stack.identity for stack in self.layout.values())
+        return all(stack.identity for stack in self.stacks.values())
 
     def stack_of(self, name: str) -> StackLayout:
         """The layout of a stacked parameter, or of a sum that has a segment's layers in front."""
-        return self.layout[segment_of(name)]
+        return self.stacks[segment_of(name)]
 
     @property
     def stacked(self) -> frozenset[str]:
@@ -173,7 +173,7 @@ class Blueprint:
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
 
-def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> Layout:
+def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
     """The layers of a model, by segment, on the stages of a mesh. Raises ConfigError where they do not fit or cannot be."""
     stack = config.stack()
     if problems := stack.problems():

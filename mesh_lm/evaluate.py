@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from mesh_lm import cli, launch
 from mesh_lm.arguments import ModelArguments, document_start
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.data.tokenizer import Tokenizer
@@ -39,15 +39,15 @@ def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: It
     return float(total["loss"]) / float(total["weight"])
 
 
-def sample(blueprint: Blueprint, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
+def sample(layout: ModelLayout, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
     """A text that the model writes from nothing; None where n_tokens is 0 or the model cannot generate.
 
     The weights of a model in stages are taken over.
     """
-    model, n_tokens = blueprint.bind(params), min(n_tokens, blueprint.config.seq_len - 1)
+    model, n_tokens = layout.bind(params), min(n_tokens, layout.config.seq_len - 1)
     if n_tokens < 1 or not (hasattr(model, "extend") or hasattr(model, "logits")):
         return None
-    return Generator(*unpiped(blueprint, params), tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
+    return Generator(*unpiped(layout, params), tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _text(arguments: Arguments) -> dict[str, Any]:
             f"--stride={arguments.stride} is more than the model's seq_len={seq_len}: tokens between windows would be left out"
         )
     stride = arguments.stride or max(1, seq_len // 2)
-    scorer = Scorer(trained.blueprint, trained.params, arguments.batch)
+    scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
     found = measure(scorer, trained.tokenizer, read(arguments.text), stride=stride, start=start)
     summary = found.summary()

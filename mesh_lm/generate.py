@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--tokens={arguments.tokens} must be at least 0 and --batch={arguments.batch} at least 1")
     trained = arguments.load()
     start = document_start(trained.tokenizer, arguments.start) if arguments.start else None
-    generator = Generator(trained.blueprint, trained.params, trained.tokenizer, sampling, arguments.batch, start)
+    generator = Generator(trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start)
     tokens = arguments.tokens or _room(generator, prompts)
     options = {"seed": arguments.seed, "stop": arguments.stop, "stop_at_eod": not arguments.ignore_eod}
     if len(prompts) == 1 and arguments.stream and not arguments.output:

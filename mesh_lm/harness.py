@@ -35,8 +35,8 @@ class Requests:
         """start: the token that stands before a text of which nothing else is given."""
         self.trained, self.batch, self.start = trained, batch, start
         self.seq_len = trained.config.model.seq_len
-        self.scorer = Scorer(trained.blueprint, trained.params, batch)
-        self.generator = functools.cache(lambda sampling: Generator(trained.blueprint, trained.params, trained.tokenizer, sampling, batch))
+        self.scorer = Scorer(trained.layout, trained.params, batch)
+        self.generator = functools.cache(lambda sampling: Generator(trained.layout, trained.params, trained.tokenizer, sampling, batch))
 
     def encode(self, text: str) -> list[int]:
         return self.trained.tokenizer.encode_batch([text])[0].tolist()

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import jax
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError, ProfileConfig, TrainConfig, as_dict
 from mesh_lm.data.corpus import Corpus
 from mesh_lm.data.prefixes import Prefixes
@@ -27,7 +27,7 @@ from mesh_lm.report.writer import Writer
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
 
-    def __init__(self, config: TrainConfig, blueprint: Blueprint, corpus: Corpus | Prefixes, phases: Phases, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Corpus | Prefixes, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -52,7 +52,7 @@ class Monitor:
         self._late = self._told  # the same, until it is read
         self._unwritten = ""
         self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
-        n_params = sum(math.prod(shape.shape) for shape in blueprint.shapes.values())
+        n_params = sum(math.prod(shape.shape) for shape in layout.shapes.values())
         epochs = config.train.steps * config.tokens_per_step / corpus.train_tokens
         self._opening = [
             f"{n_params / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, rules {config.rules.name}, "

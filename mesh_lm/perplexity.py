@@ -84,7 +84,7 @@ def _all_windows(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
 ) -> Iterator[tuple[Sequence[int], int, int]]:
     """(tokens, how many of them are scored, the bytes of the text where it is its first window)."""
-    vocab_size, seq_len = scorer.blueprint.config.vocab_size, scorer.blueprint.config.seq_len
+    vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
     for text in texts:
         ids = [start, *tokenizer.encode_batch([text])[0].tolist()]
         if max(ids) >= vocab_size:

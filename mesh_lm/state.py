@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mesh_lm.blueprint import MISFIT, Blueprint, Params
+from mesh_lm.blueprint import MISFIT, ModelLayout, Params
 from mesh_lm.health import recent
 from mesh_lm.optim import Leaf, Optimizer
 from sharding_rules import ShardingRuleError
@@ -41,27 +41,27 @@ class Part:
         return sum(local)
 
 
-def parts(blueprint: Blueprint, optimizer: Optimizer) -> dict[str, Part]:
+def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
     """Every entry of a run's state but the counters.
 
-    params: what the layers use. master: the fp32 flat vectors of those that `Blueprint.flat` says, which `params` then follow from.
+    params: what the layers use. master: the fp32 flat vectors of those that `ModelLayout.flat` says, which `params` then follow from.
     buffers: what has no gradient. Then the optimizer's slots.
     """
-    flat, leaves, buffers = blueprint.flat, blueprint.leaves, blueprint.buffers
+    flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
     used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
     found: dict[str, tuple[Kind, dict[str, Leaf]]] = {"params": ("params", used)}
     if flat.vectors:
         found[MASTER] = "optimizer", flat.leaves
     if buffers:
         found["buffers"] = "params", {name: leaf for name, leaf in leaves.items() if name in buffers}
-    for slot, each in optimizer.slots(masters(blueprint)).items():
+    for slot, each in optimizer.slots(masters(layout)).items():
         found[slot] = "optimizer", each
     out, problems = {}, {}
     for part, (kind, each) in found.items():
         where = {}
         for name, leaf in each.items():
             try:
-                where[name] = _where(blueprint, kind, name, leaf)
+                where[name] = _where(layout, kind, name, leaf)
             except ShardingRuleError as error:
                 problems[str(error)] = None
         out[part] = Part(kind, each, where)
@@ -70,14 +70,14 @@ def parts(blueprint: Blueprint, optimizer: Optimizer) -> dict[str, Part]:
     return out
 
 
-def _where(blueprint: Blueprint, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
-    return blueprint.flat.shardings[name] if leaf.form == "flat" else blueprint.shard.sharding(kind, leaf.axes, leaf.shape, name)
+def _where(layout: ModelLayout, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+    return layout.flat.shardings[name] if leaf.form == "flat" else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
-def masters(blueprint: Blueprint) -> dict[str, Leaf]:
+def masters(layout: ModelLayout) -> dict[str, Leaf]:
     """What the optimizer updates: flat vectors, and the parameters that are not flat; all float32."""
-    rest = {name: leaf for name, leaf in blueprint.leaves.items() if name not in blueprint.flat.names | blueprint.buffers}
-    return {**blueprint.flat.leaves, **rest}
+    rest = {name: leaf for name, leaf in layout.leaves.items() if name not in layout.flat.names | layout.buffers}
+    return {**layout.flat.leaves, **rest}
 
 
 def weights_of(state: State) -> Params:
@@ -85,17 +85,17 @@ def weights_of(state: State) -> Params:
     return {**state["params"], **state.get("buffers", {})}
 
 
-def state_shardings(blueprint: Blueprint, optimizer: Optimizer) -> State:
+def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Where each leaf of the state lives."""
-    everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
-    return {**dict.fromkeys(COUNTERS, everywhere), **{name: part.shardings for name, part in parts(blueprint, optimizer).items()}}
+    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    return {**dict.fromkeys(COUNTERS, everywhere), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
 
 
-def abstract_state(blueprint: Blueprint, optimizer: Optimizer) -> State:
+def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Shapes, dtypes and shardings of the state; no memory is touched."""
-    everywhere = jax.NamedSharding(blueprint.shard.mesh, PartitionSpec())
+    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
     state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for name, x in counters().items()}
-    for name, part in parts(blueprint, optimizer).items():
+    for name, part in parts(layout, optimizer).items():
         state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
     return state
 

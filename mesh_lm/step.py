@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError, ModelConfig
 from mesh_lm.health import recent
 from mesh_lm.model import Batch
@@ -22,35 +22,35 @@ Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 _STEPS = 0x73746570  # "step": no model has so many parameters
 
 
-def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
+def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
     """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
     finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late.
 
     Raises ConfigError where the model has buffers and its config does not say how they change.
     """
-    if blueprint.buffers and type(blueprint.config).updated is ModelConfig.updated:
-        which = f"it makes the next values of the model's buffers {', '.join(sorted(blueprint.buffers))}"
-        raise ConfigError(f"{type(blueprint.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
-    declared, flat, leaves = parts(blueprint, optimizer), blueprint.flat, masters(blueprint)
+    if layout.buffers and type(layout.config).updated is ModelConfig.updated:
+        which = f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
+        raise ConfigError(f"{type(layout.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
+    declared, flat, leaves = parts(layout, optimizer), layout.flat, masters(layout)
     slots = [part for part in declared if part not in ("params", MASTER, "buffers")]
     plain = [name for name in leaves if name not in flat.leaves]
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key = step_key(seed, state["step"])
-        (sums, arrays), grads = region(blueprint, batch, flat)(weights_of(state), dict(batch), key)
+        (sums, arrays), grads = region(layout, batch, flat)(weights_of(state), dict(batch), key)
         with jax.named_scope("optimizer"):
-            grads |= blueprint.constrain({name: grads[name] for name in plain}, "gradients")
+            grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
             now = recent.measured(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:
                 good &= ~recent.is_outlier(state["recent"], now, outlier)
             # The update runs where the moments live, so that ZeRO gathers each new weight once.
-            held = blueprint.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
+            held = layout.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
             old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"]
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
-            buffers = _updated(blueprint.config, old[2], {**sums, **arrays}) if old[2] else {}
+            buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
             new = *new, buffers, recent.updated(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
@@ -62,7 +62,7 @@ def train_step(blueprint: Blueprint, optimizer: Optimizer, seed: int, outlier: f
         rate = optimizer.learning_rate(state["step"])
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(blueprint, optimizer), None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(layout, optimizer), None))
 
 
 def _updated(config: ModelConfig, buffers: Params, sums: Params) -> Params:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.health.digest import digest, digests, hexadecimal
 from mesh_lm.optim import Optimizer
 from mesh_lm.optim.flat import Matrix, Vector
@@ -43,7 +43,7 @@ class Entry:
     """With its rows as they are in memory."""
     rows: int
     """How many those are; 0: it is not stacked."""
-    layout: StackLayout | None
+    stack: StackLayout | None
     """Of what is stacked."""
     vector: Vector | None = None
     matrix: Matrix | None = None
@@ -56,17 +56,17 @@ class Entry:
     def canonical(self) -> jax.NamedSharding:
         """Of the array with its layers in model order, on the devices."""
         in_memory = (self.rows, *self.shape[1:]) if self.rows else self.shape
-        return canonical_sharding(self.where, in_memory, self.layout) if self.layout else self.where
+        return canonical_sharding(self.where, in_memory, self.stack) if self.stack else self.where
 
     def array(self, held: jax.Array) -> jax.Array:
         """The array on the devices, of what holds it in memory; takes over what is not flat."""
         if self.vector and self.matrix:
             held = matrix_of(self.vector, self.matrix, held, self.where)
-        return to_canonical(held, self.layout, self.where) if self.layout else held
+        return to_canonical(held, self.stack, self.where) if self.stack else held
 
     def held(self, array: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
         """The inverse, which takes over both. so_far: the flat vector with the matrices before; None: this is its first."""
-        array = to_memory(array, self.layout, self.where) if self.layout else array
+        array = to_memory(array, self.stack, self.where) if self.stack else array
         if not (self.vector and self.matrix):
             return array
         held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
@@ -75,47 +75,47 @@ class Entry:
         return held
 
 
-def entries(blueprint: Blueprint, optimizer: Optimizer) -> list[Entry]:
+def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
     """Everything that a checkpoint holds but the counters, part by part, in the order of the model's parameters."""
-    flat, out = blueprint.flat, []
+    flat, out = layout.flat, []
     vectors = {vector.name: vector for vector in flat.vectors}
-    places = {name: n for n, name in enumerate(blueprint.shapes)}
-    specs = blueprint.shardings("params") if vectors else {}
+    places = {name: n for n, name in enumerate(layout.shapes)}
+    specs = layout.shardings("params") if vectors else {}
 
     def of_vector(part: str, source: str, name: str, dtype: Any) -> list[Entry]:
         vector, found = vectors[name], []
         for matrix in vector.matrices:
-            shape, in_memory = blueprint.shapes[matrix.name].shape, blueprint.in_memory[matrix.name].shape
+            shape, in_memory = layout.shapes[matrix.name].shape, layout.in_memory[matrix.name].shape
             where = spread(specs[matrix.name], in_memory, vector.over, first=bool(vector.rows))
-            layout = blueprint.stack_of(matrix.name) if vector.rows else None
-            found.append(Entry(part, matrix.name, shape, dtype, (source, name), where, vector.rows, layout, vector, matrix))
+            stack = layout.stack_of(matrix.name) if vector.rows else None
+            found.append(Entry(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
         return found
 
-    for part, declared in parts(blueprint, optimizer).items():
+    for part, declared in parts(layout, optimizer).items():
         on_disk, found = "params" if part == MASTER else part, []
         for name, leaf in declared.leaves.items():
             if leaf.form == "flat":
                 found += of_vector(on_disk, part, name, leaf.dtype)
             elif not (part == "params" and name in flat.names):
-                layout = blueprint.stack_of(name) if leaf.stacked else None
-                shape = (layout.n_layers, *leaf.shape[1:]) if layout else leaf.shape
-                rows = leaf.shape[0] if layout else 0
-                found.append(Entry(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, layout))
+                stack = layout.stack_of(name) if leaf.stacked else None
+                shape = (stack.n_layers, *leaf.shape[1:]) if stack else leaf.shape
+                rows = leaf.shape[0] if stack else 0
+                found.append(Entry(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
         out += found
     order = list(dict.fromkeys(entry.part for entry in out))
     return sorted(out, key=lambda entry: (order.index(entry.part), places[entry.name]))
 
 
-def stored(blueprint: Blueprint, optimizer: Optimizer) -> State:
+def stored(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Shapes, dtypes and shardings of what a checkpoint holds; what is flat on the devices is in the host's memory."""
-    abstract, tree = abstract_state(blueprint, optimizer), {}
-    for entry in entries(blueprint, optimizer):
+    abstract, tree = abstract_state(layout, optimizer), {}
+    for entry in entries(layout, optimizer):
         where = entry.canonical.with_memory_kind(_HOST) if entry.vector else entry.canonical
         tree.setdefault(entry.part, {})[entry.name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=where)
     return {**{name: abstract[name] for name in COUNTERS}, **tree}
 
 
-def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[State, dict[str, str]]:
+def to_disk(layout: ModelLayout, optimizer: Optimizer, state: State) -> tuple[State, dict[str, str]]:
     """What to save of a state, as `stored` describes it, and the digest of each leaf (`mesh_lm.health.digest`).
 
     It takes over what is not flat, which `back` gives back: to put its layers into model order needs the memory of one leaf more. What is
@@ -123,7 +123,7 @@ def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[S
     """
     counters = {name: state[name] for name in COUNTERS}
     tree, plain, found = dict(counters), dict(counters), {}
-    for entry in entries(blueprint, optimizer):
+    for entry in entries(layout, optimizer):
         part, name = entry.source
         array = entry.array(state[part][name])
         if entry.vector:
@@ -135,27 +135,27 @@ def to_disk(blueprint: Blueprint, optimizer: Optimizer, state: State) -> tuple[S
     return tree, {**digests(plain), **hexadecimal(found)}
 
 
-def back(blueprint: Blueprint, optimizer: Optimizer, state: State, tree: State) -> State:
+def back(layout: ModelLayout, optimizer: Optimizer, state: State, tree: State) -> State:
     """The state again of which `to_disk` made this tree, once the tree's arrays are in the host's memory."""
     out = {name: dict(part) if isinstance(part, dict) else part for name, part in state.items()}
-    for entry in entries(blueprint, optimizer):
+    for entry in entries(layout, optimizer):
         if not entry.vector:
             out[entry.part][entry.name] = entry.held(tree[entry.part][entry.name])
     return out
 
 
-def from_disk(blueprint: Blueprint, optimizer: Optimizer, tree: State, saved: Mapping[str, str]) -> tuple[State, list[str]]:
+def from_disk(layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Mapping[str, str]) -> tuple[State, list[str]]:
     """The state that a checkpoint's arrays are, placed as `stored` says; and a line for each whose digest is another than the saved one.
 
     It takes the arrays over. saved: by leaf; one that is not there is not compared.
     """
     counters = {name: tree[name] for name in COUNTERS}
-    declared = entries(blueprint, optimizer)
+    declared = entries(layout, optimizer)
     plain: State = dict(counters)
     for entry in declared:
         if not entry.vector:
             plain.setdefault(entry.part, {})[entry.name] = tree[entry.part][entry.name]
-    told, found, state = digests(plain), {}, {part: {} for part in parts(blueprint, optimizer)}
+    told, found, state = digests(plain), {}, {part: {} for part in parts(layout, optimizer)}
     for entry in declared:
         (part, name), array = entry.source, tree[entry.part].pop(entry.name)
         if entry.vector:
@@ -164,25 +164,25 @@ def from_disk(blueprint: Blueprint, optimizer: Optimizer, tree: State, saved: Ma
         state[part][name] = entry.held(array, state[part].get(name))
     told |= hexadecimal(found)
     wrong = [f"{leaf}: digest {told[leaf]}, saved as {was}" for leaf, was in saved.items() if told.get(leaf, was) != was]
-    return with_used(blueprint, counters | state), wrong
+    return with_used(layout, counters | state), wrong
 
 
-def with_used(blueprint: Blueprint, state: State) -> State:
+def with_used(layout: ModelLayout, state: State) -> State:
     """A state with those of its params that follow from the master."""
-    if not blueprint.flat.vectors:
+    if not layout.flat.vectors:
         return state
-    return state | {"params": {**state["params"], **_used(blueprint)(state[MASTER])}}
+    return state | {"params": {**state["params"], **_used(layout)(state[MASTER])}}
 
 
 @functools.lru_cache(maxsize=8)
-def _used(blueprint: Blueprint) -> Any:
-    where = blueprint.shardings("params")
-    return jax.jit(blueprint.flat.used, out_shardings={name: where[name] for name in blueprint.flat.names})
+def _used(layout: ModelLayout) -> Any:
+    where = layout.shardings("params")
+    return jax.jit(layout.flat.used, out_shardings={name: where[name] for name in layout.flat.names})
 
 
-def without_used(blueprint: Blueprint, state: State) -> State:
+def without_used(layout: ModelLayout, state: State) -> State:
     """A state, or an abstract one, without those: what `with_used` makes whole again."""
-    return state | {"params": {name: x for name, x in state["params"].items() if name not in blueprint.flat.names}}
+    return state | {"params": {name: x for name, x in state["params"].items() if name not in layout.flat.names}}
 
 
 def _digest(array: jax.Array) -> np.ndarray:

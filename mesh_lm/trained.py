@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import jax
 
 from mesh_lm import checkpoint, huggingface
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.model import DecoderConfig, SegmentConfig
@@ -30,7 +30,7 @@ class Trained:
 
     config: TrainConfig
     """Of the run that made it; for a Hugging Face directory all but `model` are defaults."""
-    blueprint: Blueprint
+    layout: ModelLayout
     params: Params
     tokenizer: Tokenizer
     step: int
@@ -73,26 +73,26 @@ class Trained:
         mesh, rules = _placement(config, mesh, rules)
         # First what can be wrong cheaply.
         words = _tokenizer(tokenizer, saved, Path(path))
-        blueprint = folded(config.model, Shard(rules, make_mesh(mesh)))
-        mesh, rules = MeshConfig.of(blueprint.shard.mesh.shape), blueprint.shard.rules
+        layout = folded(config.model, Shard(rules, make_mesh(mesh)))
+        mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
-        return cls(config, blueprint, _weights(saved, path, blueprint)(), words, saved.step if saved else 0)
+        return cls(config, layout, _weights(saved, path, layout)(), words, saved.step if saved else 0)
 
 
-def weights(path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
+def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, layers in model order.
 
     Raises ConfigError at once where there are none, or those of another model.
     """
-    return _weights(checkpoint.find(path), path, blueprint)
+    return _weights(checkpoint.find(path), path, layout)
 
 
-def _weights(saved: checkpoint.Saved | None, path: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
+def _weights(saved: checkpoint.Saved | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if saved:
-        saved.require_model(blueprint)
-        return lambda: saved.params(blueprint)
+        saved.require_model(layout)
+        return lambda: saved.params(layout)
     if huggingface.is_huggingface(path):
-        return huggingface.reader(path, blueprint)
+        return huggingface.reader(path, layout)
     raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_lm import launch
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint.saved import Saved, certificate, seal
 from mesh_lm.config import CheckpointConfig
 from mesh_lm.health.digest import digests, host_digest, leaf_name
@@ -63,7 +63,7 @@ class Local:
         return self._every > 0 and step % self._every == 0
 
     def save(
-        self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, metadata: Callable[[State], dict[str, Any]]
+        self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, metadata: Callable[[State], dict[str, Any]]
     ) -> None:  # fmt: skip
         """Copies what this process's devices hold into the host's memory; a thread writes it. All processes must call it.
 
@@ -71,16 +71,16 @@ class Local:
         says of itself; it may wait for the other processes.
         """
         # Before metadata, in which processes meet: none can be more than one save ahead of a slow disk.
-        ready, state = self._finish(), without_used(blueprint, state)
+        ready, state = self._finish(), without_used(layout, state)
         described = metadata(state)
         parts = _held(state)
         if ready:
             sealed = described | {"seal": seal(data, described)}
-            about = {"step": step, "layout": _layout(state, blueprint), "data": data, "metadata": sealed}
+            about = {"step": step, "layout": _layout(state, layout), "data": data, "metadata": sealed}
             self._thread = threading.Thread(target=self._write, args=(step, parts, about), daemon=True)
             self._thread.start()
 
-    def restore(self, newest: int, blueprint: Blueprint, optimizer: Optimizer) -> tuple[Saved, State] | None:
+    def restore(self, newest: int, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State] | None:
         """The newest step that all processes have whole, if it is newer than `newest` (a durable step, or -1) and of this very layout.
 
         It is bitwise what was saved. None otherwise; local steps that are not taken are removed, and one line says why. All processes must
@@ -100,7 +100,7 @@ class Local:
         for step in found:
             saved = state = None
             try:
-                saved, state = self._read(step, newest, without_used(blueprint, abstract_state(blueprint, optimizer)), blueprint)
+                saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
                 mine = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unfit) else repr(error)}", ""]
@@ -112,7 +112,7 @@ class Local:
                 reason = f"step {step}: {wrong} is not what was saved"
             if not reason and saved and state:
                 launch.say(f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output")
-                return saved, with_used(blueprint, state)
+                return saved, with_used(layout, state)
             reasons.append(reason)
         if reasons:
             launch.say(f"local checkpoints are not used: {'; '.join(reasons)}")
@@ -197,14 +197,14 @@ class Local:
             shutil.rmtree(place, ignore_errors=True)
             place.parent.rmdir()
 
-    def _read(self, step: int, newest: int, abstract: State, blueprint: Blueprint) -> tuple[Saved, State]:
+    def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[Saved, State]:
         """Verified part by part. Raises _Unfit, or what a description that is not ours leads to."""
         place = self.directory / str(step) / self._place
         about = json.loads((place / _DESCRIPTION).read_text())
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
             raise _Unfit(f"{_DESCRIPTION} is not what was written")
-        if about["layout"] != (layout := _layout(abstract, blueprint)):
-            raise _Unfit(f"it has other {_differ(layout, about['layout'])}")
+        if about["layout"] != (here := _layout(abstract, layout)):
+            raise _Unfit(f"it has other {_differ(here, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
             raise _Unfit(f"saved when the output had step {durable}, which is gone")
         with (place / _ARRAYS).open("rb") as file:
@@ -252,16 +252,16 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
     return jax.make_array_from_single_device_arrays(abstract.shape, where, arrays)
 
 
-def _layout(state: State, blueprint: Blueprint) -> dict[str, Any]:
+def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     """What must be the same at a restore, as JSON; of arrays or of jax.ShapeDtypeStruct. How they are cut is seen in the parts."""
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = [[name, stack.stages, *stack.counts] for name, stack in blueprint.layout.items()]
-    sizes = dict(blueprint.shard.mesh.shape)
+    stages = [[name, stack.stages, *stack.counts] for name, stack in layout.stacks.items()]
+    sizes = dict(layout.shard.mesh.shape)
     flat = [
-        [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(blueprint.flat.specs[m.name])] for m in v.matrices]]
-        for v in blueprint.flat.vectors
+        [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
+        for v in layout.flat.vectors
     ]
     about = {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves, "flat vectors": flat}
     return json.loads(json.dumps(about))

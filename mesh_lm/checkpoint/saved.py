@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from mesh_lm import launch
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
 from mesh_lm.errors import listed
 from mesh_lm.health.digest import combined, digests, leaf_name
@@ -77,22 +77,22 @@ class Saved:
             raise Damaged(self.path, wrong)
         return state
 
-    def resumed(self, blueprint: Blueprint, optimizer: Optimizer) -> State:
+    def resumed(self, layout: ModelLayout, optimizer: Optimizer) -> State:
         """The state as a step of this run takes it, on whatever mesh, in whatever stages and flat or not; verified.
 
         Raises as `state` does, and ConfigError for a checkpoint of another optimizer.
         """
-        self._require_order(blueprint)
-        state, wrong = from_disk(blueprint, optimizer, self._read(stored(blueprint, optimizer)), self.digests)
+        self._require_order(layout)
+        state, wrong = from_disk(layout, optimizer, self._read(stored(layout, optimizer)), self.digests)
         if wrong:
             raise Damaged(self.path, wrong)
         return state
 
-    def params(self, blueprint: Blueprint) -> Params:
+    def params(self, layout: ModelLayout) -> Params:
         """The weights and buffers alone, layers in model order. Raises as `state` does."""
-        self._require_order(blueprint)
-        self.require_model(blueprint)
-        return {name: x for part in self.state(_weights(blueprint)).values() for name, x in part.items()}
+        self._require_order(layout)
+        self.require_model(layout)
+        return {name: x for part in self.state(_weights(layout)).values() for name, x in part.items()}
 
     def _read(self, abstract: State) -> State:
         """The arrays of `abstract`, whose digests are not compared. Raises as `state` does."""
@@ -124,19 +124,19 @@ class Saved:
         before = {name: {**known[name], **each} if name in _SECTIONS else each for name, each in self.metadata["config"].items()}
         return differences(before, now)
 
-    def _require_order(self, blueprint: Blueprint) -> None:
+    def _require_order(self, layout: ModelLayout) -> None:
         """Raises ConfigError where segments follow one another in another order: no shape would tell."""
         model = self.metadata["config"]["model"]
-        theirs, ours = [each["name"] for each in model.get("segments", ())], [segment.name for segment in blueprint.segments]
+        theirs, ours = [each["name"] for each in model.get("segments", ())], [segment.name for segment in layout.segments]
         if theirs and theirs != ours and sorted(theirs) == sorted(ours):
             raise ConfigError(
                 f"{self.path} is a checkpoint of another model: its segments are {', '.join(theirs)}, in this order, and those of this "
                 f"config {', '.join(ours)}\nset another output, or that model's config"
             )
 
-    def require_model(self, blueprint: Blueprint) -> None:
+    def require_model(self, layout: ModelLayout) -> None:
         """Raises ConfigError for a checkpoint of another model."""
-        self.require({"buffers": {}, **_weights(blueprint)})
+        self.require({"buffers": {}, **_weights(layout)})
 
     def require(self, wanted: State) -> None:
         """Raises ConfigError where its parts do not have the names, shapes and dtypes of these (arrays or jax.ShapeDtypeStruct).
@@ -264,11 +264,11 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
     return [] if saved == now else [f"{path}: {saved} -> {now}"]
 
 
-def _weights(blueprint: Blueprint) -> State:
+def _weights(layout: ModelLayout) -> State:
     """What a checkpoint holds of a model: its parameters and buffers, layers in model order."""
-    where, tree = blueprint.canonical_shardings("params"), {}
-    for name, s in blueprint.shapes.items():
-        part = tree.setdefault("buffers" if name in blueprint.buffers else "params", {})
+    where, tree = layout.canonical_shardings("params"), {}
+    for name, s in layout.shapes.items():
+        part = tree.setdefault("buffers" if name in layout.buffers else "params", {})
         part[name] = jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name])
     return tree
 

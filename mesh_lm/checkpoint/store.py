@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mesh_lm import launch
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint.local import Local
 from mesh_lm.checkpoint.saved import FORMAT, Damaged, Saved, array_handler, certificate, described, seal, steps_in
 from mesh_lm.config import ConfigError, TrainConfig, as_dict
@@ -91,7 +91,7 @@ class Checkpoints:
         """The newest checkpoint's descriptions; None where there is none. Raises Damaged."""
         return None if self._saved is None else Saved.read(self.directory, self._saved)
 
-    def restore(self, blueprint: Blueprint, optimizer: Optimizer, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
+    def restore(self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
         """The newest checkpoint that is what was saved, and its state; (None, None) where the run has none. All processes get the same.
 
         One that is damaged is named, with the leaves or files, put aside as `N.damaged`, and the one before it is taken. before: only steps
@@ -101,7 +101,7 @@ class Checkpoints:
         """
         self._phases.at("restore")
         steps = [step for step in self._steps() if before is None or step < before]
-        if before is None and (found := self._local.restore(max(steps, default=-1), blueprint, optimizer)):
+        if before is None and (found := self._local.restore(max(steps, default=-1), layout, optimizer)):
             if steps:
                 self._committed(max(steps))
             self._phases.saved = found[0].step
@@ -109,7 +109,7 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 saved = Saved.read(self.directory, step)
-                state = saved.resumed(blueprint, optimizer)
+                state = saved.resumed(layout, optimizer)
             except Damaged as damage:
                 launch.say(f"warning: {damage}\nput aside as {step}.damaged; the checkpoint before it is taken")
                 self._put_aside(step, "damaged")
@@ -120,13 +120,13 @@ class Checkpoints:
             raise ConfigError(self._nothing_whole())
         return None, None
 
-    def go_back(self, before: int, state: State, blueprint: Blueprint, optimizer: Optimizer) -> tuple[Saved, State]:
+    def go_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State]:
         """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
         `N.passed`. Raises ConfigError without one."""
         self._settle(before)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        saved, older = self.restore(blueprint, optimizer, before)
+        saved, older = self.restore(layout, optimizer, before)
         if saved is None or older is None:
             raise ConfigError(f"the run should go back behind step {before}, and has no checkpoint before it; save more often")
         self._local.forget(saved.step)
@@ -149,7 +149,7 @@ class Checkpoints:
         return self._soon or again or (self.policy.every > 0 and step % self.policy.every == 0)
 
     def save(
-        self, step: int, state: State, data: dict[str, Any], blueprint: Blueprint, optimizer: Optimizer, *, last: bool = False
+        self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, optimizer: Optimizer, *, last: bool = False
     ) -> State:
         """Copies the state off the devices and gives it back; the write goes on in the background. A step already saved is left alone.
 
@@ -163,10 +163,10 @@ class Checkpoints:
             return state
         self._phases.at("save")
         if self._local.due(step) and not (last or self._due(step)):
-            self._local.save(step, state, data, blueprint, lambda kept: self._metadata(kept, digests(kept)) | {"durable": self._saved})
+            self._local.save(step, state, data, layout, lambda kept: self._metadata(kept, digests(kept)) | {"durable": self._saved})
             return state
         self._settle(step)
-        tree, found = to_disk(blueprint, optimizer, state)
+        tree, found = to_disk(layout, optimizer, state)
         metadata = self._metadata(tree, found)
         for attempt in range(_LAST_TRIES if last else 1):
             if attempt:
@@ -180,7 +180,7 @@ class Checkpoints:
             if last:
                 newest = "there is no older one" if self._saved is None else f"the newest checkpoint is step {self._saved}"
                 raise ConfigError(f"step {step} could not be saved in {self.directory}, the reason is above; {newest}")
-        return back(blueprint, optimizer, state, tree)  # Orbax has all of it in the host's memory
+        return back(layout, optimizer, state, tree)  # Orbax has all of it in the host's memory
 
     def poll(self, step: int) -> None:
         """Called after every step, on all processes: notes what became of the save in flight."""

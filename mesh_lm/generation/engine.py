@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError
 from mesh_lm.generation.sampling import Sampling
 from mesh_lm.model import Batch, Generative
@@ -29,38 +29,38 @@ State = dict[str, Any]
 before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids int32 [any]; and the model's cache."""
 
 
-def whole_sequences(blueprint: Blueprint) -> Blueprint:
+def whole_sequences(layout: ModelLayout) -> ModelLayout:
     """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before.
 
     Raises ConfigError for a model in stages.
     """
-    if blueprint.n_stages > 1:
+    if layout.n_stages > 1:
         raise ConfigError(
-            f"mesh.pipeline={blueprint.n_stages}: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py"
+            f"mesh.pipeline={layout.n_stages}: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py"
         )
-    rules = blueprint.shard.rules
+    rules = layout.shard.rules
     whole = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
-    return Blueprint.of(blueprint.config, Shard(rules.replace(rules.name, activations=whole), blueprint.shard.mesh))
+    return ModelLayout.of(layout.config, Shard(rules.replace(rules.name, activations=whole), layout.shard.mesh))
 
 
 class Engine:
     """Compiled once for each number of rows and (rounded) length; use one for all prompts."""
 
-    def __init__(self, blueprint: Blueprint, params: Params, sampling: Sampling = Sampling()) -> None:
+    def __init__(self, layout: ModelLayout, params: Params, sampling: Sampling = Sampling()) -> None:
         """Raises ConfigError for a model that gives no logits."""
-        model = blueprint.bind(params)
+        model = layout.bind(params)
         if not hasattr(model, "extend") and not hasattr(model, "logits"):
             raise ConfigError(
                 f"{type(model).__name__} cannot generate: it has neither extend() nor logits(); see mesh_lm/model/contract.py"
             )
-        self.blueprint, self.params, self.sampling = whole_sequences(blueprint), params, sampling
+        self.layout, self.params, self.sampling = whole_sequences(layout), params, sampling
         self._begin = jax.jit(self._begin_rows, static_argnames="length")
         self._run: Any = None
 
     @property
     def seq_len(self) -> int:
         """Tokens of a prompt and what follows it, at most."""
-        return self.blueprint.config.seq_len
+        return self.layout.config.seq_len
 
     def start(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
@@ -82,7 +82,7 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
         T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
-        shard = self.blueprint.shard
+        shard = self.layout.shard
         ways = shard.ways(shard.cut("batch"))
         B = -(-max(len(prompts), batch) // ways) * ways
         tokens, pads = np.zeros((B, P), np.int32), np.full(B, P - 1, np.int32)
@@ -99,7 +99,7 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
         """Raises ConfigError as `start` does, before anything is compiled."""
-        vocab_size = self.blueprint.config.vocab_size
+        vocab_size = self.layout.config.vocab_size
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed} must be at least 0 and below 2^32")
         if max_new_tokens < 1:
@@ -161,7 +161,7 @@ class Engine:
 
     def _put(self, state: State, logits_BV: jax.Array) -> State:
         """The state with a token chosen for the next slot."""
-        shard, slot, done = self.blueprint.shard, state["slot"], state["done"]
+        shard, slot, done = self.layout.shard, state["slot"], state["done"]
         spec = shard.spec("activations", ("batch",))
         # Each row's logits whole on one device, however the vocabulary is cut: they are about to be ranked.
         logits_BV = lax.with_sharding_constraint(logits_BV, jax.NamedSharding(shard.mesh, jax.P(*spec, None)))
@@ -181,11 +181,11 @@ class Engine:
 
     def _everywhere(self, state: State) -> State:
         """All but the cache whole on every device, so that every process can read it."""
-        everywhere = jax.NamedSharding(self.blueprint.shard.mesh, jax.P())
+        everywhere = jax.NamedSharding(self.layout.shard.mesh, jax.P())
         return {name: x if name == "cache" else lax.with_sharding_constraint(x, everywhere) for name, x in state.items()}
 
     def _model(self, params: Params) -> Generative:
-        model: Any = self.blueprint.bind(params)
+        model: Any = self.layout.bind(params)
         return cast(Generative, model) if hasattr(model, "extend") else Rereading(model.logits)
 
 

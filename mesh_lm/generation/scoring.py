@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError
 from mesh_lm.generation.engine import rounded, whole_sequences
 from mesh_lm.model import Batch, whole_texts
@@ -29,15 +29,15 @@ class Score:
 class Scorer:
     """Compiled once for each (rounded) length."""
 
-    def __init__(self, blueprint: Blueprint, params: Params, batch: int = 8) -> None:
+    def __init__(self, layout: ModelLayout, params: Params, batch: int = 8) -> None:
         """batch: sequences at once, rounded up to what the mesh cuts. Raises ConfigError for a model that gives no logits."""
-        model = blueprint.bind(params)
+        model = layout.bind(params)
         if not hasattr(model, "scores") and not hasattr(model, "logits"):
             raise ConfigError(
                 f"{type(model).__name__} cannot score text: it has neither scores() nor logits(); see mesh_lm/model/contract.py"
             )
-        self.blueprint, self.params = whole_sequences(blueprint), params
-        shard = self.blueprint.shard
+        self.layout, self.params = whole_sequences(layout), params
+        shard = self.layout.shard
         ways = shard.ways(shard.cut("batch"))
         self.batch = -(-batch // ways) * ways
         self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
@@ -47,7 +47,7 @@ class Scorer:
 
         Raises ConfigError for a sequence that is too long or too short.
         """
-        seq_len = self.blueprint.config.seq_len
+        seq_len = self.layout.config.seq_len
         for i, tokens in enumerate(sequences):
             if not 2 <= len(tokens) <= seq_len + 1:
                 raise ConfigError(f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} at once (model.seq_len + 1)")
@@ -67,7 +67,7 @@ class Scorer:
         return [found[i] for i in range(len(sequences))]
 
     def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model, batch = cast(Any, self.blueprint.bind(params)), {**batch, **whole_texts(batch["tokens"])}
+        model, batch = cast(Any, self.layout.bind(params)), {**batch, **whole_texts(batch["tokens"])}
         if hasattr(model, "scores"):
             return model.scores(batch)
         logits_BSV = model.logits(batch)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError
 from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.generation.engine import Engine
@@ -31,22 +31,22 @@ class Completion:
 
 
 class Generator:
-    """Continues texts on the mesh of the blueprint. A text's continuation depends on its place in the list and on the seed only."""
+    """Continues texts on the mesh of the layout. A text's continuation depends on its place in the list and on the seed only."""
 
     def __init__(
-        self, blueprint: Blueprint, params: Params, tokenizer: Tokenizer, sampling: Sampling = Sampling(), batch: int = 16,
+        self, layout: ModelLayout, params: Params, tokenizer: Tokenizer, sampling: Sampling = Sampling(), batch: int = 16,
         start: int | None = None,
     ) -> None:  # fmt: skip
         """batch: texts at once. start: a token that stands before every prompt, for models that were trained so.
 
         Raises ConfigError for a model that gives no logits, or has fewer ids than the tokenizer.
         """
-        if tokenizer.vocab_size > blueprint.config.vocab_size:
+        if tokenizer.vocab_size > layout.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer makes {tokenizer.vocab_size} ids and the model knows {blueprint.config.vocab_size}: "
+                f"the tokenizer makes {tokenizer.vocab_size} ids and the model knows {layout.config.vocab_size}: "
                 "they do not belong together"
             )
-        self.engine, self.tokenizer, self.batch = Engine(blueprint, params, sampling), tokenizer, batch
+        self.engine, self.tokenizer, self.batch = Engine(layout, params, sampling), tokenizer, batch
         self._start = [] if start is None else [start]
 
     def prompt(self, text: str | Sequence[int]) -> list[int]:

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def _export(options: Export) -> None:
     trained = _load(options.checkpoint, options)
-    save(options.output, trained.blueprint, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
+    save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
     launch.say(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
 
 
@@ -80,9 +80,9 @@ def _import(options: Import) -> None:
         (kept := Path(options.output).expanduser() / TOKENIZER).mkdir(parents=True, exist_ok=True)
         trained.tokenizer.save(kept)
         optimizer = Optimizer(config.optimizer, config.train.steps)
-        state = fresh_state(trained.blueprint, optimizer, trained.params)
+        state = fresh_state(trained.layout, optimizer, trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
-        checkpoints.save(0, state, data, trained.blueprint, optimizer, last=True)
+        checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
     launch.say(f"wrote the weights of {options.input} to {options.output} as step 0")
 
 

@@ -17,19 +17,19 @@ from mesh_lm.huggingface.layout import Box, Row, Sizes
 from mesh_lm.model import DecoderConfig
 
 if TYPE_CHECKING:
-    from mesh_lm.blueprint import Blueprint, Params
+    from mesh_lm.blueprint import ModelLayout, Params
 
 SHOWN = 12
 """Problems that one message lists."""
 
 
-def load(directory: Path | str, blueprint: Blueprint) -> Params:
+def load(directory: Path | str, layout: ModelLayout) -> Params:
     """What `reader` reads, at once."""
-    return reader(directory, blueprint)()
+    return reader(directory, layout)()
 
 
-def reader(directory: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
-    """The weights of a directory as the parameters of `blueprint`, in its types (fp32 masters, whatever the files hold) and on its mesh;
+def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
+    """The weights of a directory as the parameters of `layout`, in its types (fp32 masters, whatever the files hold) and on its mesh;
     layers in model order.
 
     What can be wrong is found here; the weights are read when the result is called.
@@ -40,7 +40,7 @@ def reader(directory: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
     Raises ConfigError, with every problem, before any weight is read: another model, files that are missing or cut off, tensors that are
     missing, unexpected or of another shape. ShardingRuleError where the rules do not fit the model.
     """
-    directory, config = Path(directory).expanduser(), blueprint.config
+    directory, config = Path(directory).expanduser(), layout.config
     if not isinstance(config, DecoderConfig):
         raise ConfigError(f"{directory} cannot become a {type(config).__name__}: mesh_lm reads Hugging Face weights into a DecoderConfig")
     family = family_of(directory)
@@ -48,18 +48,18 @@ def reader(directory: Path | str, blueprint: Blueprint) -> Callable[[], Params]:
         raise _refusal(directory, "is another model than this config's", problems)
     tensors, problems = files.scan(directory)
     tensors = {_full(name, family): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
-    rows = {row.ours: (row, _sizes(row, config, blueprint, tensors)) for row in family.rows if row.ours in blueprint.shapes}
+    rows = {row.ours: (row, _sizes(row, config, layout, tensors)) for row in family.rows if row.ours in layout.shapes}
     if tensors or not problems:
         problems += _mismatches(rows, tensors, config)
     if problems:
         raise _refusal(directory, "cannot be read", problems)
 
     def part(name: str) -> Callable[[Box], np.ndarray]:
-        (row, sizes), dtype = rows[name], blueprint.shapes[name].dtype
+        (row, sizes), dtype = rows[name], layout.shapes[name].dtype
         return lambda box: row.read(box, sizes, lambda theirs, where: tensors[theirs].read(where), dtype)
 
-    shardings = blueprint.canonical_shardings("params")
-    return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in blueprint.shapes.items()}
+    shardings = layout.canonical_shardings("params")
+    return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in layout.shapes.items()}
 
 
 def _place(shape: tuple[int, ...], sharding: jax.NamedSharding, read: Callable[[Box], np.ndarray]) -> jax.Array:
@@ -81,9 +81,9 @@ def _full(name: str, family: Family) -> str:
     return name if name.startswith((family.base, "lm_head.")) else family.base + name
 
 
-def _sizes(row: Row, config: DecoderConfig, blueprint: Blueprint, tensors: dict[str, files.Stored]) -> Sizes:
+def _sizes(row: Row, config: DecoderConfig, layout: ModelLayout, tensors: dict[str, files.Stored]) -> Sizes:
     """Of the dimensions of theirs: no padding of the vocabulary, and as many positions as were learned."""
-    sizes = dict(zip(row.dims, blueprint.shapes[row.ours].shape, strict=True)) | {"V": config.vocab_size}
+    sizes = dict(zip(row.dims, layout.shapes[row.ours].shape, strict=True)) | {"V": config.vocab_size}
     if "S" in row.dims and (stored := tensors.get(row.theirs[0])) and stored.shape:
         sizes["S"] = max(sizes["S"], stored.shape[0])
     return sizes

@@ -25,7 +25,7 @@ from mesh_lm.huggingface.layout import Row, Sizes
 from mesh_lm.model import DecoderConfig
 
 if TYPE_CHECKING:
-    from mesh_lm.blueprint import Blueprint, Params
+    from mesh_lm.blueprint import ModelLayout, Params
     from mesh_lm.data.tokenizer import Tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -33,7 +33,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 
 def save(
     directory: Path | str,
-    model: Blueprint | DecoderConfig,
+    model: ModelLayout | DecoderConfig,
     params: Params,
     *,
     dtype: DType = "bfloat16",
@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    params: layers in model order, as `Trained.load` reads them (`Blueprint.in_model_order`).
+    params: layers in model order, as `Trained.load` reads them (`ModelLayout.in_model_order`).
 
     The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
     file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).

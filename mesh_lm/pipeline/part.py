@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_lm.blueprint import Blueprint, Params, segment_of
+from mesh_lm.blueprint import ModelLayout, Params, segment_of
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
@@ -53,7 +53,7 @@ class Part:
     """What a stage computes for a microbatch."""
 
     def __init__(
-        self, blueprint: Blueprint, params: Params, batch: Batch, stage: Mapping[str, jax.Array], *,
+        self, layout: ModelLayout, params: Params, batch: Batch, stage: Mapping[str, jax.Array], *,
         key: jax.Array | None = None, weight: jax.Array | float = 1.0,
     ) -> None:  # fmt: skip
         """Raises ConfigError for layers that would wait for ever.
@@ -66,9 +66,9 @@ class Part:
           key: the step's; None: without dropout.
           weight: of all labels of the global batch, by which the objective is divided.
         """
-        self.blueprint, self.batch, self.stage, self.key, self.seed = blueprint, batch, stage, key, 1.0 / weight
-        self.layers = {name: x for name, x in params.items() if name in blueprint.stacked}
-        self.shared = {name: x for name, x in params.items() if name not in blueprint.stacked}
+        self.layout, self.batch, self.stage, self.key, self.seed = layout, batch, stage, key, 1.0 / weight
+        self.layers = {name: x for name, x in params.items() if name in layout.stacked}
+        self.shared = {name: x for name, x in params.items() if name not in layout.stacked}
         some = Work(jnp.int32(0), jnp.int32(0))
         embed, like = jax.make_jaxpr(partial(self._embed, some), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
@@ -77,12 +77,12 @@ class Part:
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
         self.of_layers, self.of_loss, self.of_embed = (self._trained(made.jaxpr) for made in (layers, loss, embed))
-        self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(blueprint.config).__name__)
-        self.kept = self._depends_on_x(some) if blueprint.pipeline.stash == "residuals" and key is not None else []
+        self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
+        self.kept = self._depends_on_x(some) if layout.pipeline.stash == "residuals" and key is not None else []
 
     def _trained(self, jaxpr: Any) -> Params:
         """Those of the shared parameters that a jaxpr uses and a gradient is taken of."""
-        return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.blueprint.buffers}
+        return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.layout.buffers}
 
     # Forward.
 
@@ -93,7 +93,7 @@ class Part:
         stashed: what came from the stage before, which the first virtual stage does not look at.
         """
         x = self._input(work, stashed)
-        if self.blueprint.pipeline.stash == "input":
+        if self.layout.pipeline.stash == "input":
             return self._pin(self.run(work, None, self.shared, x)[0]), ()
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
@@ -130,7 +130,7 @@ class Part:
     def _recalled(self, work: Work, x: jax.Array, left: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
         """The forward pass again, as `jax.vjp` gives it: computed, or from what it left."""
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
-        if self.blueprint.pipeline.stash == "input":
+        if self.layout.pipeline.stash == "input":
             return out, pull
         (out, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
         # What follows from weights alone is taken from this second pass, and XLA leaves out the rest of it.
@@ -144,8 +144,8 @@ class Part:
 
     def _sinks(self) -> Params:
         """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
-        trained = {name: x for name, x in self.layers.items() if name not in self.blueprint.buffers}
-        return {name: jnp.zeros((self.blueprint.stack_of(name).width, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
+        trained = {name: x for name, x in self.layers.items() if name not in self.layout.buffers}
+        return {name: jnp.zeros((self.layout.stack_of(name).width, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
 
     def _depends_on_x(self, some: Work) -> list[bool]:
         """Of each residual of a pass, whether it depends on x."""
@@ -176,17 +176,17 @@ class Part:
         model, (batch, dropout) = self._module(params), self._microbatch(work)
         below = self._module({**params, **sinks}) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
-        for segment in self.blueprint.segments:
-            layout = self.blueprint.layout[segment.name]
+        for segment in self.layout.segments:
+            stack = self.layout.stacks[segment.name]
             first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
-            rows = Rows(start if layout.height > layout.width else 0, layout.width, *((skip, count) if layout.padded else ()))
+            rows = Rows(start if stack.height > stack.width else 0, stack.width, *((skip, count) if stack.padded else ()))
             x, _, sums = fold(model, segment, x, ctx, first, rows, below)
             total = added(total, sums)
         return x, total
 
     def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
         """Of a gradient or an array of sums the rows that a pass makes: [height, ...] to [width, ...]."""
-        width = self.blueprint.stack_of(name).width
+        width = self.layout.stack_of(name).width
         return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:
@@ -205,7 +205,7 @@ class Part:
         return loss_sums(self._module({**self.shared, **used, **self.layers}), y, *self._microbatch(work))
 
     def _module(self, params: Params) -> Model:
-        return self.blueprint.bind(params)
+        return self.layout.bind(params)
 
     def _microbatch(self, work: Work) -> tuple[Batch, Dropout | None]:
         one = {name: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False) for name, x in self.batch.items()}
@@ -215,14 +215,14 @@ class Part:
         return (self.stage["number"] == 0) & (work.chunk == 0)
 
     def _last(self, work: Work) -> jax.Array:
-        last = self.blueprint.pipeline.chunks - 1
-        return (self.stage["number"] == self.blueprint.n_stages - 1) & (work.chunk == last)
+        last = self.layout.pipeline.chunks - 1
+        return (self.stage["number"] == self.layout.n_stages - 1) & (work.chunk == last)
 
     def _pin(self, x: jax.Array) -> jax.Array:
-        return self.blueprint.shard(x, "batch", "seq_resid", "embed")
+        return self.layout.shard(x, "batch", "seq_resid", "embed")
 
     def _pin_params(self, grads: Params) -> Params:
-        return self.blueprint.constrain(grads, "params")
+        return self.layout.constrain(grads, "params")
 
     def _zeros(self, like: Mapping[str, Any]) -> Params:
         # Of plain zeros XLA would keep one copy outside the loop over ticks, as large as all gradients.

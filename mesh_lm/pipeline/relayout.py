@@ -22,7 +22,7 @@ from sharding_rules import ShardingRuleError, axes_of
 _AXIS = "pipeline"
 
 
-def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], layout: StackLayout) -> NamedSharding:
+def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], stack: StackLayout) -> NamedSharding:
     """Where the canonical form [n_layers, ...] of a leaf lies that is [rows, ...] in memory, with this sharding and shape.
 
     Where rows are layers it is the sharding in memory. A leaf none of whose dimensions the number of stages divides is whole on every
@@ -30,29 +30,29 @@ def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], layout: St
 
     Raises ShardingRuleError where the rows are cut over anything but pipeline.
     """
-    if layout.identity:
+    if stack.identity:
         return sharding
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     cut = [axis for axis in axes_of(spec[0]) if sharding.mesh.shape[axis] > 1]
     if cut != [_AXIS]:
         raise ShardingRuleError(
-            f"the dimension layers is cut over the mesh axes {cut} in {layout.stages} pipeline stages; with uneven stages or "
+            f"the dimension layers is cut over the mesh axes {cut} in {stack.stages} pipeline stages; with uneven stages or "
             "pipeline.chunks > 1 it can be cut over pipeline alone: give the others to another dimension"
         )
     moved: list[Any] = [None, *spec[1:]]
-    if dim := _exchanged(sharding, shape, layout):
+    if dim := _exchanged(sharding, shape, stack):
         moved[dim] = (*axes_of(spec[dim]), _AXIS)  # innermost, so that a device trades with those that hold its part of the row
     return NamedSharding(sharding.mesh, PartitionSpec(*moved), memory_kind=sharding.memory_kind)
 
 
-def to_canonical(leaf: jax.Array, layout: StackLayout, sharding: NamedSharding) -> jax.Array:
+def to_canonical(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
     """[rows, ...], which has this sharding, to [n_layers, ...] with its canonical one, bit for bit. The leaf itself is deleted."""
-    return leaf if layout.identity else _replaced(leaf, _program(layout, sharding, leaf.shape, False))
+    return leaf if stack.identity else _replaced(leaf, _program(stack, sharding, leaf.shape, False))
 
 
-def to_memory(leaf: jax.Array, layout: StackLayout, sharding: NamedSharding) -> jax.Array:
+def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
     """[n_layers, ...] with its canonical sharding to [rows, ...] with this one; padding is zero. The leaf itself is deleted."""
-    return leaf if layout.identity else _replaced(leaf, _program(layout, sharding, (layout.rows, *leaf.shape[1:]), True))
+    return leaf if stack.identity else _replaced(leaf, _program(stack, sharding, (stack.rows, *leaf.shape[1:]), True))
 
 
 def _replaced(leaf: jax.Array, program: Any) -> jax.Array:
@@ -63,13 +63,13 @@ def _replaced(leaf: jax.Array, program: Any) -> jax.Array:
 
 
 @functools.cache
-def _program(layout: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool) -> Any:
+def _program(stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool) -> Any:
     """The jitted relayout of a leaf that is [rows, ...] = shape in memory."""
-    dim, canonical = _exchanged(sharding, shape, layout), canonical_sharding(sharding, shape, layout)
-    local = canonical.shard_shape((layout.n_layers, *shape[1:]))
-    layers = layout.layer_of_row().reshape(layout.stages, -1).T
+    dim, canonical = _exchanged(sharding, shape, stack), canonical_sharding(sharding, shape, stack)
+    local = canonical.shard_shape((stack.n_layers, *shape[1:]))
+    layers = stack.layer_of_row().reshape(stack.stages, -1).T
     # [rows of a stage, P]; padding is a layer past the last, which a scatter drops and a gather fills with zero.
-    layers = np.where(layers < 0, layout.n_layers + np.arange(layout.rows).reshape(layers.shape), layers)
+    layers = np.where(layers < 0, stack.n_layers + np.arange(stack.rows).reshape(layers.shape), layers)
 
     def collect(rows: jax.Array) -> jax.Array:
         """A device's part [rows of a stage, ...] to its part [n_layers, ...]."""
@@ -79,7 +79,7 @@ def _program(layout: StackLayout, sharding: NamedSharding, shape: tuple[int, ...
             if dim is None:
                 theirs = lax.all_gather(mine, _AXIS)
             else:
-                parts = jnp.moveaxis(mine.reshape(*local[1:dim], layout.stages, *local[dim:]), dim - 1, 0)
+                parts = jnp.moveaxis(mine.reshape(*local[1:dim], stack.stages, *local[dim:]), dim - 1, 0)
                 theirs = lax.all_to_all(parts, _AXIS, 0, 0, tiled=True)
             return held.at[layer].set(theirs, mode="drop", unique_indices=True), None
 
@@ -103,7 +103,7 @@ def _program(layout: StackLayout, sharding: NamedSharding, shape: tuple[int, ...
     return jax.jit(moved, in_shardings=source, out_shardings=target)
 
 
-def _exchanged(sharding: NamedSharding, shape: Sequence[int], layout: StackLayout) -> int | None:
+def _exchanged(sharding: NamedSharding, shape: Sequence[int], stack: StackLayout) -> int | None:
     """The first dimension after the rows of which each device can give every stage an equal part: the earlier, the longer the runs."""
     local = sharding.shard_shape(tuple(shape))
-    return next((dim for dim in range(1, len(shape)) if local[dim] % layout.stages == 0), None)
+    return next((dim for dim in range(1, len(shape)) if local[dim] % stack.stages == 0), None)

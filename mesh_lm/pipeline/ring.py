@@ -50,12 +50,12 @@ def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]
     """Sums over this device's share of the batch, and its share of the gradients: of its own layers, and of all other parameters."""
     x = part.zero_input
     left = jax.eval_shape(part.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
-    trained = {name: w for name, w in {**part.layers, **part.shared}.items() if name not in part.blueprint.buffers}
+    trained = {name: w for name, w in {**part.layers, **part.shared}.items() if name not in part.layout.buffers}
     zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in trained.items()}
-    height = {name: part.blueprint.stack_of(name).height for name in part.zero_arrays}
+    height = {name: part.layout.stack_of(name).height for name in part.zero_arrays}
     start = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,
-        part.blueprint.constrain(zeros, "params"), part.zero_sums,
+        part.layout.constrain(zeros, "params"), part.zero_sums,
         {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in part.zero_arrays.items()},
     )  # fmt: skip
     end = lax.scan(partial(_tick, part, table), start, dict(columns))[0]
@@ -112,12 +112,12 @@ def _accumulated(part: Part, carry: Carry, made: Gradients, work: Work) -> tuple
     for more in (made.shared, made.loss, made.embed):
         total = total | {name: total[name] + g for name, g in more.items()}
     arrays = {name: rows(name, carry.arrays[name], x) for name, x in made.arrays.items()}
-    return part.blueprint.constrain(total, "params"), arrays
+    return part.layout.constrain(total, "params"), arrays
 
 
 def _slot(part: Part) -> Callable[[jax.Array, Callable[[], Any], Callable[[], Any]], Any]:
     """f(whether there is work, run, idle) -> what `run` makes where this stage has work, else `idle`."""
-    return _masked if part.permutes or part.blueprint.pipeline.idle == "mask" else lax.cond
+    return _masked if part.permutes or part.layout.pipeline.idle == "mask" else lax.cond
 
 
 def _masked(working: jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ModelConfig
 from sharding_rules import Rules, Shard, ShardingRuleError, axes_of, preset
 from sharding_rules.presets import product
@@ -17,33 +17,33 @@ from sharding_rules.presets import product
 _AXIS = "pipeline"
 
 
-def folded(model: ModelConfig, shard: Shard) -> Blueprint:
+def folded(model: ModelConfig, shard: Shard) -> ModelLayout:
     """The model on the devices of a mesh without its stages: the mesh with fsdp * pipeline, and rules that cut embed and batch over fsdp.
 
     Where FSDP cannot cut the weights so often, the devices become replicas (data * pipeline), which hold `pipeline` times as much.
     Raises ShardingRuleError where the rules do not fit the model even so.
     """
     if shard.mesh.shape[_AXIS] == 1:
-        return Blueprint.of(model, shard)
+        return ModelLayout.of(model, shard)
     rules = _with_fsdp(shard.rules)
     try:
-        blueprint = Blueprint.of(model, Shard(rules, _given_to("fsdp", shard.mesh)))
-        blueprint.shardings("params")
-        return blueprint
+        layout = ModelLayout.of(model, Shard(rules, _given_to("fsdp", shard.mesh)))
+        layout.shardings("params")
+        return layout
     except ShardingRuleError:
-        return Blueprint.of(model, Shard(rules, _given_to("data", shard.mesh)))
+        return ModelLayout.of(model, Shard(rules, _given_to("data", shard.mesh)))
 
 
-def unpiped(blueprint: Blueprint, params: Params) -> tuple[Blueprint, Params]:
+def unpiped(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
     """`folded`, with the weights moved there. It takes them over: memory grows by one of them at a time.
 
     Where there is one stage, both are what they were.
     """
-    shard = blueprint.shard
+    shard = layout.shard
     if shard.mesh.shape[_AXIS] == 1:
-        return blueprint, params
-    target = folded(blueprint.config, shard)
-    params, where = blueprint.in_model_order(params, "params"), target.shardings("params")
+        return layout, params
+    target = folded(layout.config, shard)
+    params, where = layout.in_model_order(params, "params"), target.shardings("params")
     grown = next(axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis])
     return target, {name: _moved(x, where[name], grown) for name, x in params.items()}
 

@@ -104,9 +104,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
     try:
         program = Program.of(config, plan.target, n_devices)
         report = program.compile(options(flags))
-        findings = lint(report, config.rules, program.blueprint.axes)
+        findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.blueprint, report))
+        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.layout, report))
         if plan.max_microbatch:
             facts += largest(config, n_devices, compiled, say=say)
     except LabError as error:

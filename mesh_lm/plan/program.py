@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.abstract import abstract_batch
@@ -42,7 +42,7 @@ class Program:
     config: TrainConfig
     """Checked, and with an attention that can be compiled here."""
     mesh: Mesh
-    blueprint: Blueprint
+    layout: ModelLayout
 
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
@@ -50,7 +50,7 @@ class Program:
         config = check(config, n_devices)
         mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         config = compilable(config, target)
-        return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
+        return cls(config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -59,16 +59,16 @@ class Program:
     @cached_property
     def declared(self) -> dict[str, Part]:
         """What the run holds from step to step. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
-        return parts(self.blueprint, self.optimizer)
+        return parts(self.layout, self.optimizer)
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
-        config, blueprint, optimizer = self.config, self.blueprint, self.optimizer
-        arguments = abstract_state(blueprint, optimizer), abstract_batch(config, batch_sharding(blueprint))
-        step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
+        config, layout, optimizer = self.config, self.layout, self.optimizer
+        arguments = abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout))
+        step = train_step(layout, optimizer, config.seed, config.health.outlier)
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=held.kind_of(self.declared), slots=stages.slots(blueprint, config.train.microbatches),
+            kind_of=held.kind_of(self.declared), slots=stages.slots(layout, config.train.microbatches),
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

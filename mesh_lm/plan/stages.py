@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from mesh_lm.blueprint import Blueprint, segment_of
+from mesh_lm.blueprint import ModelLayout, segment_of
 from mesh_lm.config import TrainConfig
 from mesh_lm.pipeline.cost import Durations, in_flight, timeline
 from mesh_lm.pipeline.engine import training_schedule, training_table
@@ -14,11 +14,11 @@ from sharding_rules.lab import Report
 from sharding_rules.lab.report import Slot
 
 
-def slots(blueprint: Blueprint, microbatches: int) -> tuple[Slot, ...]:
+def slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     """Of the conditionals in the engine's tick, by its named scopes (`mesh_lm.pipeline.ring`); none without a pipeline."""
-    if blueprint.n_stages == 1:
+    if layout.n_stages == 1:
         return ()
-    table = training_table(blueprint, microbatches)
+    table = training_table(layout, microbatches)
     stage, forward, backward = np.arange(table.stages), table.columns["forward_chunk"], table.columns["backward_chunk"]
     active = {
         "forward_slot": forward >= 0,
@@ -28,13 +28,13 @@ def slots(blueprint: Blueprint, microbatches: int) -> tuple[Slot, ...]:
         "backward_slot/loss": (stage == table.stages - 1) & (backward == table.chunks - 1),
     }
     # Masked slots run in every tick.
-    skipped = {scope: runs for scope, runs in active.items() if "/" in scope or blueprint.pipeline.idle == "skip"}
+    skipped = {scope: runs for scope, runs in active.items() if "/" in scope or layout.pipeline.idle == "skip"}
     return tuple(Slot.of(scope, runs) for scope, runs in skipped.items())
 
 
-def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tuple[str, str], ...]:
+def facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
     """Lines for the report: the schedule's bubble and what is in flight, FLOPs by stage, the bytes of padding and of FSDP's gathers."""
-    pipeline, stages, stack = config.pipeline, blueprint.n_stages, config.model.stack()
+    pipeline, stages, stack = config.pipeline, layout.n_stages, config.model.stack()
     if stages == 1:
         return ()
     schedule = training_schedule(pipeline, stages, config.train.microbatches)
@@ -51,13 +51,13 @@ def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tu
     lines = [
         ("pipeline", f"{what}, {config.train.microbatches} microbatches: bubble {made.bubble:.1%}, stages idle {idle:.1%} of the time"),
         ("in flight", f"at most {max(in_flight(schedule))} passes on a stage, by the schedule"),
-        ("by stage", f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_layers(blueprint)} layers"),
+        ("by stage", f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_layers(layout)} layers"),
     ]
     rows, layers, wasted = 0, 0, 0.0
-    for name, layout in blueprint.layout.items():
-        shapes = [s for n, s in blueprint.shapes.items() if n in blueprint.stacked and segment_of(n) == name]
-        wasted += layout.wasted_bytes(sum(math.prod(s.shape[1:]) * s.dtype.itemsize for s in shapes))
-        rows, layers = rows + layout.rows, layers + layout.n_layers
+    for name, stack in layout.stacks.items():
+        shapes = [s for n, s in layout.shapes.items() if n in layout.stacked and segment_of(n) == name]
+        wasted += stack.wasted_bytes(sum(math.prod(s.shape[1:]) * s.dtype.itemsize for s in shapes))
+        rows, layers = rows + stack.rows, layers + stack.n_layers
     if rows != layers:
         lines.append(("padding", f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} GiB in all"))
     if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
@@ -66,9 +66,9 @@ def facts(config: TrainConfig, blueprint: Blueprint, report: Report) -> tuple[tu
     return tuple(lines)
 
 
-def _layers(blueprint: Blueprint) -> str:
+def _layers(layout: ModelLayout) -> str:
     """On each stage, by segment where there are several."""
-    by_segment = {name: _numbers(stack.count().sum(1), "d") for name, stack in blueprint.layout.items()}
+    by_segment = {name: _numbers(stack.count().sum(1), "d") for name, stack in layout.stacks.items()}
     return "; ".join(f"{name} {said}" for name, said in by_segment.items()) if len(by_segment) > 1 else next(iter(by_segment.values()))
 
 

@@ -30,7 +30,7 @@ def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = 
 
     Args:
       rules: those that the program was written for. Without them promises are read from how the arguments are cut.
-      axes: logical axes of each parameter by name (mesh_lm's `blueprint.axes`). With them findings name the row of the rules.
+      axes: logical axes of each parameter by name (mesh_lm's `layout.axes`). With them findings name the row of the rules.
     """
     subject = Subject(report, rules, axes or {})
     found = (found for check in CHECKS for found in check(subject))

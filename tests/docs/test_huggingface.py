@@ -14,7 +14,7 @@ from support import shard_on
 
 import train
 from mesh_lm import cli, generate, huggingface
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import find
 from mesh_lm.config import ConfigError
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
@@ -47,9 +47,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=64,
         positions="rotary", rope_scaling=8.0, rope_original_seq_len=16, norm="rmsnorm", activation="swiglu", biases=False,
     )  # fmt: skip
-    blueprint = Blueprint.of(model, shard_on("ddp"))
-    params = jax.jit(blueprint.init)(jax.random.key(0))
-    huggingface.save(directory / START, blueprint, params, dtype="float32", tokenizer=tokenizer)
+    layout = ModelLayout.of(model, shard_on("ddp"))
+    params = jax.jit(layout.init)(jax.random.key(0))
+    huggingface.save(directory / START, layout, params, dtype="float32", tokenizer=tokenizer)
     (directory / "corpus.txt").write_text(text)
     (directory / "finetune.py").write_text(CONFIG)
     return directory

@@ -13,7 +13,7 @@ from flax import nnx
 from pipeline_toy import Toy, ToyConfig
 from support import host_batch, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError
 from mesh_lm.pipeline.engine import value_and_grad
 from sharding_rules import Shard
@@ -33,13 +33,13 @@ def weight(value: Callable[[jax.Array], jax.Array] = lambda x: x, **metadata: An
     return Changed
 
 
-def blueprint(model: type[Toy], **mesh: int) -> Blueprint:
+def layout(model: type[Toy], **mesh: int) -> ModelLayout:
     @dataclasses.dataclass(frozen=True)
     class Config(ToyConfig):
         def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
             return model(self, shard, rngs)
 
-    return Blueprint.of(Config(n_layers=2), shard_on("ddp", **mesh))
+    return ModelLayout.of(Config(n_layers=2), shard_on("ddp", **mesh))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def blueprint(model: type[Toy], **mesh: int) -> Blueprint:
 )
 def test_the_types_of_parameters(model: type[Toy], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        blueprint(model)
+        layout(model)
     assert str(caught.value) == said
 
 
 def test_the_type_in_which_layers_use_a_parameter() -> None:
-    assert blueprint(weight(compute_dtype="bfloat16")).compute == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
+    assert layout(weight(compute_dtype="bfloat16")).compute == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
 
 
 class InLoss(Toy):
@@ -83,7 +83,7 @@ class InPrepare(Toy):
 @pytest.mark.parametrize("model", [InLoss, InEmbed, InPrepare])
 def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[str, int]) -> None:
     """It would have no gradient from there."""
-    made = blueprint(model, **mesh)
+    made = layout(model, **mesh)
     with pytest.raises(ConfigError) as caught:
         jax.eval_shape(value_and_grad(made), made.in_memory, host_batch(2), jax.random.key(0))
     said = "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a parameter of the model itself"

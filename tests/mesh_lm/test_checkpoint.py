@@ -14,7 +14,7 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints, find, store
 from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
 
@@ -89,17 +89,17 @@ def test_a_checkpoint_is_found_by_its_run_and_by_its_step(copy: Path) -> None:
 def test_policy(tmp_path: Path) -> None:
     """Saves when due, keeps the newest, ignores what a killed save left."""
     config = at(tmp_path, checkpoint=CheckpointConfig(every=2, keep=2))
-    blueprint = Blueprint.of(config.model, shard_on("ddp"))
-    state = fixture.filled(fixture.abstract(config, blueprint.shard))
+    layout = ModelLayout.of(config.model, shard_on("ddp"))
+    state = fixture.filled(fixture.abstract(config, layout.shard))
     with Checkpoints(config) as checkpoints:
         assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
         for step in (2, 4, 6):
-            checkpoints.save(step, state, {"position": step}, blueprint, fixture.OPTIMIZER)
+            checkpoints.save(step, state, {"position": step}, layout, fixture.OPTIMIZER)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}
     (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(config) as checkpoints:
         assert checkpoints.newest().step == 6
-        checkpoints.save(8, state, {"position": 8}, blueprint, fixture.OPTIMIZER)
+        checkpoints.save(8, state, {"position": 8}, layout, fixture.OPTIMIZER)
     with Checkpoints(config) as checkpoints:
         assert checkpoints.newest().step == 8
 

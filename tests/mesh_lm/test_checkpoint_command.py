@@ -18,7 +18,7 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.__main__ import main
 from mesh_lm.checkpoint.arrays import Arrays, Leaf
@@ -33,11 +33,11 @@ CHANGED = "params/embedding"
 def saved(output: Path, config: TrainConfig, steps: tuple[int, ...], **mesh: int) -> Path:
     """A run that saved these steps; in each but the first, two elements of one leaf are others."""
     config = dataclasses.replace(config, output=str(output))
-    blueprint = Blueprint.of(config.model, shard_on("fsdp", **mesh))
-    state = fixture.filled(fixture.abstract(config, blueprint.shard))
+    layout = ModelLayout.of(config.model, shard_on("fsdp", **mesh))
+    state = fixture.filled(fixture.abstract(config, layout.shard))
     with Checkpoints(config) as checkpoints:
         for step in steps:
-            checkpoints.save(step, state, {"position": step, "samples": f"{step:016x}"}, blueprint, fixture.OPTIMIZER)
+            checkpoints.save(step, state, {"position": step, "samples": f"{step:016x}"}, layout, fixture.OPTIMIZER)
             leaf = np.array(state["params"]["embedding"])
             leaf[3, 1:3] += [0.5, -2.0]
             params = state["params"] | {"embedding": jax.device_put(leaf, state["params"]["embedding"].sharding)}

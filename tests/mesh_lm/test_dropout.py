@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import GPT, host_batch, initial, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward
 from mesh_lm.pipeline import engine
@@ -17,7 +17,7 @@ COMPILE_BUDGET = 20
 def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding, and attention and MLP of both layers: five keys for each sample, no two of them equal."""
     keys: set[bytes] = set()
-    blueprint = Blueprint.of(GPT, shard_on("ddp"))
+    layout = ModelLayout.of(GPT, shard_on("ddp"))
     batch = {name: x[0] for name, x in host_batch(1).items()}
 
     def noted(self: Dropout, x: jax.Array, rate: float) -> jax.Array:
@@ -26,8 +26,8 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Dropout, "__call__", noted)
     dropout = Dropout.of(jax.random.key(3), batch["sample_ids"], batch["indices"])
-    run = jax.jit(lambda params: forward(blueprint.bind, blueprint.segments, params, batch, dropout))
-    jax.block_until_ready(run(initial(blueprint)))
+    run = jax.jit(lambda params: forward(layout.bind, layout.segments, params, batch, dropout))
+    jax.block_until_ready(run(initial(layout)))
     jax.effects_barrier()
     assert len(keys) == len(batch["sample_ids"]) * (1 + 2 * GPT.n_layers)
 
@@ -40,8 +40,8 @@ def test_the_mean_stays() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_evaluation_drops_nothing(stages: int) -> None:
-    blueprint = Blueprint.of(GPT, shard_on("ddp", pipeline=stages))
+    layout = ModelLayout.of(GPT, shard_on("ddp", pipeline=stages))
     batch = host_batch(2)
-    training = jax.make_jaxpr(engine.value_and_grad(blueprint))(blueprint.in_memory, batch, jax.random.key(0))
-    evaluation = jax.make_jaxpr(engine.evaluate(blueprint))(blueprint.in_memory, batch)
+    training = jax.make_jaxpr(engine.value_and_grad(layout))(layout.in_memory, batch, jax.random.key(0))
+    evaluation = jax.make_jaxpr(engine.evaluate(layout))(layout.in_memory, batch)
     assert "random_bits" in str(training) and "random_bits" not in str(evaluation)

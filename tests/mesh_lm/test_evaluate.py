@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cost(run: Path):
     """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
     trained = Trained.load(run, mesh=MeshConfig(data=8))
-    logits = jax.jit(lambda params, tokens: trained.blueprint.bind(params).logits(whole_texts(tokens)))
+    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(whole_texts(tokens)))
 
     def nats(cases: list[tuple[list[int], int]]) -> float:
         tokens = np.zeros((256, SEQ), np.int32)

@@ -20,7 +20,7 @@ from flat_layout import on_disk
 from processes import PATIENCE, ROOT, environment
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints, find
 from mesh_lm.checkpoint.__main__ import main
 from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
@@ -44,18 +44,18 @@ PLACES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-def blueprint_at(place: str) -> Blueprint:
+def layout_at(place: str) -> ModelLayout:
     rules, mesh = PLACES[place]
-    return Blueprint.of(HALF, shard_on(rules, **mesh))
+    return ModelLayout.of(HALF, shard_on(rules, **mesh))
 
 
 def config_at(output: Path, **changes: Any) -> TrainConfig:
     return dataclasses.replace(fixture.CONFIG, model=HALF, output=str(output), **changes)
 
 
-def restored(output: Path, blueprint: Blueprint, **changes: Any) -> State:
+def restored(output: Path, layout: ModelLayout, **changes: Any) -> State:
     with Checkpoints(config_at(output, **changes)) as checkpoints:
-        _, state = checkpoints.restore(blueprint, fixture.OPTIMIZER)
+        _, state = checkpoints.restore(layout, fixture.OPTIMIZER)
     assert state is not None
     return state
 
@@ -77,19 +77,19 @@ def patterned(name: str, like: np.ndarray, form: int) -> np.ndarray:
 def test_older_formats_resume(place: str, form: int, tmp_path: Path) -> None:
     """The weights, the moments and the counters that were saved, in vectors or not; and the layers' copy of the weights."""
     shutil.copytree(fixture.FORMATS[form], tmp_path / "run")
-    blueprint = blueprint_at(place)
-    state = restored(tmp_path / "run", blueprint)
+    layout = layout_at(place)
+    state = restored(tmp_path / "run", layout)
     assert bool(MASTER in state) == place.startswith(("three", "tensor"))
-    found = on_disk(blueprint, state)
+    found = on_disk(layout, state)
     assert {name.partition("/")[0] for name in found} == {"params", "mu", "nu", *COUNTERS} and len(found) == 51
     for name, x in found.items():
         assert x.tobytes() == patterned(name, x, form).tobytes(), name
-    described = abstract_state(blueprint, fixture.OPTIMIZER)
+    described = abstract_state(layout, fixture.OPTIMIZER)
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
-    for name in blueprint.flat.names:
+    for name in layout.flat.names:
         kept = np.asarray(found[f"params/{name}"])
-        assert np.asarray(state["params"][name]).tobytes() == kept.astype(blueprint.flat.dtypes[name]).tobytes(), name
+        assert np.asarray(state["params"][name]).tobytes() == kept.astype(layout.flat.dtypes[name]).tobytes(), name
 
 
 @pytest.mark.parametrize(("form", "said"), [(1, "7: no digests (format 1); its arrays can be read; 50 arrays"), (2, "7: whole; 51 arrays")])
@@ -104,11 +104,11 @@ def test_a_state_goes_from_place_to_place(tmp_path: Path, capsys: pytest.Capture
     before = find(tmp_path / "0")
     assert before is not None and before.digests
     for number, place in enumerate(PLACES):
-        blueprint = blueprint_at(place)
-        state = restored(tmp_path / str(number), blueprint)
+        layout = layout_at(place)
+        state = restored(tmp_path / str(number), layout)
         held = bits(state)
         with Checkpoints(config_at(tmp_path / str(number + 1))) as checkpoints:
-            state = checkpoints.save(fixture.STEP, state, fixture.DATA, blueprint, fixture.OPTIMIZER)
+            state = checkpoints.save(fixture.STEP, state, fixture.DATA, layout, fixture.OPTIMIZER)
             assert bits(state) == held, "a save gives the state back"
         after = find(tmp_path / str(number + 1))
         assert after is not None and after.digests == before.digests and after.metadata["format"] == 3
@@ -125,10 +125,10 @@ def test_vectors_of_other_matrices_are_not_taken(tmp_path: Path, capsys: pytest.
     model = dataclasses.replace(HALF, positions="rotary", norm="rmsnorm", biases=False)
     whole = preset("distributed+megatron")
     rules = {name: whole.replace(params=rows, optimizer=rows) for name, rows in (("wide", {}), ("long", BY_EMBED))}
-    wide, long = (Blueprint.of(model, shard_on(each, data=2, tensor=2)) for each in rules.values())
+    wide, long = (ModelLayout.of(model, shard_on(each, data=2, tensor=2)) for each in rules.values())
 
-    def shapes(blueprint: Blueprint) -> list[Any]:
-        kept = without_used(blueprint, abstract_state(blueprint, fixture.OPTIMIZER))
+    def shapes(layout: ModelLayout) -> list[Any]:
+        kept = without_used(layout, abstract_state(layout, fixture.OPTIMIZER))
         return sorted((x.shape, str(x.sharding.spec)) for x in jax.tree.leaves(kept))
 
     assert shapes(wide) == shapes(long)
@@ -149,8 +149,8 @@ BY_EMBED = {"embed": "tensor", "heads": None, "kv_heads": None, "mlp": None, "vo
 
 def test_the_layers_copies_are_compared() -> None:
     """Each of four devices has the layers' weights, of which two are alike; a vector's parts are on one device each."""
-    blueprint = blueprint_at("tensor")
-    state = init_state(blueprint, fixture.OPTIMIZER, seed=0)
+    layout = layout_at("tensor")
+    state = init_state(layout, fixture.OPTIMIZER, seed=0)
     assert differing(state) == []
     name = "blocks.mlp.up.weight"
     x, (row, column) = state["params"][name], (1, 3)
@@ -185,7 +185,7 @@ def test_another_state_is_refused(place: str, changes: dict[str, Any], optimizer
     model = dataclasses.replace(HALF, **changes)
     config = dataclasses.replace(config_at(tmp_path / "run", optimizer=OptimizerConfig(name=optimizer)), model=model)
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError) as caught:
-        checkpoints.restore(Blueprint.of(model, shard_on(rules, **mesh)), Optimizer(config.optimizer, 9))
+        checkpoints.restore(ModelLayout.of(model, shard_on(rules, **mesh)), Optimizer(config.optimizer, 9))
     assert str(caught.value).startswith(f"{tmp_path}/run/checkpoints/7 {said}")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == before
 
@@ -219,5 +219,5 @@ def test_each_process_writes_its_own(tmp_path: Path) -> None:
     assert 0.3 < written[0] / sum(written) < 0.7, written
     saved = find(tmp_path / "run")
     assert saved is not None and saved.digests == found[0]["digests"]
-    alone = Blueprint.of(dataclasses.replace(HALF, **found[0]["model"]), shard_on("distributed", data=3))
+    alone = ModelLayout.of(dataclasses.replace(HALF, **found[0]["model"]), shard_on("distributed", data=3))
     assert MASTER in saved.resumed(alone, fixture.OPTIMIZER), "verified by the digests that both processes computed"

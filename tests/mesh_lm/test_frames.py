@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from support import GPT, host_batch, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig, PipelineConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.state import abstract_state
@@ -39,8 +39,8 @@ def test_own_frames_to_the_matmul(mesh: dict[str, int], pipeline: PipelineConfig
         return einsum(equation, *operands, **options)
 
     monkeypatch.setattr(jnp, "einsum", watched)
-    blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp", **mesh), pipeline), Optimizer(OptimizerConfig(), 10)
-    jax.eval_shape(train_step(blueprint, optimizer, 0), abstract_state(blueprint, optimizer), host_batch(2))
+    layout, optimizer = ModelLayout.of(GPT, shard_on("ddp", **mesh), pipeline), Optimizer(OptimizerConfig(), 10)
+    jax.eval_shape(train_step(layout, optimizer, 0), abstract_state(layout, optimizer), host_batch(2))
     longest = max(ways.values(), key=len)
     assert any("dense.__call__" in way for way in ways)
     # The caller of the step is one more.

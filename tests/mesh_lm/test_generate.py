@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(run: Path) -> list:
     trained = Trained.load(run, mesh=MeshConfig(data=8))
-    generator = Generator(trained.blueprint, trained.params, trained.tokenizer, Sampling(2.0, 0))
+    generator = Generator(trained.layout, trained.params, trained.tokenizer, Sampling(2.0, 0))
     return generator.complete(PROMPTS, 12, seed=1)
 
 

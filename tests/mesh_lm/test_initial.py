@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, initial, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 
 COMPILE_BUDGET = 4
 
@@ -15,7 +15,7 @@ COMPILE_BUDGET = 4
 def test_the_spread_of_initial_weights(config) -> None:
     """init_std, and of what is added to the residual stream, which a block does twice, init_std / sqrt(2 n_layers) (GPT-2)."""
     config = dataclasses.replace(config, n_layers=8, d_model=64, init_std=0.3)
-    params = initial(Blueprint.of(config, shard_on("ddp")))
+    params = initial(ModelLayout.of(config, shard_on("ddp")))
     cut = 0.98658  # standard deviation of a normal distribution that is cut at three of them
     for name, x in params.items():
         if name.endswith((".bias", "sinks")):

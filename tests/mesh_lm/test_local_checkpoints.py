@@ -13,7 +13,7 @@ from fault.job import Job, arguments, certificates, corpus
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.checkpoint import Checkpoints, Saved
 from mesh_lm.config import CheckpointConfig, ConfigError, ModelConfig, PipelineConfig, TrainConfig
@@ -35,28 +35,28 @@ class Run:
     pipeline: PipelineConfig = PipelineConfig()
 
     @property
-    def blueprint(self) -> Blueprint:
-        return Blueprint.of(self.config.model, self.shard, self.pipeline)
+    def layout(self) -> ModelLayout:
+        return ModelLayout.of(self.config.model, self.shard, self.pipeline)
 
     def state(self, step: int) -> State:
-        abstract = abstract_state(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
+        abstract = abstract_state(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
 
         def filled(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = fixture.pattern(jax.tree_util.keystr(path), leaf.shape, np.dtype(np.float32)) + step
             return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
-        return with_used(self.blueprint, jax.tree_util.tree_map_with_path(filled, abstract))
+        return with_used(self.layout, jax.tree_util.tree_map_with_path(filled, abstract))
 
     def save(self, *steps: int) -> None:
         with Checkpoints(self.config) as checkpoints:
-            checkpoints.restore(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
+            checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
             for step in steps:
                 assert checkpoints.due(step)
-                checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.blueprint, fixture.OPTIMIZER)
+                checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.layout, fixture.OPTIMIZER)
 
     def restored(self) -> tuple[Saved, State]:
         with Checkpoints(self.config) as checkpoints:
-            saved, state = checkpoints.restore(self.blueprint, Optimizer(self.config.optimizer, self.config.train.steps))
+            saved, state = checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
         assert saved is not None and state is not None
         return saved, state
 
@@ -106,12 +106,12 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     """Padding included: no layer moves."""
     model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=6, d_model=8, n_heads=2, dtype="float32")
     staged = Run(at(tmp_path, model), shard_on("megatron", pipeline=2, tensor=2), PipelineConfig(chunks=2, layers=(2, 2, 1, 1)))
-    assert not staged.blueprint.identity
+    assert not staged.layout.identity
     staged.save(2)
     staged.require(2)
     other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))
     with Checkpoints(other.config) as checkpoints:
-        found = checkpoints.restore(other.blueprint, Optimizer(other.config.optimizer, other.config.train.steps))
+        found = checkpoints.restore(other.layout, Optimizer(other.config.optimizer, other.config.train.steps))
     assert found == (None, None), "the same shapes, with other layers in the rows"
 
 
@@ -122,11 +122,11 @@ def test_flat_vectors(tmp_path: Path) -> None:
     run.save(2)
     run.require(2)
     held = (run.places[-1] / "state.raw").stat().st_size
-    assert held == sum(x.nbytes for x in jax.tree.leaves(without_used(run.blueprint, run.state(2)))), "that copy is not written"
+    assert held == sum(x.nbytes for x in jax.tree.leaves(without_used(run.layout, run.state(2)))), "that copy is not written"
     other = dataclasses.replace(run, config=at(tmp_path, dataclasses.replace(model, n_heads=4)))
-    assert [leaf.shape for leaf in other.blueprint.flat.leaves.values()] == [leaf.shape for leaf in run.blueprint.flat.leaves.values()]
+    assert [leaf.shape for leaf in other.layout.flat.leaves.values()] == [leaf.shape for leaf in run.layout.flat.leaves.values()]
     with Checkpoints(other.config) as checkpoints:
-        assert checkpoints.restore(other.blueprint, Optimizer(other.config.optimizer, 10)) == (None, None)
+        assert checkpoints.restore(other.layout, Optimizer(other.config.optimizer, 10)) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +204,14 @@ def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path
     run.save(2)
     shutil.rmtree(tmp_path / "run")
     with Checkpoints(run.config) as checkpoints:
-        found = checkpoints.restore(run.blueprint, Optimizer(run.config.optimizer, run.config.train.steps))
+        found = checkpoints.restore(run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
     assert found == (None, None) and not run.places, "a run that began anew"
 
 
 def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
     run.save(10, 12, 14)
     with Checkpoints(run.config) as checkpoints:
-        saved, _ = checkpoints.go_back(15, {}, run.blueprint, Optimizer(run.config.optimizer, run.config.train.steps))
+        saved, _ = checkpoints.go_back(15, {}, run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
     assert saved.step == 10 and not run.places
     run.require(10)
 
@@ -220,7 +220,7 @@ def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
     run.save(10, 20)
     optimizer = Optimizer(run.config.optimizer, run.config.train.steps)
     with Checkpoints(run.config) as checkpoints:
-        saved, state = checkpoints.go_back(20, {}, run.blueprint, optimizer)
+        saved, state = checkpoints.go_back(20, {}, run.layout, optimizer)
         assert saved.step == 10 and int(state["step"]) == int(run.state(10)["step"])
         assert (checkpoints.directory / "20.passed").is_dir()
 
@@ -230,12 +230,12 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.save(10)
     with Checkpoints(run.config) as checkpoints:
-        checkpoints.save(12, run.state(12), {"position": 12}, run.blueprint, fixture.OPTIMIZER)
+        checkpoints.save(12, run.state(12), {"position": 12}, run.layout, fixture.OPTIMIZER)
         checkpoints._local.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
         try:
             for step in (14, 16):
-                checkpoints.save(step, run.state(step), {"position": step}, run.blueprint, fixture.OPTIMIZER)
+                checkpoints.save(step, run.state(step), {"position": step}, run.layout, fixture.OPTIMIZER)
             checkpoints._local.close()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.cli import load
 from mesh_lm.loss import cross_entropy
 from mesh_lm.model import DecoderConfig, whole_texts
@@ -105,9 +105,9 @@ def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
     batch["sample_ids"], batch["indices"] = np.arange(B, dtype=np.uint32)[None], np.arange(S, dtype=np.int32)[None, None]
     params, grads = None, {}
     for dtype in ("float32", "bfloat16"):
-        blueprint = Blueprint.of(dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096), shard_on("ddp", data=2))
-        params = params or jax.jit(blueprint.init)(jax.random.key(0))
-        grads[dtype] = jax.jit(value_and_grad(blueprint))(params, on_devices(batch, blueprint), jax.random.key(0))[1]
+        layout = ModelLayout.of(dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096), shard_on("ddp", data=2))
+        params = params or jax.jit(layout.init)(jax.random.key(0))
+        grads[dtype] = jax.jit(value_and_grad(layout))(params, on_devices(batch, layout), jax.random.key(0))[1]
     for name, wanted in grads["float32"].items():
         error = np.linalg.norm(grads["bfloat16"][name] - wanted) / np.linalg.norm(wanted)
         assert error < 0.03, f"{name}: {error:.3f}"
@@ -115,12 +115,12 @@ def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
 
 def test_the_future_is_not_seen() -> None:
     """The gradient of one position's logits reaches no later token."""
-    blueprint = Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on("ddp"))
+    layout = ModelLayout.of(dataclasses.replace(GPT, dropout=0.0), shard_on("ddp"))
     params = reference(GPT)[0]
     tokens = host_batch(1)["tokens"][0, :2]
 
     def logits(params, tokens):
-        return blueprint.bind(params).logits(whole_texts(tokens))
+        return layout.bind(params).logits(whole_texts(tokens))
 
     run = jax.jit(logits)
     before, changed = np.asarray(run(params, tokens)), tokens.copy()
@@ -141,20 +141,20 @@ def test_kv_heads_that_do_not_line_up_are_refused() -> None:
     """24 query heads in groups of 4 over 4 devices: six heads on each, which need one kv head and half of another."""
     config = dataclasses.replace(LLAMA, n_heads=24, n_kv_heads=6, head_dim=4)
     rows = {"kv_heads": None}
-    blueprint = Blueprint.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
+    layout = ModelLayout.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
     batch = {name: x[0] for name, x in host_batch(1).items()}
     with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share whole kv heads"):
-        jax.eval_shape(lambda p: forward(blueprint.bind, blueprint.segments, p, batch), blueprint.shapes)
+        jax.eval_shape(lambda p: forward(layout.bind, layout.segments, p, batch), layout.shapes)
 
 
 def test_fsdp_without_remat_keeps_no_gathered_weights() -> None:
     """By the end of the forward, all layers' gathered weights would be on every device: the model whole, in the compute type."""
     config = dataclasses.replace(GPT, n_layers=16, d_model=128, dtype="bfloat16", dropout=0.0, vocab_size=64)
-    blueprint = Blueprint.of(config, shard_on("fsdp", fsdp=8))
-    where = blueprint.shardings("params")
-    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name]) for name, s in blueprint.shapes.items()}
-    batch = on_devices(host_batch(1), blueprint)
-    program = str(jax.make_jaxpr(value_and_grad(blueprint))(params, batch, jax.random.key(0)))
+    layout = ModelLayout.of(config, shard_on("fsdp", fsdp=8))
+    where = layout.shardings("params")
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name]) for name, s in layout.shapes.items()}
+    batch = on_devices(host_batch(1), layout)
+    program = str(jax.make_jaxpr(value_and_grad(layout))(params, batch, jax.random.key(0)))
     assert "f32[16,128,512]" in program, "the stored weights have another shape by now: adapt this test"
     assert "bf16[16,128,512]" not in program
 
@@ -191,7 +191,7 @@ def test_parameter_counts(name: str, n_params: int | None) -> None:
     """Equal to the published counts, and the formula to the arrays, the padded rows of the vocabulary aside."""
     config = load(f"configs/{name}.py").model
     assert isinstance(config, DecoderConfig)
-    shapes = Blueprint.of(config, shard_on("ddp")).shapes
+    shapes = ModelLayout.of(config, shard_on("ddp")).shapes
     padding = (config.padded_vocab - config.vocab_size) * config.d_model * (1 if config.tied else 2)
     assert sum(math.prod(s.shape) for s in shapes.values()) - padding == config.n_params()
     assert n_params is None or config.n_params() == n_params

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import PipelineConfig
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.pipeline import engine
@@ -77,11 +77,11 @@ def test_positions_cut_by_rows_equal_one_device() -> None:
 def test_padded_layers_have_no_gradient() -> None:
     """Weights of 0 give other weights none; a bias that is added to the residual stream gets one where the layer runs."""
     config = dataclasses.replace(GPT, n_layers=3, dropout=0.0)
-    blueprint = Blueprint.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
-    batch = on_devices(host_batch(2), blueprint)
-    _, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, initial(blueprint)), batch, jax.random.key(0))
-    padded = blueprint.layout["blocks"].layer_of_row() < 0
-    for name in blueprint.stacked:
+    layout = ModelLayout.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
+    batch = on_devices(host_batch(2), layout)
+    _, grads = jax.jit(engine.value_and_grad(layout))(by_stage(layout, initial(layout)), batch, jax.random.key(0))
+    padded = layout.stacks["blocks"].layer_of_row() < 0
+    for name in layout.stacked:
         rows = np.asarray(grads[name])
         assert not rows[padded].any() and rows[~padded].any(), name
 

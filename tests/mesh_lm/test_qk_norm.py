@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.model.stack import forward
 
 COMPILE_BUDGET = 15
@@ -31,12 +31,12 @@ def test_save_names_computes_no_projection_again() -> None:
     """The backward of a norm needs its input; were only its output kept, q and k would be projected twice."""
 
     def matmuls(**changes: object) -> int:
-        blueprint = Blueprint.of(dataclasses.replace(CONFIG, **changes), shard_on("ddp"))
+        layout = ModelLayout.of(dataclasses.replace(CONFIG, **changes), shard_on("ddp"))
         batch = {
             name: np.zeros((1, 16), kind)
             for name, kind in (("tokens", np.int32), ("labels", np.int32), ("weights", np.float32), ("indices", np.int32))
         }
-        program = jax.make_jaxpr(jax.grad(lambda p: forward(blueprint.bind, blueprint.segments, p, batch)[0]))(blueprint.shapes)
+        program = jax.make_jaxpr(jax.grad(lambda p: forward(layout.bind, layout.segments, p, batch)[0]))(layout.shapes)
         return str(program).count("dot_general")
 
     assert (
@@ -47,4 +47,4 @@ def test_save_names_computes_no_projection_again() -> None:
 def test_the_count_is_that_of_the_arrays() -> None:
     for norm, biases in (("rmsnorm", False), ("layernorm", True), ("layernorm", False)):
         config = dataclasses.replace(CONFIG, norm=norm, biases=biases, vocab_multiple=1)
-        assert sum(math.prod(s.shape) for s in Blueprint.of(config, shard_on("ddp")).shapes.values()) == config.n_params()
+        assert sum(math.prod(s.shape) for s in ModelLayout.of(config, shard_on("ddp")).shapes.values()) == config.n_params()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, assert_same_gradients, gradients, reference, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import PipelineConfig
 from mesh_lm.optim.contract import is_matrix
 
@@ -35,7 +35,7 @@ def test_equals_one_device(config, remat: str, rules: str, mesh: dict[str, int],
 
 def errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], matrices: bool = True) -> dict[str, float]:
     """By parameter of the layers, relative to the gradient's norm; of matrices, or of vectors."""
-    axes = Blueprint.of(GPT, shard_on("ddp")).axes
+    axes = ModelLayout.of(GPT, shard_on("ddp")).axes
     names = [name for name in wanted if name.startswith("blocks") and is_matrix(name, axes[name]) is matrices]
     return {name: float(np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])) for name in names}
 

@@ -17,7 +17,7 @@ from flax import nnx
 from support import GPT, Outcome, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
 
 from mesh_lm import checkpoint, cli
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.checkpoint import local
 from mesh_lm.config import ConfigError, PipelineConfig, TrainConfig, TrainLoop, as_dict
@@ -80,9 +80,9 @@ def test_evaluation_equals_one_device() -> None:
     """Without dropout, by a table of forward slots alone; scalars only."""
 
     def sums(strategy: Rules, mesh: dict[str, int], pipeline: PipelineConfig) -> dict[str, float]:
-        blueprint = Blueprint.of(MODEL, shard_on(strategy, **mesh), pipeline)
-        params = by_stage(blueprint, one_device()[0])
-        found = jax.jit(engine.evaluate(blueprint))(params, on_devices(host_batch(4), blueprint))
+        layout = ModelLayout.of(MODEL, shard_on(strategy, **mesh), pipeline)
+        params = by_stage(layout, one_device()[0])
+        found = jax.jit(engine.evaluate(layout))(params, on_devices(host_batch(4), layout))
         return {name: float(x) for name, x in found.items()}
 
     found = sums(SPLIT, {"pipeline": 2, "tensor": 2}, PipelineConfig(chunks=2, layers=(1, 2, 2, 1)))
@@ -91,7 +91,7 @@ def test_evaluation_equals_one_device() -> None:
 
 
 def test_each_segment_has_its_own_rules() -> None:
-    where = Blueprint.of(MODEL, shard_on(SPLIT, pipeline=2, tensor=2), PipelineConfig(layers=(3, 3))).shardings("params")
+    where = ModelLayout.of(MODEL, shard_on(SPLIT, pipeline=2, tensor=2), PipelineConfig(layers=(3, 3))).shardings("params")
     assert where["dense.mlp.up.weight"].spec == jax.P("pipeline", None, "tensor")
     assert where["moe.mlp.up.weight"].spec == jax.P("pipeline", None, None)
     assert where["moe.attention.qkv.weight"].spec == jax.P("pipeline", None, None, None, None)
@@ -100,13 +100,13 @@ def test_each_segment_has_its_own_rules() -> None:
 @pytest.mark.parametrize(("chunks", "layers"), [(1, (1, 5)), (3, (1,) * 6)])
 def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[int, ...]) -> None:
     """Rows in memory are those that NumPy finds, and go back to disk bit for bit."""
-    blueprint = Blueprint.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
+    layout = ModelLayout.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
     params = one_device()[0]
-    disk = {name: jax.device_put(x, blueprint.canonical_shardings("params")[name]) for name, x in params.items()}
-    memory, wanted = blueprint.by_stage(disk, "params"), by_stage(blueprint, params)
+    disk = {name: jax.device_put(x, layout.canonical_shardings("params")[name]) for name, x in params.items()}
+    memory, wanted = layout.by_stage(disk, "params"), by_stage(layout, params)
     for name, x in memory.items():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(wanted[name]), err_msg=name)
-    back = blueprint.in_model_order(memory, "params")
+    back = layout.in_model_order(memory, "params")
     for name, x in back.items():
         np.testing.assert_array_equal(np.asarray(x), params[name], err_msg=name)
 
@@ -115,8 +115,8 @@ SPLIT_GPT = dataclasses.replace(GPT, segments=(SegmentConfig("early", 1), Segmen
 
 
 def program(config: DecoderConfig) -> str:
-    blueprint = Blueprint.of(config, shard_on("ddp"))
-    return str(jax.make_jaxpr(engine.value_and_grad(blueprint))(blueprint.shapes, host_batch(2), jax.random.key(0)))
+    layout = ModelLayout.of(config, shard_on("ddp"))
+    return str(jax.make_jaxpr(engine.value_and_grad(layout))(layout.shapes, host_batch(2), jax.random.key(0)))
 
 
 def test_one_segment_is_the_same_program_as_none() -> None:
@@ -128,10 +128,10 @@ def test_each_segment_has_its_own_precision() -> None:
     assert "bf16" not in program(GPT) and "bf16" in program(SPLIT_GPT)
     params, _, wanted = reference(GPT)
     halves = {name.replace("blocks.", f"{half}."): x for half in ("early", "late") for name, x in params.items()}
-    blueprint = Blueprint.of(SPLIT_GPT, shard_on("ddp"))
+    layout = ModelLayout.of(SPLIT_GPT, shard_on("ddp"))
     rows = {name: x[:1] if name.startswith("early.") else x[1:] if name.startswith("late.") else x for name, x in halves.items()}
-    batch = on_devices(host_batch(1), blueprint)
-    grads = jax.jit(engine.value_and_grad(blueprint))({name: rows[name] for name in blueprint.shapes}, batch, jax.random.key(3))[1]
+    batch = on_devices(host_batch(1), layout)
+    grads = jax.jit(engine.value_and_grad(layout))({name: rows[name] for name in layout.shapes}, batch, jax.random.key(3))[1]
     assert_same_gradients(
         {name: np.concatenate([grads[name.replace("blocks.", f"{half}.")] for half in ("early", "late")]) if "blocks." in name else x
          for name, x in wanted.items()}, wanted, tolerance=0.1,
@@ -143,25 +143,25 @@ def test_a_text_is_continued_through_all_segments(dtypes: tuple) -> None:
     """Read in two parts, with a cache, as generation does; whatever the precision of a segment."""
     segments = SegmentConfig("early", 1), SegmentConfig("late", 1, dtype=dtypes[1])
     config = dataclasses.replace(GPT, dropout=0.0, segments=segments, dtype=dtypes[0])
-    blueprint = Blueprint.of(config, shard_on("ddp"))
-    params = initial(blueprint)
+    layout = ModelLayout.of(config, shard_on("ddp"))
+    params = initial(layout)
     tokens = host_batch(1)["tokens"][0, :2]
     batch = {"tokens": tokens, "positions": np.broadcast_to(np.arange(16), tokens.shape), "segment_ids": np.ones_like(tokens)}
 
     def in_parts(params) -> jax.Array:
-        model = blueprint.bind(params)
+        model = layout.bind(params)
         first, last = ({name: x[:, part] for name, x in batch.items()} for part in (slice(9), slice(9, None)))
         cache = model.extend(first, model.empty_cache(2, 16), 0)[1]  # pyright: ignore[reportAttributeAccessIssue]
         return model.extend(last, cache, 9)[0]  # pyright: ignore[reportAttributeAccessIssue]
 
-    whole = jax.jit(lambda params: blueprint.bind(params).logits(whole_texts(tokens)))(params)
+    whole = jax.jit(lambda params: layout.bind(params).logits(whole_texts(tokens)))(params)
     np.testing.assert_allclose(jax.jit(in_parts)(params), whole[:, -1], rtol=3e-2, atol=3e-2)
 
 
 def test_layers_that_look_at_labels_read_texts() -> None:
-    blueprint = Blueprint.of(MODEL, shard_on(rules("ddp")))
+    layout = ModelLayout.of(MODEL, shard_on(rules("ddp")))
     batch = whole_texts(np.zeros((2, 16), np.int32))
-    assert jax.eval_shape(lambda params: blueprint.bind(params).logits(batch), blueprint.shapes).shape == (2, 16, 250)
+    assert jax.eval_shape(lambda params: layout.bind(params).logits(batch), layout.shapes).shape == (2, 16, 250)
 
 
 def test_a_layer_of_a_period_may_have_sums_that_others_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +185,9 @@ def test_stashed_residuals_save_the_forward_pass_of_layers_with_sums() -> None:
     model = dataclasses.replace(MODEL, dropout=0.0, remat="none")
 
     def flops(stash) -> float:
-        blueprint = Blueprint.of(model, shard_on(rules("ddp"), pipeline=2), PipelineConfig(stash=stash))
-        params = by_stage(blueprint, initial(blueprint))
-        program = jax.jit(engine.value_and_grad(blueprint)).lower(params, on_devices(host_batch(4), blueprint), jax.random.key(0))
+        layout = ModelLayout.of(model, shard_on(rules("ddp"), pipeline=2), PipelineConfig(stash=stash))
+        params = by_stage(layout, initial(layout))
+        program = jax.jit(engine.value_and_grad(layout)).lower(params, on_devices(host_batch(4), layout), jax.random.key(0))
         return program.compile().cost_analysis()["flops"]
 
     assert flops("residuals") < 0.85 * flops("input")
@@ -202,9 +202,9 @@ def test_a_loss_returns_scalars() -> None:
 
     config = Loud(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
     for stages in (1, 2):
-        blueprint = Blueprint.of(config, shard_on(rules("ddp"), pipeline=stages))
+        layout = ModelLayout.of(config, shard_on(rules("ddp"), pipeline=stages))
         with pytest.raises(ConfigError, match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars")):
-            jax.eval_shape(engine.value_and_grad(blueprint), blueprint.in_memory, host_batch(4), jax.random.key(0))
+            jax.eval_shape(engine.value_and_grad(layout), layout.in_memory, host_batch(4), jax.random.key(0))
 
 
 def test_a_period_has_a_layer() -> None:
@@ -215,7 +215,7 @@ def test_a_period_has_a_layer() -> None:
 def test_local_checkpoints_know_the_order_of_segments() -> None:
     first, second = SegmentConfig("a", 1), SegmentConfig("b", 1)
     models = (dataclasses.replace(GPT, segments=order) for order in ((first, second), (second, first)))
-    one, other = (local._layout({}, Blueprint.of(model, shard_on("ddp"))) for model in models)
+    one, other = (local._layout({}, ModelLayout.of(model, shard_on("ddp"))) for model in models)
     assert local._differ(one, other) == "stages"
 
 
@@ -225,7 +225,7 @@ def test_segments_in_another_order_are_another_model() -> None:
     config = config_from(saved.metadata["config"], None, "here").model
     first, second = SegmentConfig("a", 1), SegmentConfig("b", 1)
     theirs = {**saved.metadata, "config": {"model": as_dict(dataclasses.replace(config, segments=(first, second)))}}
-    swapped = Blueprint.of(dataclasses.replace(config, segments=(second, first)), shard_on("ddp"))
+    swapped = ModelLayout.of(dataclasses.replace(config, segments=(second, first)), shard_on("ddp"))
     with pytest.raises(ConfigError, match="its segments are a, b, in this order, and those of this config b, a"):
         dataclasses.replace(saved, metadata=theirs).params(swapped)
 
@@ -331,13 +331,13 @@ def test_a_stack_that_no_segment_has_is_refused() -> None:
     config = Lost(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
     message = "model.lost has layers in front, but 'lost' is no segment: its config's stack() has 'dense', 'moe'"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        Blueprint.of(config, shard_on(rules("ddp")))
+        ModelLayout.of(config, shard_on(rules("ddp")))
 
 
 def test_rules_of_an_unknown_scope_do_not_fit_the_model() -> None:
     message = "rules have the scope 'late' (late/mlp), which is no part of the model; the model has 'blocks'"
     with pytest.raises(ShardingRuleError, match=re.escape(message)):
-        Blueprint.of(GPT, shard_on(preset("ddp").replace(params={"late/mlp": None})))
+        ModelLayout.of(GPT, shard_on(preset("ddp").replace(params={"late/mlp": None})))
 
 
 def test_an_old_checkpoint_under_a_new_segmentation() -> None:
@@ -348,7 +348,7 @@ def test_an_old_checkpoint_under_a_new_segmentation() -> None:
     halves = dataclasses.replace(config, segments=(SegmentConfig("early", 1), SegmentConfig("late", 1)))
     message = "its layers are in blocks; those of this config in early, late (model.segments)"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        saved.require_model(Blueprint.of(halves, shard_on("ddp")))
+        saved.require_model(ModelLayout.of(halves, shard_on("ddp")))
 
 
 def test_segments_survive_a_checkpoint_and_the_command_line() -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 from support import GPT, host_batch, on_devices, shard_on
 
 from mesh_lm import step as step_module
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.initial import init_state
 from mesh_lm.optim import Leaf, Optimizer, decayed
@@ -74,11 +74,11 @@ def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         sums = {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}
         return (sums, {}), params
 
-    monkeypatch.setattr(step_module, "region", lambda blueprint, batch, flat: told)
-    blueprint, optimizer = Blueprint.of(GPT, shard_on("ddp")), Optimizer(OptimizerConfig(), 10)
-    state, step = init_state(blueprint, optimizer, 5), train_step(blueprint, optimizer, 5)
+    monkeypatch.setattr(step_module, "region", lambda layout, batch, flat: told)
+    layout, optimizer = ModelLayout.of(GPT, shard_on("ddp")), Optimizer(OptimizerConfig(), 10)
+    state, step = init_state(layout, optimizer, 5), train_step(layout, optimizer, 5)
     for number in range(2):
-        state, metrics = step(state, on_devices(host_batch(1), blueprint))
+        state, metrics = step(state, on_devices(host_batch(1), layout))
         np.testing.assert_array_equal(metrics["key"], halves(step_key(5, number)))
 
 
@@ -110,7 +110,7 @@ def test_equals_optax() -> None:
 
 
 def test_what_decays() -> None:
-    leaves = Blueprint.of(dataclasses.replace(GPT, tied=False, sinks=True), shard_on("ddp")).leaves
+    leaves = ModelLayout.of(dataclasses.replace(GPT, tied=False, sinks=True), shard_on("ddp")).leaves
     kept = set(leaves) - decayed(leaves)
     assert kept == {name for name in leaves if name.endswith(("bias", "scale", "sinks"))} and len(kept) == 11
     own = {"blocks.decay": ("layers", "norm"), "decay": ("norm",), "blocks.mix": ("layers", "embed", "mlp"), "mix.scale": ("embed", "mlp")}
@@ -119,20 +119,20 @@ def test_what_decays() -> None:
 
 @functools.cache
 def trainer(rules: str, **mesh: int):
-    """The blueprint, a step, and what makes a fresh state."""
-    blueprint = Blueprint.of(GPT, shard_on(rules, **mesh))
+    """The layout, a step, and what makes a fresh state."""
+    layout = ModelLayout.of(GPT, shard_on(rules, **mesh))
     optimizer = Optimizer(OptimizerConfig(learning_rate=0.01, warmup_steps=2), 4)
-    return blueprint, train_step(blueprint, optimizer, seed=0), functools.partial(init_state, blueprint, optimizer, seed=0)
+    return layout, train_step(layout, optimizer, seed=0), functools.partial(init_state, layout, optimizer, seed=0)
 
 
 def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tuple[list[dict[str, float]], dict]:
-    blueprint, step, fresh = trainer(rules, **mesh)
+    layout, step, fresh = trainer(rules, **mesh)
     state, seen = fresh(), []
     for n in range(4):
         batch = host_batch(2, seed=n)
         if n == poison:
             batch["weights"] = batch["weights"] * np.float32(np.nan)
-        state, metrics = step(state, on_devices(batch, blueprint))
+        state, metrics = step(state, on_devices(batch, layout))
         seen.append({name: float(x) for name, x in metrics.items()})
     return seen, state
 
@@ -159,28 +159,28 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
 
 def test_every_step_has_masks_of_its_own() -> None:
     """The same weights and samples: only the number of the step differs, and with it what dropout drops."""
-    blueprint, step, fresh = trainer("zero2", data=8)
+    layout, step, fresh = trainer("zero2", data=8)
     losses = []
     for number in (0, 1, 0):
         state = fresh()
         state["step"] = jax.device_put(np.int32(number), state["step"].sharding)
-        losses.append(float(step(state, on_devices(host_batch(2), blueprint))[1]["loss"]))
+        losses.append(float(step(state, on_devices(host_batch(2), layout))[1]["loss"]))
     assert losses[0] == losses[2] != losses[1]
 
 
 def test_outliers_count_unless_asked_for() -> None:
     """Statistics by which any step is one: the default step only keeps them."""
-    blueprint, step, fresh = trainer("zero2", data=8)
+    layout, step, fresh = trainer("zero2", data=8)
     lately = np.array([[1000, -100, 1]] * 2, np.float32)
     state = fresh()
     state["recent"] = jax.device_put(lately, state["recent"].sharding)
-    state, metrics = step(state, on_devices(host_batch(2), blueprint))
+    state, metrics = step(state, on_devices(host_batch(2), layout))
     assert metrics["skipped"] == 0 and state["recent"][0, 0] == 1001
 
 
 def test_the_state_lives_where_the_rules_say() -> None:
-    blueprint = Blueprint.of(GPT, shard_on("zero1+fsdp", data=4, fsdp=2))
-    state = abstract_state(blueprint, Optimizer(OptimizerConfig(), 1))
+    layout = ModelLayout.of(GPT, shard_on("zero1+fsdp", data=4, fsdp=2))
+    state = abstract_state(layout, Optimizer(OptimizerConfig(), 1))
     name = "blocks.mlp.up.weight"
     assert state["params"][name].sharding.spec == jax.P("pipeline", "fsdp", None)
     assert state["mu"][name].sharding.spec == state["nu"][name].sharding.spec == jax.P("pipeline", ("fsdp", "data"), None)

@@ -59,11 +59,11 @@ def test_a_config_comes_back_from_json(config: TrainConfig) -> None:
 def test_a_run_is_loaded_on_any_mesh(run: Path) -> None:
     trained = Trained.load(run, mesh=MeshConfig(fsdp=2, tensor=2, data=-1), rules=preset("hsdp+megatron"))
     assert trained.step == fixture.STEP and trained.config.model == fixture.CONFIG.model
-    assert trained.blueprint.shard.mesh.shape["data"] == 2 and trained.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
+    assert trained.layout.shard.mesh.shape["data"] == 2 and trained.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
     for name, leaf in trained.params.items():
         np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
-        assert leaf.sharding == trained.blueprint.shardings("params")[name]
-    again = weights(run / "checkpoints" / str(fixture.STEP), trained.blueprint)()
+        assert leaf.sharding == trained.layout.shardings("params")[name]
+    again = weights(run / "checkpoints" / str(fixture.STEP), trained.layout)()
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, trained.params))
 
 
@@ -86,7 +86,7 @@ def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
     path.write_text(json.dumps(saved))
     trained = Trained.load(run)
     assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
-    assert trained.config.rules == trained.blueprint.shard.rules and trained.config.rules.params["embed"] == "fsdp"
+    assert trained.config.rules == trained.layout.shard.rules and trained.config.rules.params["embed"] == "fsdp"
     assert trained.config.rules.reduction == "bfloat16"
     for name, leaf in trained.params.items():
         np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))

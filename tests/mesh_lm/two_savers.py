@@ -15,7 +15,7 @@ import numpy as np
 from fixtures import make_checkpoint as fixture
 from processes import PATIENCE
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.initial import init_state
 from mesh_lm.state import State
@@ -44,15 +44,15 @@ if __name__ == "__main__":
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
     config = dataclasses.replace(fixture.CONFIG, model=dataclasses.replace(fixture.CONFIG.model, **MODEL), output=sys.argv[3])
     mesh = make_mesh(MeshConfig(data=4), jax.devices())
-    blueprint = Blueprint.of(config.model, Shard(preset("distributed"), mesh))
-    state = init_state(blueprint, fixture.OPTIMIZER, seed=0)
+    layout = ModelLayout.of(config.model, Shard(preset("distributed"), mesh))
+    state = init_state(layout, fixture.OPTIMIZER, seed=0)
     before = own(state)
-    tree, digests = to_disk(blueprint, fixture.OPTIMIZER, init_state(blueprint, fixture.OPTIMIZER, seed=0))
+    tree, digests = to_disk(layout, fixture.OPTIMIZER, init_state(layout, fixture.OPTIMIZER, seed=0))
     with Checkpoints(config) as checkpoints:
-        state = checkpoints.save(1, state, {"position": 1}, blueprint, fixture.OPTIMIZER)
+        state = checkpoints.save(1, state, {"position": 1}, layout, fixture.OPTIMIZER)
         same = own(state) == before
     with Checkpoints(config) as checkpoints:
-        _, found = checkpoints.restore(blueprint, fixture.OPTIMIZER)
+        _, found = checkpoints.restore(layout, fixture.OPTIMIZER)
     assert found is not None
     same &= own(found) == before
     print("RESULT", json.dumps({"same": same, "mine": written(tree), "digests": digests, "model": MODEL}), flush=True)

@@ -10,7 +10,7 @@ import pytest
 from support import GPT, LLAMA, SEQ, VOCAB, shard_on
 
 from mesh_lm import cli
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError
 from mesh_lm.generation import Engine, Sampling, Scorer
 from mesh_lm.generation.engine import whole_sequences
@@ -27,26 +27,26 @@ GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.3, top_k=40, t
 
 @functools.cache
 def weights(name: str) -> dict[str, np.ndarray]:
-    return jax.tree.map(np.asarray, jax.jit(Blueprint.of(MODELS[name], shard_on("ddp")).init)(jax.random.key(1)))
+    return jax.tree.map(np.asarray, jax.jit(ModelLayout.of(MODELS[name], shard_on("ddp")).init)(jax.random.key(1)))
 
 
-def blueprint_on(name: str, rules: str, **mesh: int) -> Blueprint:
+def layout_on(name: str, rules: str, **mesh: int) -> ModelLayout:
     shard = shard_on(rules, **mesh)
     if mesh.get("tensor", 1) > MODELS[name].kv_heads:  # then the kv heads are replicated, and each device takes its own
         rows = {"kv_heads": None}
         shard = shard_on(shard.rules.replace(params=rows, activations=rows), **mesh)
-    return Blueprint.of(MODELS[name], shard)
+    return ModelLayout.of(MODELS[name], shard)
 
 
-def placed(name: str, blueprint: Blueprint) -> dict[str, jax.Array]:
-    return {n: jax.device_put(weights(name)[n], where) for n, where in blueprint.shardings("params").items()}
+def placed(name: str, layout: ModelLayout) -> dict[str, jax.Array]:
+    return {n: jax.device_put(weights(name)[n], where) for n, where in layout.shardings("params").items()}
 
 
 @functools.cache
 def full_logits(name: str):
     """(tokens [B, SEQ]) -> logits [B, SEQ, V] of the model as it is trained."""
-    blueprint = Blueprint.of(MODELS[name], shard_on("ddp"))
-    run = jax.jit(lambda params, tokens: blueprint.bind(params).logits(whole_texts(tokens)))
+    layout = ModelLayout.of(MODELS[name], shard_on("ddp"))
+    run = jax.jit(lambda params, tokens: layout.bind(params).logits(whole_texts(tokens)))
     return lambda tokens: run(weights(name), tokens)
 
 
@@ -85,8 +85,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "rules", "mesh", "sampling"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
-    blueprint = blueprint_on(name, rules, **mesh)
-    engine = Engine(blueprint, placed(name, blueprint), sampling)
+    layout = layout_on(name, rules, **mesh)
+    engine = Engine(layout, placed(name, layout), sampling)
     session = engine.start(PROMPTS, NEW, seed=5)
     made = session.advance(2)
     made = [a + b for a, b in zip(made, session.advance(), strict=True)]
@@ -99,14 +99,14 @@ def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, i
 
 def test_attention_named_for_training_need_not_serve_generation() -> None:
     """cuDNN has no segment ids, and is not here at all."""
-    blueprint = Blueprint.of(dataclasses.replace(MODELS["gpt"], attention="cudnn"), shard_on("ddp"))
-    made = Engine(blueprint, placed("gpt", blueprint), GREEDY).start(PROMPTS, NEW, seed=5).advance()
+    layout = ModelLayout.of(dataclasses.replace(MODELS["gpt"], attention="cudnn"), shard_on("ddp"))
+    made = Engine(layout, placed("gpt", layout), GREEDY).start(PROMPTS, NEW, seed=5).advance()
     assert [[token for token, _ in row] for row in made] == reference("gpt", GREEDY)[0]
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
-    model = Blueprint.of(MODELS[name], shard_on("ddp"))
+    model = ModelLayout.of(MODELS[name], shard_on("ddp"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ)).astype(np.int32)
     pads, P, T = np.array([0, 3], np.int32), 9, 13
 
@@ -133,8 +133,8 @@ def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
 
 def test_a_row_does_not_see_the_others() -> None:
     """Alone, in another batch and with another padding, row 2 writes the same text; another seed or row number, another one."""
-    blueprint = blueprint_on("gpt", "ddp")
-    engine = Engine(blueprint, placed("gpt", blueprint), SAMPLED)
+    layout = layout_on("gpt", "ddp")
+    engine = Engine(layout, placed("gpt", layout), SAMPLED)
 
     def write(prompts, **options) -> list[list[int]]:
         return [[token for token, _ in row] for row in engine.start(prompts, NEW, **options).advance()]
@@ -146,8 +146,8 @@ def test_a_row_does_not_see_the_others() -> None:
 
 
 def test_a_row_ends_at_its_stop_id() -> None:
-    blueprint = blueprint_on("gpt", "ddp")
-    engine = Engine(blueprint, placed("gpt", blueprint), GREEDY)
+    layout = layout_on("gpt", "ddp")
+    engine = Engine(layout, placed("gpt", layout), GREEDY)
     texts = reference("gpt", GREEDY)[0]
     stops = [texts[0][0], texts[1][3]]
     session = engine.start(PROMPTS, NEW, stop_ids=stops)
@@ -163,12 +163,12 @@ def test_a_model_without_a_cache() -> None:
     """docs/custom_model.py has `logits` alone, and a state that padding must not enter."""
     config = cli.load("docs/custom_model.py")
     model = dataclasses.replace(config.model, vocab_size=256, seq_len=SEQ, n_layers=2, d_model=32, d_state=24)
-    blueprint = Blueprint.of(model, shard_on(config.rules, fsdp=4, tensor=2))
-    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(0))
+    layout = ModelLayout.of(model, shard_on(config.rules, fsdp=4, tensor=2))
+    params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(0))
     texts = [list(prompt) for prompt in PROMPTS]
-    for text, row in zip(texts, Engine(blueprint, params, GREEDY).start(PROMPTS, NEW).advance(), strict=True):
+    for text, row in zip(texts, Engine(layout, params, GREEDY).start(PROMPTS, NEW).advance(), strict=True):
         text += [token for token, _ in row]
-    scores = Scorer(blueprint, params, 4)(texts)
+    scores = Scorer(layout, params, 4)(texts)
     for text, prompt, score in zip(texts, PROMPTS, scores, strict=True):
         assert len(score.greedy) == len(text) - 1 == len(prompt) + NEW - 1
         assert score.greedy[len(prompt) - 1 :].all(), "padding or the text of another row was seen"
@@ -182,13 +182,13 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
     """Against the logits, for sequences of all lengths, more than a batch of them."""
     random = np.random.default_rng(2)
     sequences = [random.integers(0, VOCAB, n).tolist() for n in (2, SEQ + 1, 5, 9, 3, SEQ, 7, 4, 12)]
-    blueprint = blueprint_on(name, rules, **mesh)
-    params = placed(name, blueprint)
+    layout = layout_on(name, rules, **mesh)
+    params = placed(name, layout)
     # Make every second label the likeliest.
     tokens = np.zeros((4, SEQ), np.int32)
     tokens[0] = sequences[1][:-1]
     sequences[1][-1] = int(np.asarray(full_logits(name)(tokens))[0, -1].argmax())
-    scores = Scorer(blueprint, params, batch=4)(sequences)
+    scores = Scorer(layout, params, batch=4)(sequences)
     for sequence, score in zip(sequences, scores, strict=True):
         tokens = np.zeros((4, SEQ), np.int32)
         tokens[0, : len(sequence) - 1] = sequence[:-1]
@@ -200,10 +200,10 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
 
 
 def test_sequences_are_cut_nowhere() -> None:
-    blueprint = blueprint_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
-    whole = whole_sequences(blueprint)
-    assert whole.shard.cut("seq_resid") == () and blueprint.shard.cut("seq_resid") == ("tensor",)
-    assert whole.shardings("params") == blueprint.shardings("params")
+    layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
+    whole = whole_sequences(layout)
+    assert whole.shard.cut("seq_resid") == () and layout.shard.cut("seq_resid") == ("tensor",)
+    assert whole.shardings("params") == layout.shardings("params")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_sequences_are_cut_nowhere() -> None:
     ],
 )
 def test_what_cannot_be_generated(prompts: list[list[int]], new: int, answer: str) -> None:
-    blueprint = blueprint_on("gpt", "ddp")
+    layout = layout_on("gpt", "ddp")
     with pytest.raises(ConfigError) as caught:
-        Engine(blueprint, dict(blueprint.shapes)).start(prompts, new)
+        Engine(layout, dict(layout.shapes)).start(prompts, new)
     assert str(caught.value) == answer

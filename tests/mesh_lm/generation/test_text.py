@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GPT, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.evaluate import sample
@@ -25,9 +25,9 @@ NEW = 20
 
 @functools.cache
 def generator(batch: int = 2) -> Generator:
-    blueprint = Blueprint.of(CONFIG, shard_on("ddp"))
-    params = jax.jit(blueprint.init)(jax.random.key(4))
-    return Generator(blueprint, params, BYTES, Sampling(temperature=2.0, top_k=0), batch=batch)
+    layout = ModelLayout.of(CONFIG, shard_on("ddp"))
+    params = jax.jit(layout.init)(jax.random.key(4))
+    return Generator(layout, params, BYTES, Sampling(temperature=2.0, top_k=0), batch=batch)
 
 
 @functools.cache
@@ -95,10 +95,10 @@ def test_half_a_character_at_the_end() -> None:
 
 
 def test_the_sample_at_the_end_of_a_run() -> None:
-    blueprint, params = Blueprint.of(CONFIG, shard_on("ddp")), generator().engine.params
-    text = sample(blueprint, params, BYTES, 1000, seed=1)
-    assert text and text == sample(blueprint, params, BYTES, 47, seed=1)
-    assert sample(blueprint, params, BYTES, 0, seed=1) is None
+    layout, params = ModelLayout.of(CONFIG, shard_on("ddp")), generator().engine.params
+    text = sample(layout, params, BYTES, 1000, seed=1)
+    assert text and text == sample(layout, params, BYTES, 47, seed=1)
+    assert sample(layout, params, BYTES, 0, seed=1) is None
 
 
 def test_mistakes() -> None:
@@ -110,6 +110,6 @@ def test_mistakes() -> None:
         with pytest.raises(ConfigError, match="prompt 4 has 47 tokens and 2 are to follow"):
             generator().complete([*"abcd", "e" * 47], 2)
     assert not started, "the first of many prompts are not answered before the last is known to be wrong"
-    small = Blueprint.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
+    small = ModelLayout.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
     with pytest.raises(ConfigError, match="the tokenizer makes 257 ids and the model knows 256: they do not belong together"):
         Generator(small, {}, BYTES)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import GPT, host_batch, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.health.replicas import ReplicasDiffer, differing, program, require_equal
 from mesh_lm.optim import Optimizer
@@ -103,25 +103,25 @@ def test_gpus_send_and_copy_nothing() -> None:
 
 
 @functools.cache
-def trainer(rules: str) -> tuple[Blueprint, Optimizer, Step]:
-    blueprint, optimizer = (
-        Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, data=8)),
+def trainer(rules: str) -> tuple[ModelLayout, Optimizer, Step]:
+    layout, optimizer = (
+        ModelLayout.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, data=8)),
         Optimizer(OptimizerConfig(warmup_steps=0), 4),
     )
-    return blueprint, optimizer, train_step(blueprint, optimizer, seed=0)
+    return layout, optimizer, train_step(layout, optimizer, seed=0)
 
 
 def after_one_step(rules: str, part: str = "", device: int = 0, word: int = 0, bit: int = 0) -> State:
     """The result of a real, donated training step, from a state with one flipped bit in a copy of params or mu; part "": in none."""
-    blueprint, optimizer, step = trainer(rules)
+    layout, optimizer, step = trainer(rules)
     random = np.random.default_rng(0)
-    state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), abstract_state(blueprint, optimizer))
+    state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), abstract_state(layout, optimizer))
     weights = {name: 0.1 * random.normal(size=x.shape).astype(np.float32) for name, x in state["params"].items()}
     state["params"] = {name: jax.device_put(weights[name], x.sharding) for name, x in state["params"].items()}
     if part:
         state[part][UP] = with_flipped_bit(state[part][UP], device, word, bit)
     assert [line.split(":")[0] for line in differing(state)] == ([f"{part}/{UP}"] if part else [])
-    return step(state, on_devices(host_batch(1), blueprint))[0]
+    return step(state, on_devices(host_batch(1), layout))[0]
 
 
 @pytest.mark.parametrize(("part", "bit"), [("params", 20), ("mu", 30)])

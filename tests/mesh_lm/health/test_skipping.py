@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import GPT, host_batch, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.health import recent
 from mesh_lm.optim import Optimizer
@@ -28,9 +28,9 @@ class Trainer:
     """A tiny model on a mesh; weights by NumPy, so that nothing but the step is compiled."""
 
     def __init__(self, rules: str, outlier: float, mesh: dict[str, int]) -> None:
-        self.blueprint = Blueprint.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, **mesh))
+        self.layout = ModelLayout.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, **mesh))
         self.optimizer = Optimizer(STILL, 1000)
-        self.step = train_step(self.blueprint, self.optimizer, seed=0, outlier=outlier)
+        self.step = train_step(self.layout, self.optimizer, seed=0, outlier=outlier)
 
     def fresh(self) -> State:
         random = np.random.default_rng(0)
@@ -39,12 +39,12 @@ class Trainer:
         return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, self.abstract())
 
     def abstract(self) -> State:
-        return abstract_state(self.blueprint, self.optimizer)
+        return abstract_state(self.layout, self.optimizer)
 
     def run(self, state: State, batches: list[dict[str, np.ndarray]]) -> tuple[State, list[Row]]:
         rows = []
         for batch in batches:
-            state, metrics = self.step(state, on_devices(batch, self.blueprint))
+            state, metrics = self.step(state, on_devices(batch, self.layout))
             rows.append({name: float(x) for name, x in metrics.items()})
         return jax.tree.map(np.asarray, state), rows
 

@@ -11,7 +11,7 @@ from fixtures.huggingface_golden import FIXTURES, MESHES, NAMES, TOLERANCE, gold
 from support import shard_on
 
 from mesh_lm import huggingface
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.model import whole_texts
@@ -26,7 +26,7 @@ def test_logits_are_those_of_transformers(name: str, mesh: str) -> None:
     found = golden(name, mesh)
     assert found.error() < TOLERANCE
     assert {x.dtype for x in found.params.values()} == {np.dtype("float32")}
-    assert {n: x.sharding for n, x in found.params.items()} == found.blueprint.shardings("params")
+    assert {n: x.sharding for n, x in found.params.items()} == found.layout.shardings("params")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +56,7 @@ def test_the_golden_logits_see_every_number_of_the_config(name: str, change: dic
 
 def test_the_loss_gives_padding_no_probability() -> None:
     found = golden("gpt2")
-    config = found.blueprint.config
+    config = found.layout.config
     assert (config.vocab_size, found.params["embedding"].shape[0]) == (150, 256)
     assert not np.asarray(found.params["embedding"])[150:].any()
     labels = np.roll(found.ids, -1, axis=1)
@@ -65,7 +65,7 @@ def test_the_loss_gives_padding_no_probability() -> None:
         "weights": np.ones(labels.shape, np.float32),
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
-    bind, segments = found.blueprint.bind, found.blueprint.segments
+    bind, segments = found.layout.bind, found.layout.segments
     sums = jax.jit(lambda p: forward(bind, segments, p, batch | whole_texts(found.ids))[1])(found.params)
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
@@ -76,15 +76,15 @@ def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many replicas there are."""
     numbers, read = [], files.Stored.read
     monkeypatch.setattr(files.Stored, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
-    blueprint = Blueprint.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
-    huggingface.load(FIXTURES / "llama3", blueprint)
-    assert sum(numbers) == blueprint.config.n_params()
+    layout = ModelLayout.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
+    huggingface.load(FIXTURES / "llama3", layout)
+    assert sum(numbers) == layout.config.n_params()
 
 
 def test_loaded_parameters_may_be_donated() -> None:
     """A train step gives them away; parts of host memory that devices share must not be written to."""
-    blueprint = Blueprint.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp", data=8))
-    params = huggingface.load(FIXTURES / "gpt2", blueprint)
+    layout = ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp", data=8))
+    params = huggingface.load(FIXTURES / "gpt2", layout)
     before = {name: np.array(x) for name, x in params.items()}
     after = jax.jit(lambda p: {name: 2 * x + 1 for name, x in p.items()}, donate_argnums=0)(params)
     for name, x in after.items():
@@ -94,7 +94,7 @@ def test_loaded_parameters_may_be_donated() -> None:
 
 def test_a_shorter_sequence_takes_the_first_positions() -> None:
     full, short = (
-        huggingface.load(FIXTURES / "gpt2", Blueprint.of(huggingface.config_of(FIXTURES / "gpt2", seq_len=n), shard_on("ddp")))["positions"]
+        huggingface.load(FIXTURES / "gpt2", ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2", seq_len=n), shard_on("ddp")))["positions"]
         for n in (32, 7)
     )
     np.testing.assert_array_equal(np.asarray(full)[:7], short)
@@ -127,7 +127,7 @@ def load(directory: Path, **changes: object) -> dict[str, np.ndarray]:
     config = huggingface.config_of(directory)
     for name, value in changes.items():
         object.__setattr__(config, name, value)
-    return {name: np.asarray(x) for name, x in huggingface.load(directory, Blueprint.of(config, shard_on("ddp"))).items()}
+    return {name: np.asarray(x) for name, x in huggingface.load(directory, ModelLayout.of(config, shard_on("ddp"))).items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,7 +221,7 @@ def test_another_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "model.softcap=3.0: it is 0.0 in DIR",
     ]
     monkeypatch.undo()
-    gpt2 = Blueprint.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp"))
+    gpt2 = ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp"))
     object.__setattr__(gpt2.config, "seq_len", 33)
     with pytest.raises(ConfigError, match=r"model.seq_len=33: .* has learned 32 positions"):
         huggingface.load(FIXTURES / "gpt2", gpt2)

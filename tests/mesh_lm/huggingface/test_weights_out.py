@@ -11,7 +11,7 @@ from fixtures.huggingface_golden import FIXTURES, NAMES, TOLERANCE, golden
 from support import shard_on
 
 from mesh_lm import huggingface
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.huggingface import files, weights_out
@@ -37,26 +37,26 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     """From a mesh, in several files."""
     found = golden(name, "2 x 4")
-    huggingface.save(tmp_path / "out", found.blueprint, found.params, dtype="float32", max_shard_bytes=16_000)
+    huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32", max_shard_bytes=16_000)
     wanted = tensors(FIXTURES / name)
     same(tensors(tmp_path / "out"), {n: x[:24] if "wpe" in n else x for n, x in wanted.items()})
     index = json.loads((tmp_path / "out" / files.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(tmp_path / "out").values())
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
-    assert huggingface.config_of(tmp_path / "out").n_params() == found.blueprint.config.n_params()
+    assert huggingface.config_of(tmp_path / "out").n_params() == found.layout.config.n_params()
     assert not list(tmp_path.glob(".*"))
 
 
 def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
     """Layers are written and read in model order, each device reading its part."""
-    config = dataclasses.replace(golden("gpt2").blueprint.config, n_layers=3)
-    blueprint = Blueprint.of(config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2)))
-    params = jax.jit(blueprint.init, out_shardings=blueprint.canonical_shardings("params"))(jax.random.key(0))
-    huggingface.save(tmp_path / "out", blueprint, params, dtype="float32")
-    found = huggingface.load(tmp_path / "out", blueprint)
-    assert {name: x.sharding for name, x in found.items()} == blueprint.canonical_shardings("params")
-    row = np.arange(blueprint.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # what pads the vocabulary is 0
+    config = dataclasses.replace(golden("gpt2").layout.config, n_layers=3)
+    layout = ModelLayout.of(config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2)))
+    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
+    huggingface.save(tmp_path / "out", layout, params, dtype="float32")
+    found = huggingface.load(tmp_path / "out", layout)
+    assert {name: x.sharding for name, x in found.items()} == layout.canonical_shardings("params")
+    row = np.arange(layout.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # what pads the vocabulary is 0
     for name, x in params.items():
         np.testing.assert_array_equal(found[name], np.where(row, x, 0) if name == "embedding" else x)
 
@@ -64,7 +64,7 @@ def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
 def test_bfloat16_in_one_file(tmp_path: Path) -> None:
     found = golden("qwen3")
     (tmp_path / "out").mkdir()
-    huggingface.save(tmp_path / "out", found.blueprint.config, found.params, tokenizer=load_tokenizer("bytes"))
+    huggingface.save(tmp_path / "out", found.layout.config, found.params, tokenizer=load_tokenizer("bytes"))
     import ml_dtypes
 
     same(tensors(tmp_path / "out"), {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors(FIXTURES / "qwen3").items()})
@@ -87,7 +87,7 @@ def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(files, "write", write)
     with pytest.raises(ConfigError, match=r"cannot write .*out: No space left on device"):
-        huggingface.save(tmp_path / "out", found.blueprint, found.params, max_shard_bytes=4_000)
+        huggingface.save(tmp_path / "out", found.layout, found.params, max_shard_bytes=4_000)
     assert not any("config.json" in names for names in order) and len(order[-1]) == 2
     assert not list(tmp_path.iterdir())
 
@@ -96,13 +96,13 @@ def test_refusals(tmp_path: Path) -> None:
     found = golden("gpt2")
     (tmp_path / "a").touch()
     with pytest.raises(ConfigError, match="is there already and not empty; name another directory"):
-        huggingface.save(tmp_path, found.blueprint, found.params)
+        huggingface.save(tmp_path, found.layout, found.params)
     with pytest.raises(ConfigError, match="dtype=int8: expected one of bfloat16, float16, float32"):
-        huggingface.save(tmp_path / "b", found.blueprint, found.params, dtype="int8")  # type: ignore[arg-type]
+        huggingface.save(tmp_path / "b", found.layout, found.params, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"model.head_softcap=0.0, not 2.0"):
-        huggingface.save(tmp_path / "b", dataclasses.replace(found.blueprint.config, head_softcap=2.0), found.params)
+        huggingface.save(tmp_path / "b", dataclasses.replace(found.layout.config, head_softcap=2.0), found.params)
     with pytest.raises(ConfigError, match="cannot write"):
-        huggingface.save(tmp_path / "a" / "b", found.blueprint, found.params)
+        huggingface.save(tmp_path / "a" / "b", found.layout, found.params)
 
 
 def test_files_are_filled_in_order() -> None:
@@ -130,14 +130,14 @@ _ROTARY = {"vocab_size": 70, "vocab_multiple": 64, "seq_len": 16, "n_layers": 3,
 def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install 'mesh_lm[oracle]'")
     transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install 'mesh_lm[oracle]'")
-    blueprint = Blueprint.of(config, shard_on("hsdp+megatron" if config.kv_heads > 1 else "hsdp", fsdp=2))
-    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(0))
+    layout = ModelLayout.of(config, shard_on("hsdp+megatron" if config.kv_heads > 1 else "hsdp", fsdp=2))
+    params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(0))
     # Norms and biases that are not 1 and 0.
     noise = np.random.default_rng(0)
     params = {n: jax.device_put(np.asarray(x) + 0.1 * noise.standard_normal(x.shape, np.float32), x.sharding) for n, x in params.items()}
     ids = noise.integers(0, config.vocab_size, (4, config.seq_len)).astype(np.int32)
-    ours = np.asarray(jax.jit(lambda p: blueprint.bind(p).logits(whole_texts(ids)))(params))
-    huggingface.save(tmp_path / "out", blueprint, params, dtype="float32", max_shard_bytes=20_000)
+    ours = np.asarray(jax.jit(lambda p: layout.bind(p).logits(whole_texts(ids)))(params))
+    huggingface.save(tmp_path / "out", layout, params, dtype="float32", max_shard_bytes=20_000)
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", output_loading_info=True

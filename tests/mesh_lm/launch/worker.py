@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 import train
 from mesh_lm import cli
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.check import check
 from mesh_lm.config import ConfigError
 from mesh_lm.data.batches import Batches
@@ -40,15 +40,15 @@ def digest(tree: Any) -> dict[str, str]:
 
 def bits(argv: list[str]) -> dict[str, Any]:
     config = check(cli.parse(argv), jax.device_count())
-    blueprint = Blueprint.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
-    batches = Batches(config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(blueprint))
+    layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
+    batches = Batches(config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(layout))
     loader = batches.train()
     taken = [batch for _, batch in islice(loader, 3)]
     loader.close()
     ids = taken[-1]["sample_ids"][0]
     mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
     return {
-        "init": digest(init_state(blueprint, Optimizer(config.optimizer, config.train.steps), config.seed)),
+        "init": digest(init_state(layout, Optimizer(config.optimizer, config.train.steps), config.seed)),
         "batches": [digest(batch) for batch in taken],
         "masks": digest(mask(ids)),
         "processes": jax.process_count(),

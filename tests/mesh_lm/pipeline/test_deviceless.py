@@ -78,7 +78,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
     report = report_of(reports, "1f1b", chunks, FEW, rules, fsdp, residuals)
     program = compiled(reports, "1f1b", chunks, FEW, rules, fsdp, residuals)
     moved = INPUT * WIDE.d_model // MODEL.d_model if residuals else INPUT
-    ticks = training_table(program.blueprint, FEW).ticks
+    ticks = training_table(program.layout, FEW).ticks
     assert ticks <= FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
     hops = travels(report, "collective-permute", "pipeline")
     assert [hop.loops for hop in hops] == [(ticks,)] * 2
@@ -90,7 +90,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
     assert len(in_branches) > 8
     for one in in_branches:
         assert not {"pipeline", "data"} & {*one.axes} and one.kind != "collective-permute", f"{one.kind} over {one.axes} in a branch"
-    assert not [finding for finding in lint(report, preset(rules), program.blueprint.axes) if finding.severity == "error"]
+    assert not [finding for finding in lint(report, preset(rules), program.layout.axes) if finding.severity == "error"]
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_the_data_reduction_happens_once(reports: str) -> None:
     assert reduced and all(one.times == 1 for one in reduced)
     program = compiled(reports, "1f1b", 2, FEW)
     each = {
-        name: math.prod(s.shape) * 4 / (2 if any(a in ("heads", "mlp", "vocab") for a in program.blueprint.axes[name]) else 1)
-        for name, s in program.blueprint.shapes.items()
+        name: math.prod(s.shape) * 4 / (2 if any(a in ("heads", "mlp", "vocab") for a in program.layout.axes[name]) else 1)
+        for name, s in program.layout.shapes.items()
     }
-    wanted = sum(size / STAGES if name in program.blueprint.stacked else size for name, size in each.items())
+    wanted = sum(size / STAGES if name in program.layout.stacked else size for name, size in each.items())
     assert sum(one.payload for one in reduced if one.payload > 1024) == pytest.approx(wanted, rel=0.01)

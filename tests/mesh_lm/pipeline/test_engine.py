@@ -9,7 +9,7 @@ import pytest
 from pipeline_toy import SEQUENCE, ToyConfig
 from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, on_devices, reference, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ConfigError, ModelConfig, PipelineConfig
 from mesh_lm.pipeline import engine
 from mesh_lm.pipeline.custom import write_csv
@@ -122,17 +122,17 @@ def test_stages_that_permute_do_so_in_every_tick() -> None:
 
 def test_stages_that_permute_in_a_branch_are_refused() -> None:
     shard, pipeline = shard_on(SEQUENCE, pipeline=2, sequence=2), PipelineConfig(layers=(5, 3))
-    blueprint = Blueprint.of(ToyConfig(permutes=True), shard, pipeline)
+    layout = ModelLayout.of(ToyConfig(permutes=True), shard, pipeline)
     with pytest.raises(ConfigError, match="ToyConfig permutes arrays inside a conditional"):
-        jax.eval_shape(engine.value_and_grad(blueprint), blueprint.in_memory, host_batch(4), jax.random.key(0))
+        jax.eval_shape(engine.value_and_grad(layout), layout.in_memory, host_batch(4), jax.random.key(0))
 
 
 @pytest.mark.parametrize(("model", "axes", "V"), [("untied", "data+tensor", 2), ("toy", "sequence", 1)])
 def test_evaluation_equals_one_device(model: str, axes: str, V: int) -> None:
     def sums(shard, pipeline: PipelineConfig) -> dict[str, float]:
-        blueprint = Blueprint.of(MODELS[model], shard, pipeline)
-        params = by_stage(blueprint, reference(MODELS[model])[0])
-        found = jax.jit(engine.evaluate(blueprint))(params, on_devices(host_batch(4), blueprint))
+        layout = ModelLayout.of(MODELS[model], shard, pipeline)
+        params = by_stage(layout, reference(MODELS[model])[0])
+        found = jax.jit(engine.evaluate(layout))(params, on_devices(host_batch(4), layout))
         return {name: float(x) for name, x in found.items()}
 
     sharded = shard_on(AXES[axes], pipeline=2, **dict.fromkeys(axes.split("+"), 2))
@@ -144,7 +144,7 @@ def test_a_schedule_of_ones_own(tmp_path) -> None:
     write_csv(named("gpipe", 2, 4), file)
     shard = shard_on("ddp", pipeline=2)
     tables = [
-        engine.training_table(Blueprint.of(MODELS["tied"], shard, PipelineConfig(schedule)), 4) for schedule in (file, "gpipe", "1f1b")
+        engine.training_table(ModelLayout.of(MODELS["tied"], shard, PipelineConfig(schedule)), 4) for schedule in (file, "gpipe", "1f1b")
     ]
     mine, gpipe, other = ({name: column.tolist() for name, column in table.columns.items()} for table in tables)
     assert mine == gpipe != other

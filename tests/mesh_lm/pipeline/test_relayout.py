@@ -38,19 +38,19 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_keeps_every_bit(case: str) -> None:
-    sizes, layout, rest, spec, wanted = CASES[case]
+    sizes, stack, rest, spec, wanted = CASES[case]
     sharding = jax.NamedSharding(mesh_of(sizes), spec)
-    bits = np.random.default_rng(0).integers(0, 2**32, (layout.n_layers, *rest), np.uint32)
-    where = relayout.canonical_sharding(sharding, (layout.rows, *rest), layout)
+    bits = np.random.default_rng(0).integers(0, 2**32, (stack.n_layers, *rest), np.uint32)
+    where = relayout.canonical_sharding(sharding, (stack.rows, *rest), stack)
     assert where.spec == wanted
     disk = jax.device_put(bits.view(np.float32), where)  # NaNs, infinities and -0.0 too
 
-    memory = relayout.to_memory(disk, layout, sharding)
+    memory = relayout.to_memory(disk, stack, sharding)
     assert disk.is_deleted() and memory.sharding.is_equivalent_to(sharding, memory.ndim)
-    layers = layout.layer_of_row()
+    layers = stack.layer_of_row()
     assert np.array_equal(np.asarray(memory).view(np.uint32), np.where((layers < 0).reshape(-1, *[1] * len(rest)), 0, bits[layers]))
 
-    back = relayout.to_canonical(memory, layout, sharding)
+    back = relayout.to_canonical(memory, stack, sharding)
     assert memory.is_deleted() and back.sharding.is_equivalent_to(where, back.ndim)
     assert np.array_equal(np.asarray(back).view(np.uint32), bits)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import GPT, LLAMA, SEQ, host_batch, shard_on
 
-from mesh_lm.blueprint import Blueprint, Params
+from mesh_lm.blueprint import ModelLayout, Params
 from mesh_lm.config import ConfigError, PipelineConfig
 from mesh_lm.generation import Engine, Scorer
 from mesh_lm.model import DecoderConfig
@@ -30,35 +30,35 @@ CASES: dict[str, tuple[DecoderConfig, str, dict[str, int], PipelineConfig, dict[
 }  # fmt: skip
 
 
-def blueprint_of(case: str) -> tuple[Blueprint, dict[str, int]]:
+def layout_of(case: str) -> tuple[ModelLayout, dict[str, int]]:
     model, rules, mesh, pipeline, wanted = CASES[case]
-    return Blueprint.of(dataclasses.replace(model, n_layers=6), shard_on(rules, **mesh), pipeline), wanted
+    return ModelLayout.of(dataclasses.replace(model, n_layers=6), shard_on(rules, **mesh), pipeline), wanted
 
 
-def initial(blueprint: Blueprint) -> tuple[Params, dict[str, np.ndarray]]:
+def initial(layout: ModelLayout) -> tuple[Params, dict[str, np.ndarray]]:
     """By stage, and in model order on the host."""
-    params = jax.jit(blueprint.init, out_shardings=blueprint.canonical_shardings("params"))(jax.random.key(0))
+    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
     host = {name: np.array(x) for name, x in params.items()}
-    return blueprint.by_stage(params, "params"), host
+    return layout.by_stage(params, "params"), host
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
-    blueprint, wanted = blueprint_of(case)
-    params, host = initial(blueprint)
+    layout, wanted = layout_of(case)
+    params, host = initial(layout)
     before = {name: x.addressable_shards[0].data.nbytes for name, x in params.items()}
-    whole, moved = unpiped(blueprint, params)
+    whole, moved = unpiped(layout, params)
     mesh = whole.shard.mesh
     assert {axis: n for axis, n in mesh.shape.items() if n > 1} == wanted
-    assert set(mesh.devices.flat) == set(blueprint.shard.mesh.devices.flat) and whole.n_stages == 1
+    assert set(mesh.devices.flat) == set(layout.shard.mesh.devices.flat) and whole.n_stages == 1
     assert {name: x.sharding for name, x in moved.items()} == whole.shardings("params")
     for name, x in moved.items():
         assert np.array_equal(np.array(x), host[name]), name
         if "fsdp" in wanted and "embed" in whole.axes[name]:  # the weights still fit
             assert x.addressable_shards[0].data.nbytes <= before[name], name
 
-    single = Blueprint.of(whole.config, shard_on("ddp"))
+    single = ModelLayout.of(whole.config, shard_on("ddp"))
     texts = [row[:n] for row, n in zip(host_batch(1)["tokens"][0], range(2, SEQ + 1), strict=False)]
     for a, b in zip(Scorer(whole, moved)(texts), Scorer(single, jax.tree.map(jax.numpy.asarray, host))(texts), strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
@@ -67,13 +67,13 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
 @pytest.mark.parametrize(("case", "travels"), [("rows are layers", 1), ("uneven stages", 0)])
 def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, travels: int) -> None:
     """Each that stages divided travels by one all-to-all; where they are uneven, putting the layers in order has done that already."""
-    blueprint, _ = blueprint_of(case)
-    canonical = blueprint.in_model_order(initial(blueprint)[0], "params")
-    where = folded(blueprint.config, blueprint.shard).shardings("params")
+    layout, _ = layout_of(case)
+    canonical = layout.in_model_order(initial(layout)[0], "params")
+    where = folded(layout.config, layout.shard).shardings("params")
     programs: list[Any] = []
     jit = jax.jit
     monkeypatch.setattr(jax, "jit", lambda f, **options: programs.append(jit(f, **options)) or programs[-1])
-    for name in (name for name, axes in blueprint.axes.items() if "embed" in axes and len(axes) > 2):
+    for name in (name for name, axes in layout.axes.items() if "embed" in axes and len(axes) > 2):
         x, text = canonical[name], ""
         programs.clear()
         module._moved(x, where[name], "fsdp")
@@ -97,14 +97,14 @@ def test_tensor_keeps_its_neighbours() -> None:
 
 
 def test_a_model_without_stages_is_left_alone() -> None:
-    blueprint = Blueprint.of(GPT, shard_on("megatron", data=2, tensor=2))
-    assert unpiped(blueprint, {}) == (blueprint, {})
-    assert folded(GPT, blueprint.shard).shard is blueprint.shard
+    layout = ModelLayout.of(GPT, shard_on("megatron", data=2, tensor=2))
+    assert unpiped(layout, {}) == (layout, {})
+    assert folded(GPT, layout.shard).shard is layout.shard
 
 
 def test_stages_cannot_write() -> None:
-    blueprint, _ = blueprint_of("chunks")
+    layout, _ = layout_of("chunks")
     message = r"^mesh.pipeline=2: a model in stages reads and writes no text; see mesh_lm/pipeline/unpiped.py$"
     for reader in (Engine, Scorer):
         with pytest.raises(ConfigError, match=message):
-            reader(blueprint, dict(blueprint.in_memory))  # pyright: ignore[reportArgumentType]
+            reader(layout, dict(layout.in_memory))  # pyright: ignore[reportArgumentType]

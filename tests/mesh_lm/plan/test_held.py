@@ -6,7 +6,7 @@ import functools
 import pytest
 from support import GPT, LLAMA, shard_on
 
-from mesh_lm.blueprint import Blueprint
+from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optim import Optimizer
@@ -20,17 +20,17 @@ COMPILE_BUDGET = 4
 MODEL = dataclasses.replace(LLAMA, d_model=64, dtype="bfloat16", z_loss=0.0, softcap=0.0, head_softcap=0.0, window=(), sinks=False)
 
 
-def declared(optimizer: str, rules: str, **mesh: int) -> tuple[Blueprint, Optimizer, dict[str, Part]]:
-    blueprint, made = Blueprint.of(MODEL, shard_on(rules, **mesh)), Optimizer(OptimizerConfig(name=optimizer), 9)
-    return blueprint, made, parts(blueprint, made)
+def declared(optimizer: str, rules: str, **mesh: int) -> tuple[ModelLayout, Optimizer, dict[str, Part]]:
+    layout, made = ModelLayout.of(MODEL, shard_on(rules, **mesh)), Optimizer(OptimizerConfig(name=optimizer), 9)
+    return layout, made, parts(layout, made)
 
 
 @functools.cache
 def compiled(optimizer: str, rules: str, **mesh: int) -> Report:
-    blueprint, made, kept = declared(optimizer, rules, **mesh)
-    config = TrainConfig(model=MODEL, output="runs/held", rules=blueprint.shard.rules, train=TrainLoop(global_batch=16, microbatches=1))
-    arguments = abstract_state(blueprint, made), abstract_batch(config, batch_sharding(blueprint))
-    return compile_report(train_step(blueprint, made, 0), *arguments, mesh=blueprint.shard.mesh, kind_of=held.kind_of(kept))
+    layout, made, kept = declared(optimizer, rules, **mesh)
+    config = TrainConfig(model=MODEL, output="runs/held", rules=layout.shard.rules, train=TrainLoop(global_batch=16, microbatches=1))
+    arguments = abstract_state(layout, made), abstract_batch(config, batch_sharding(layout))
+    return compile_report(train_step(layout, made, 0), *arguments, mesh=layout.shard.mesh, kind_of=held.kind_of(kept))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_program(optimizer: str, rules: str, mesh: dict, 
 
 
 def test_bytes_of_each_slot_in_the_line() -> None:
-    n = sum(leaf.nbytes // 4 for leaf in Blueprint.of(MODEL, shard_on("ddp")).leaves.values())
+    n = sum(leaf.nbytes // 4 for leaf in ModelLayout.of(MODEL, shard_on("ddp")).leaves.values())
     (line,) = held.facts(declared("adamw", "ddp", data=2)[2])
     kib = f"{4 * n / 2**20:.1f} MiB" if 4 * n > 0.0995 * 2**20 else f"{4 * n / 2**10:,.0f} KiB"
     assert line == ("state", f"params {kib} fp32, mu {kib} fp32, nu {kib} fp32")
@@ -65,11 +65,11 @@ def test_bytes_of_each_slot_in_the_line() -> None:
 def test_a_flat_master_is_a_part_of_the_replicas() -> None:
     """Of the matrices, 2 bytes on every replica; of master and moments each a part, and no more than a row of padding beside."""
     *_, kept = declared("adamw", "distributed", data=8)
-    blueprint = declared("adamw", "distributed", data=8)[0]
-    matrices = sum(leaf.nbytes // 4 for name, leaf in blueprint.leaves.items() if name in blueprint.flat.names)
-    padding = sum(128 * max(1, vector.rows) for vector in blueprint.flat.vectors)
+    layout = declared("adamw", "distributed", data=8)[0]
+    matrices = sum(leaf.nbytes // 4 for name, leaf in layout.leaves.items() if name in layout.flat.names)
+    padding = sum(128 * max(1, vector.rows) for vector in layout.flat.vectors)
     assert matrices / 8 <= kept[MASTER].nbytes / 4 <= matrices / 8 + padding
-    vectors = sum(leaf.nbytes for name, leaf in blueprint.leaves.items() if name not in blueprint.flat.names)
+    vectors = sum(leaf.nbytes for name, leaf in layout.leaves.items() if name not in layout.flat.names)
     assert kept["params"].nbytes == 2 * matrices + vectors
     assert kept["mu"].nbytes == kept["nu"].nbytes == kept[MASTER].nbytes + vectors
 
@@ -86,6 +86,6 @@ def test_the_lab_is_told_the_class_of_a_part() -> None:
 
 
 def test_models_that_compute_in_fp32_keep_fp32() -> None:
-    blueprint = Blueprint.of(GPT, shard_on("distributed", data=2))
-    kept = parts(blueprint, Optimizer(OptimizerConfig(), 9))
+    layout = ModelLayout.of(GPT, shard_on("distributed", data=2))
+    kept = parts(layout, Optimizer(OptimizerConfig(), 9))
     assert held.facts(kept)[0][1].startswith("params ") and "bf16" not in held.facts(kept)[0][1]
