@@ -16,10 +16,10 @@ import numpy as np
 import tiny
 from record import Record, Row, milliseconds, options
 
-from mesh_lm.blueprint import Params
-from mesh_lm.generation import Engine, Sampling
-from mesh_lm.generation.engine import Rereading
+from mesh_lm.inference import Engine, Sampling
+from mesh_lm.inference.engine import Rereading
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import Params
 
 PROMPT = 16
 REPEATS = {"cache": 5, "cache, streamed": 5, "no cache": 2}

@@ -23,20 +23,20 @@ from record import Row
 from worker import emit, reported, serve
 
 from configs import gpt2_124m
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.initial import init_state
-from mesh_lm.launch import gpu
+from mesh_lm.distributed import gpu
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding, leaf_spec
+from mesh_lm.parallel.engine import batch_sharding, leaf_spec
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.state import State, abstract_state
-from mesh_lm.step import train_step
-from pallas_kernels.interpreter import interpreted
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
+from pallas_kernels.dev.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
 from sharding_rules.lab.flags import options
 
@@ -223,7 +223,7 @@ def timed(run: Run, steps: int) -> Row:
 
 def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
     """What the lab says of the train step of a config on one GPU of this kind, which is not used."""
-    from mesh_lm.plan.program import compile_config, flags_of  # here, because no other task needs the lab
+    from mesh_lm.planning.program import compile_config, flags_of  # here, because no other task needs the lab
 
     config = configured(directory, changes, rules, name)
     began = time.perf_counter()

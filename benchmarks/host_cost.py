@@ -19,18 +19,18 @@ import numpy as np
 import tiny
 from record import Record, Row, options
 
-from mesh_lm import launch
-from mesh_lm.blueprint import ModelLayout
+from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.health.phases import Phases
-from mesh_lm.monitor import Monitor
+from mesh_lm.distributed.phases import Phases
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.parallel.engine import batch_sharding
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
-from mesh_lm.step import train_step
+from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.step import train_step
 
 TARGET_MS = 2.0
 PARTS = ("next batch", "dispatch step", "monitor", "poll checkpoint and SIGTERM")
@@ -55,7 +55,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
     """Seconds of each part of each step, [steps - warm_up, parts]."""
     layout, marks = tiny.layout(config), np.zeros((config.train.steps, len(PARTS) + 1))
     clock = time.perf_counter
-    with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
+    with distributed.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
         batches = Batches(config, corpus, batch_sharding(layout))
         training = batches.train()

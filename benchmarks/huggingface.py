@@ -28,11 +28,11 @@ import ml_dtypes
 import numpy as np
 
 from mesh_lm import huggingface
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import to_json
 from mesh_lm.huggingface.families import LLAMA
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout
 from sharding_rules import MeshConfig, Shard, make_mesh, preset
 
 MIB = 2**20

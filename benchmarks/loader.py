@@ -20,10 +20,10 @@ from record import Record, Row, options
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import Corpus, prepare
-from mesh_lm.initial import init_state
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import train_step
+from mesh_lm.parallel.engine import batch_sharding
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.step import train_step
 
 TARGET = 2.0
 

@@ -22,9 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 from record import Row
 from worker import emit, reported, serve
 
-from mesh_lm.launch import gpu
+from mesh_lm.distributed import gpu
 from mesh_lm.optim.unflat import unflattened
-from mesh_lm.pipeline.engine import region
+from mesh_lm.parallel.engine import region
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5

@@ -22,12 +22,12 @@ from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import CheckpointConfig, TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.health.digest import digests
-from mesh_lm.initial import init_state
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.state import State
-from mesh_lm.step import train_step
+from mesh_lm.state.digest import digests
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.step import train_step
 
 TARGET = 0.05
 EVERY = 50

@@ -8,8 +8,8 @@ import math
 import numpy as np
 from support import in_model_order
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.optim.flat import Vector
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State
 from sharding_rules import axes_of
 

@@ -53,7 +53,7 @@ def report(**changes: Any) -> Report:
         Buffer(
             "fusion.3", "weights in use", "bf16[12288,6144]", 144 * MIB, Where("layers/mlp", "recompute", "mesh_lm/model/layers.py:107")
         ),
-        Buffer("fusion.4", "logits", "f32[2,2048,6288]", 98 * MIB, Where("loss", "forward", "mesh_lm/loss.py:31")),
+        Buffer("fusion.4", "logits", "f32[2,2048,6288]", 98 * MIB, Where("loss", "forward", "mesh_lm/model/loss.py:31")),
         Buffer("fusion.5", "gradients", "f32[96,768,6144]", int(1.69 * GIB), Where("layers/mlp", "backward")),
         Buffer("", "fragmentation", "", 37 * MIB, Where()),
     ]

@@ -29,13 +29,14 @@ import numpy as np
 from flat_layout import unflattened
 from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.initial import fresh_state
+from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import MASTER, abstract_state, fresh_recent
-from mesh_lm.step import train_step
+from mesh_lm.state.initial import fresh_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, ShardingRuleError, preset
 
 MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}

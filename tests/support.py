@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.pipeline import engine
+from mesh_lm.parallel import engine
+from mesh_lm.parallel.layout import ModelLayout
 from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
 
 SEQ, VOCAB, BATCH = 16, 250, 16

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from support import GPT, shard_on
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.initial import fresh_state
+from mesh_lm.inference.trained import TOKENIZER
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
-from mesh_lm.trained import TOKENIZER
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import fresh_state
 
 MODEL = dataclasses.replace(GPT, vocab_size=272, seq_len=48, init_std=0.3)
 BYTES: Tokenizer = load_tokenizer("bytes")

@@ -28,7 +28,7 @@ _NOT_SCOPES = re.compile(
 _KERNEL = "mpmd_map"
 """The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10.2 and 0.11.2 have it."""
 _SLOTS = ("forward_slot", "backward_slot")
-"""Scopes of a pipeline's tick (mesh_lm/pipeline/ring.py). They are no part of the model."""
+"""Scopes of a pipeline's tick (mesh_lm/parallel/ring.py). They are no part of the model."""
 _IN_LOSS = {"loss", "head", "logits"}
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {

@@ -5,10 +5,10 @@ import math
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import ModelLayout, divided
-from mesh_lm.check import check
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout, divided
+from mesh_lm.training.check import check
 
 MEGATRON = {
     # heads, d_model, layers, tensor, pipeline, GPUs, batch: NVIDIA/Megatron-LM, images/model_table.png

@@ -15,13 +15,14 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.checkpoint.__main__ import main
-from mesh_lm.cli import parse
-from mesh_lm.config import CheckpointConfig, ConfigError, OptimizerConfig, TrainConfig
-from mesh_lm.initial import init_state
+from mesh_lm.commands.checkpoint import main
+from mesh_lm.commands.command_line import parse
+from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import init_state
 
 COMPILE_BUDGET = 55
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
@@ -112,7 +113,7 @@ def test_saves_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     config = configured(tmp_path / "runs" / "gpt_tiny", checkpoint=CheckpointConfig())
     state = fixture.filled(fixture.abstract(config, layout().shard))
     slept: list[float] = []
-    monkeypatch.setattr("mesh_lm.checkpoint.store.time.sleep", slept.append)
+    monkeypatch.setattr("mesh_lm.checkpoint.manager.time.sleep", slept.append)
     with Checkpoints(config) as checkpoints:
         checkpoints.save(750, state, {"position": 24000}, layout(), OPTIMIZER, last=True)
         monkeypatch.setattr(checkpoints._saver, "save", full)

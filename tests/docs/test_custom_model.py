@@ -19,15 +19,15 @@ from jax.sharding import PartitionSpec as P
 from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, in_model_order, on_devices, shard_on
 
 import train
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import ConfigError
-from mesh_lm.initial import init_state
+from mesh_lm.config import load
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import whole_texts
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import MASTER, parts
-from mesh_lm.step import train_step
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import Rules, ShardingRuleError, preset
 
 COMPILE_BUDGET = 45

@@ -13,16 +13,17 @@ import pytest
 from support import shard_on
 
 import train
-from mesh_lm import cli, generate, huggingface
-from mesh_lm.blueprint import ModelLayout
+from mesh_lm import huggingface
 from mesh_lm.checkpoint import find
-from mesh_lm.config import ConfigError
+from mesh_lm.commands import command_line, generate
+from mesh_lm.commands import huggingface as command
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.huggingface import __main__ as command
+from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import family_for
 from mesh_lm.huggingface.families import FAMILIES
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 50
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
@@ -64,7 +65,7 @@ def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             "train.eval_sequences": 8, "optimizer.warmup_steps": 0}  # fmt: skip
     mains = {
         "train.py": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
-        "mesh_lm.generate": (lambda argv: print(cli.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
+        "mesh_lm.generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
         "mesh_lm.huggingface": (command.main, []),
     }
     for words in COMMANDS:

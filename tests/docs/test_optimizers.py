@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.check import check
-from mesh_lm.cli import load, parse
-from mesh_lm.config import ConfigError, OptimizerConfig
+from mesh_lm.commands.command_line import parse
+from mesh_lm.config import OptimizerConfig, load
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import RULES, Leaf, Optimizer, rule
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import parts
+from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 2
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.initial import init_state
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import init_state
 
 COMPILE_BUDGET = 60
 pytestmark = pytest.mark.fault

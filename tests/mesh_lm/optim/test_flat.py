@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import GPT, assert_same_gradients, host_batch, in_model_order, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import ModelLayout, segment_of
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.initial import fresh_state, init_state
+from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Leaf, Optimizer, flat, is_matrix
 from mesh_lm.optim.flat import Flat
 from mesh_lm.optim.unflat import spread
+from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, State
-from mesh_lm.step import train_step
-from mesh_lm.stored import from_disk, to_disk
+from mesh_lm.state.disk_form import from_disk, to_disk
+from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 330

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig, PipelineConfig
 from mesh_lm.optim import RULES, Leaf, Optimizer, decayed, is_matrix, rule
 from mesh_lm.optim.adafactor import SHORTEST
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
-from mesh_lm.step import train_step
+from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 45
 SLOW = pytest.mark.slow

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import pytest
 from support import GPT, shard_on
 
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, load
 from mesh_lm.errors import ConfigError
-from mesh_lm.initial import init_state
 from mesh_lm.optim import Leaf, Optimizer, is_matrix, rule
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import masters, parts
-from mesh_lm.stored import from_disk, to_disk
+from mesh_lm.state.disk_form import from_disk, to_disk
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 60
 

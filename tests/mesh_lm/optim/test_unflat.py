@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_lm.blueprint import ModelLayout
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.optim import Optimizer, unflat
 from mesh_lm.optim.flat import Vector
-from mesh_lm.pipeline import relayout
-from mesh_lm.plan.program import Program
-from mesh_lm.stored import Entry, entries
+from mesh_lm.parallel import relayout
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.planning.program import Program
+from mesh_lm.state.disk_form import Entry, entries
 from tests.support import GPT, shard_on
 
 COMPILE_BUDGET = 50

@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mesh_lm import state as states
-from mesh_lm import step
-from mesh_lm.blueprint import ModelLayout
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.model import DecoderConfig, dense
 from mesh_lm.model.layers import Attention, Linear, Weights
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline import engine
+from mesh_lm.parallel import engine
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.training import step
 from sharding_rules import Rules, Shard, ShardingRuleError, preset
 from sharding_rules.lab import compile_report, h100
 from sharding_rules.lab.lint import Finding, lint
