@@ -84,8 +84,11 @@ class Monitor:
         except OSError as error:
             self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 
-    def heldout(self, step: int, loss: float) -> None:
-        """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
+    def heldout(self, step: int, loss: float) -> dict[str, float]:
+        """Notes a held-out loss in nats per token, and returns what goes on record.
+
+        Where all of the held-out text was read, the log also says what compressors make of the same bytes.
+        """
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
         if self.corpus.heldout_bytes:
@@ -94,6 +97,7 @@ class Monitor:
         self._write(step, row)
         part = f"{self.config.train.eval_sequences or 'all'} sequences"
         self.note(f"step {step}: held-out {shown} ({beside or part})")
+        return row
 
     def has_heldout(self, step: int) -> bool:
         """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
