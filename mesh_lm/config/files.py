@@ -17,7 +17,9 @@ DEFAULT = "configs/gpt_tiny.py"
 
 
 def load(file: str) -> TrainConfig:
-    """What get_config() of a Python file returns. A relative path is looked for here, then beside the package mesh_lm.
+    """What get_config() of a Python file returns. A relative path is looked for here, then beside the package mesh_lm, then in it.
+
+    The name of a shipped config is enough: gpt_tiny is configs/gpt_tiny.py.
 
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
     """
@@ -39,10 +41,13 @@ def load(file: str) -> TrainConfig:
 
 
 def _find(file: str) -> Path:
-    bases, path = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[2]]), Path(file).expanduser()
-    for base in bases:
-        if (base / path).is_file():
-            return (base / path).resolve()
+    package = Path(__file__).resolve().parents[1]
+    bases, path = dict.fromkeys([Path.cwd(), package.parent]), Path(file).expanduser()
+    shipped = Path("configs", f"{path.name}.py") if path.name == file else path
+    for one in (path, shipped):
+        for base in (*bases, package):
+            if (base / one).is_file():
+                return (base / one).resolve()
     beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
     where = "" if path.is_absolute() else f" in {' or '.join(map(str, bases))}"
     raise ConfigError(f"--config={file}: no such file{where}{did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))}")

@@ -173,18 +173,15 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.train.step: no such field; did you mean --config.train.steps?",
         "--config.train.steps=abc: expected int",
         "--config.train.steps=1e3: expected int",
-        "--config.optimizer.lr: no such field; --config.optimizer has name, learning_rate, schedule, warmup_steps, final_fraction, "
-        "decay_fraction, beta1, beta2, eps, momentum, weight_decay, clip_norm",
+        "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate?",
         "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did you mean cosine?",
         "--config.model: a section, not a field; set its fields, as in --config.model.vocab_size",
         "--config.model.sinks=yes: expected true or false",
-        "--config.model.sinks: needs a value; expected true or false",
-        "--config.model.window=1,b: expected tuple[int, ...]",
+        "--config.model.window=1,b: expected int, with commas between several and nothing for none",
         "--config.model.depth=x: expected int | None",
         "--config.model.act=f: expected collections.abc.Callable[[int], int]",
         "--config.rules=fspd+megatron: no rules preset 'fspd'; did you mean 'fsdp'?",
         "--confg: no such field; did you mean --config?",
-        "--model.n_layers: no such field; did you mean --config.model.n_layers?",
         "--foo: no such field; see --help",
     ]
 
