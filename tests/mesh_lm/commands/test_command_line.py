@@ -245,14 +245,14 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> Non
     for expected in (
         "the defaults below are those of mine.py",
         "--config.model.n_layers INT How deep, in fathoms. (default: 5)",
-        "--config.model.vocab_size INT Token ids are 0 to vocab_size - 1. (default: 4096)",
+        "--config.model.vocab_size INT Token ids run from 0 to vocab_size - 1. (default: 4096)",
         "--config.model.experts.count INT Experts in one block. (default: 8)",
         "--config.model.norm {layernorm,rmsnorm} Which norm. (default: layernorm)",
         "--config.optimizer.learning_rate FLOAT Peak learning rate. (default: 0.0002)",
-        "--config.data.mask_document_start {true,false} Leave the first token",
+        "--config.launch.deterministic {true,false} On a GPU, use only",
         "--config.rules {ddp,zero1,zero2,distributed,fsdp,hsdp,megatron, megatron_sp}[+...] Sharding rules",
         "(default: 'ddp (changed)')",
-        "--config.mesh.tensor INT Parts of each matmul; keep it inside a node. (default: 1)",
+        "--config.mesh.tensor INT Shards of each matmul (tensor parallelism); keep them inside a node. (default: 1)",
     ):
         assert expected in words
 
