@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import mesh_lm
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.launch import EXIT_CANNOT
 
@@ -119,11 +120,8 @@ def overview() -> str:
 
 
 def version() -> str:
-    found = []
-    for name in ("mesh_lm", "jax"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    """Of mesh_lm, JAX and Python."""
+    return f"mesh_lm {mesh_lm.__version__}, jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
 
 
 def _near(name: str) -> str:

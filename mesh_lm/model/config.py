@@ -100,7 +100,8 @@ class DecoderConfig(ModelConfig):
     dtype: Dtype = "bfloat16"
     """Type of matmuls and activations. Master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
-    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: those go to the host."""
+    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
+    host."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
     loss_chunk: int = expert(1024)

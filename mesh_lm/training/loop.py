@@ -158,6 +158,7 @@ class Between:
                 for callback in self._callbacks:
                     getattr(callback, hook, lambda *about: None)(self._run, *about)
         except Exception:
+            self._monitor.flush()
             self._save(last=True)
             raise
         self._phases.at(before)

@@ -68,7 +68,7 @@ class Monitor:
         if self._goodput:
             self._goodput.keep()
         self._profile.step(step, metrics, self._phases)
-        self._flush()
+        self.flush()
         self._late = self._told
         return told
 
@@ -116,7 +116,7 @@ class Monitor:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
-        self._flush()
+        self.flush()
         before = self._phases.phase
         self._phases.at("evaluate")
         with self._progress.paused():
@@ -140,7 +140,8 @@ class Monitor:
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Reads and writes the metrics of the newest step, for which it waits."""
         late, self._late = self._late, None
         self._read(late)
 
@@ -171,7 +172,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self._flush()
+            self.flush()
         self._profile.stop()
         if kind is None and self._profile.missed:
             self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")
