@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from mesh_lm.data import formats
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 
 _HELDOUT = 20
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
@@ -107,7 +107,7 @@ def find(path: str, field: str = "text") -> Source:
         return _directory(name, found, field)
     kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
     if not found.is_file():
-        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}")
+        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}")
     size = found.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
