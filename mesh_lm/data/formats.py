@@ -69,7 +69,7 @@ def text_of(line: bytes, field: str, where: str) -> str:
     Raises:
       ConfigError: not a JSON object with a string under `field`; the text starts with `where`.
     """
-    found: object = None
+    found: Any = None
     try:
         found = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
         text = found[field]
