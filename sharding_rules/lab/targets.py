@@ -21,7 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sharding_rules.lab.report import LabError
+from sharding_rules.lab.report import CompilerMissing, LabError
 from sharding_rules.mesh import AXES, MeshConfig, make_mesh
 from sharding_rules.rules import did_you_mean
 
@@ -31,7 +31,8 @@ MEMORY_FRACTION = 0.92
 
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
-_INSTALL = "run: pip install 'mesh_lm[aot]'"
+_PACKAGES = ("jax-cuda13-plugin=={jax}", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-runtime>=13,<14")
+"""The least that compiles for GPUs that are not here: XLA's plugin, ptxas, libdevice."""
 _DEVICES = Path("/dev")
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -163,8 +164,12 @@ def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
     except RuntimeError as error:
         raise LabError(
             f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it needs CUDA's libraries even where it only "
-            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'mesh_lm[cuda13]'"
+            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'jax[cuda13]'"
         ) from error
+
+
+def _install() -> str:
+    return f"run: pip install {' '.join(package.format(jax=jax.__version__) for package in map(repr, _PACKAGES))}"
 
 
 @contextlib.contextmanager
@@ -191,15 +196,13 @@ def _compiler() -> str:
     """
     plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
     if not plugins:
-        raise LabError(
-            f"compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed; {_INSTALL} "
-            "(a CPU is enough to run it, no driver is needed)"
-        )
+        what = "compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
+        raise CompilerMissing(what, _install())
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
         name = plugins[0].replace("_", "-")
         raise LabError(f"{name} {found} does not go with jax {jax.__version__}; run: pip install '{name}=={jax.__version__}'")
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place) / part / "bin/ptxas" for place in (nvidia and nvidia.submodule_search_locations) or () for part in _PTXAS]
     if not (shutil.which("ptxas") or any(place.exists() for place in places)):
-        raise LabError(f"XLA's compiler for CUDA needs ptxas and libdevice, which are not installed; {_INSTALL}")
+        raise CompilerMissing("XLA's compiler for CUDA needs ptxas and libdevice, which are not installed", _install())
     return plugins[0].replace("jax_", "jax_plugins.xla_").removesuffix("_plugin")

@@ -57,6 +57,6 @@ def test_beside_a_gpu_it_says_what_to_set(tmp_path: Path) -> None:
     assert said == (
         "sharding_rules.lab.report.LabError: JAX's plugin for CUDA does not start: Unable to load cuDNN. Is it installed?; on a machine "
         "with an NVIDIA GPU it needs CUDA's libraries even where it only compiles. Set JAX_PLATFORMS=cpu in the environment to leave the "
-        "GPU alone, or run: pip install 'mesh_lm[cuda13]'"
+        "GPU alone, or run: pip install 'jax[cuda13]'"
     )
     assert asked(seen, JAX_PLATFORMS="cpu").stdout == "NVIDIA H100 80GB HBM3 cpu cpu\n"
