@@ -5,14 +5,13 @@ Compute and memory figures are the vendor's data sheets' (dense, without sparsit
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ _PTXAS = ("cu13", "cuda_nvcc")
 _PACKAGES = ("jax-cuda13-plugin=={jax}", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-runtime>=13,<14")
 """The least that compiles for GPUs that are not here: XLA's plugin, ptxas, libdevice."""
 _DEVICES = Path("/dev")
-_UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +151,12 @@ def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
     describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config)
     shape = f"1x{n_devices // node}x{node}"
     try:
-        with _without_libraries():
-            try:
-                return tuple(describe(topology=shape).devices)
-            except NotImplementedError:  # JAX looked for devices before, and the plugin did not pass its check then
-                importlib.import_module(plugin).initialize()
-                return tuple(describe(topology=shape).devices)
+        _compile_without_cudnn()
+        try:
+            return tuple(describe(topology=shape).devices)
+        except NotImplementedError:  # JAX looked for devices before this file was imported, and the plugin did not pass its check then
+            importlib.import_module(plugin).initialize()
+            return tuple(describe(topology=shape).devices)
     except jax.errors.JaxRuntimeError as error:
         raise LabError(f"XLA does not take this target: {error}") from error
     except RuntimeError as error:
@@ -172,21 +170,18 @@ def _install() -> str:
     return f"run: pip install {' '.join(package.format(jax=jax.__version__) for package in map(repr, _PACKAGES))}"
 
 
-@contextlib.contextmanager
-def _without_libraries() -> Iterator[None]:
-    """Where no NVIDIA GPU is, the plugin starts without cuDNN and its like, which run programs and which the extra `aot` leaves out.
+def _compile_without_cudnn() -> None:
+    """Tells JAX's plugin for CUDA, where no NVIDIA GPU is, to start without cuDNN and its like.
 
-    The alternative, jax_platforms="cpu", also passes the plugin's check, but is the user's choice for a whole process, and comes too late
-    once JAX has used a device.
+    Those libraries run programs; nothing here runs one, and an installation that only compiles does not have them. Without this the plugin
+    prints a traceback when JAX first looks for devices, and offers no GPUs to compile for. The alternative, jax_platforms="cpu", passes
+    the check too, but it is the user's choice for a whole process.
     """
-    if any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")) or _UNCHECKED in os.environ:
-        yield
-        return
-    os.environ[_UNCHECKED] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_UNCHECKED, None)
+    if not any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+_compile_without_cudnn()  # on import: whatever JAX does first after it, the plugin has nothing to complain of
 
 
 def _compiler() -> str:
