@@ -20,11 +20,13 @@ from mesh_lm.optim import Optimizer
 from mesh_lm.pipeline.engine import batch_sharding
 from mesh_lm.plan import held, stages
 from mesh_lm.plan.attention import compilable
+from mesh_lm.plan.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import Part, abstract_state, parts
 from mesh_lm.step import train_step
 from sharding_rules import Rules, Shard
-from sharding_rules.lab import Report, compile_report, lower_for
+from sharding_rules.lab import LabError, Report, compile_report, lower_for
 from sharding_rules.lab.flags import auto, options
+from sharding_rules.lab.report import CompilerMissing
 from sharding_rules.lab.targets import NODE, TARGETS
 
 
@@ -48,7 +50,10 @@ class Program:
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
         """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
         config = check(config, n_devices)
-        mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
+        try:
+            mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
+        except CompilerMissing as error:
+            raise LabError(f"{error.what}; {INSTALL}") from error
         config = compilable(config, target)
         return cls(config, mesh, Blueprint.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
@@ -69,6 +74,7 @@ class Program:
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
             kind_of=held.kind_of(self.declared), slots=stages.slots(blueprint, config.train.microbatches),
+            vocabulary=VOCABULARY,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

@@ -24,14 +24,15 @@ from sharding_rules.lab import hlo
 from sharding_rules.lab.assembler import unassembled
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import estimates, replay
+from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
-_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "places", "report", "targets", "timeline")
+_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "provenance", "report", "targets", "timeline", "vocabulary")
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _ONE_AT_A_TIME = threading.Lock()
@@ -61,6 +62,7 @@ def compile_report(
     cache: str | os.PathLike[str] | None = None,
     kind_of: Callable[[str], str] = kind_of_argument,
     slots: Sequence[Slot] = (),
+    vocabulary: Vocabulary = NEUTRAL,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -72,6 +74,7 @@ def compile_report(
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
       kind_of: the class of an argument (params, moments, batch, other) from its path.
       slots: how often conditionals run; what is in others is counted as if it always ran.
+      vocabulary: the names that the program's trainer uses; the report keeps it, for lint and for what shows reports.
 
     Raises LabError where XLA cannot compile it, or slots differ in their stages; what tracing raises passes through.
     """
@@ -87,6 +90,7 @@ def compile_report(
         "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
         "options": options,
         "slots": tuple(slots),
+        "vocabulary": vocabulary,
     }
     arguments = _arguments(step, args, kind_of)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -117,8 +121,8 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         assignment, live = ("".join(path.read_text() for path in Path(dump).glob(f"*-{kind}.txt")) for kind in kinds)
     text = compiled.as_text()
     module = hlo.parse(text, about["slots"])
-    places = Places(module)
-    sent = collectives(module, places, mesh)
+    provenance = Provenance(module, about["vocabulary"])
+    sent = collectives(module, provenance, mesh)
     target = TARGETS.get(about["target"])
     return Report(
         **about,
@@ -126,14 +130,14 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=sent,
-        memory=memory(module, places, compiled.memory_analysis(), assignment, live, arguments),
+        memory=memory(module, provenance, compiled.memory_analysis(), assignment, live, arguments),
         arguments=arguments,
-        flops=flops_by_phase(module, places),
+        flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
-        copies=copies(module, places),
-        kernels=kernels(module, places),
+        copies=copies(module, provenance),
+        kernels=kernels(module, provenance),
         warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
-        timeline=replay(module, places, sent, target) if target else None,
+        timeline=replay(module, provenance, sent, target) if target else None,
         instructions=sum(map(len, module.computations.values())),
         text_bytes=len(text),
         compile_seconds=seconds,
