@@ -6,9 +6,8 @@ from sharding_rules.lab.vocabulary import Vocabulary
 
 INSTALL = "run: pip install 'mesh_lm[aot]'"
 _LOOKUP = (
-    "look a sharded table up as mesh_lm/model/embedding.py does (lookup(table, ids, shard, axes, dtype)), and take the loss as "
-    "mesh_lm/model/loss.py does: XLA cannot partition a gather from a sharded table; "
-    "or constrain the result: shard(x, 'batch', 'seq', 'embed')"
+    "look a sharded table up with mesh_lm.model.embedding.lookup(table, ids, shard, axes, dtype), and take the loss with "
+    "mesh_lm.model.loss.cross_entropy(x, head, labels, weights, shard, vocab_size=...)"
 )
 VOCABULARY = Vocabulary(
     forward_slot="forward_slot",  # the scopes of a pipeline's tick in mesh_lm/parallel/ring.py
@@ -17,6 +16,8 @@ VOCABULARY = Vocabulary(
     manual_axes=("pipeline", "expert", "sequence"),
     page_option="--plan=report.html",
     fixes={
+        "abort-lookup": _LOOKUP,
+        "abort-manual": "pin the operands of the operation to rows of rules.activations: shard(x, 'batch', ...)",
         "branch-collective": "run both branches and select the result (pipeline.idle='mask'), or move it out of the conditional",
         "exposed-hop": (
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline); where the "
