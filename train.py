@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     evaluation = jax.jit(evaluate(layout))
 
     with (
-        Watchdog(config.health, phases, distributed.prefix()),
+        Watchdog(config.health, phases, distributed.log_prefix()),
         distributed.StopOnSigterm() as stop,
         Checkpoints(config, phases) as checkpoints,
     ):
@@ -66,19 +66,21 @@ def main(argv: list[str]) -> int:
 
         # 5. Data: text, tokens, sequences. The position in them is one number.
         phases.at("data")
-        with distributed.together(), distributed.first_before_others("data"):
-            corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.say)
+        with distributed.collective_errors(), distributed.process0_first("data"):
+            corpus = prepare(
+                config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.print_on_process0
+            )
             batches = Batches(config, corpus, batch_sharding(layout), saved.data if saved else None, n)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
-        distributed.agree(
+        distributed.assert_equal_across_processes(
             "the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share"
         )
         if restored is not None:
             state = restored
         else:
             state = fresh_state(layout, optimizer, read()) if read else init_state(layout, optimizer, config.seed)
-        with distributed.together():
+        with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, layout, corpus, phases, n)
         sick = Sick(config.health, monitor.note)
@@ -126,7 +128,7 @@ def main(argv: list[str]) -> int:
 
             # 7. What it came to: the held-out loss, a plot and a text.
             phases.at("evaluate")
-            if not distributed.from_first(monitor.has_heldout(int(state["step"]))):
+            if not distributed.broadcast_from_process0(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
             if stop.requested:
                 return launch.EXIT_PREEMPTED

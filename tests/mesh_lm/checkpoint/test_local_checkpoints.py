@@ -190,7 +190,7 @@ def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.Mon
     def two(value: object) -> list[object]:
         return [value, ["", "state 0, samples 0"]] if isinstance(value, list) and value[:1] == [""] else [value, value]
 
-    monkeypatch.setattr(distributed, "from_all", two)
+    monkeypatch.setattr(distributed, "gather_from_all", two)
     run.require(10)
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
 
