@@ -27,7 +27,7 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.process_slot import ProcessSlot
 from sharding_rules import ShardingRuleError
 
 _FAREWELL = 5.0
@@ -94,7 +94,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if launch.compile_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    place = Place.of(launch)
+    slot = ProcessSlot.of(launch)
     kept = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
     flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=kept)
     if kept:  # JAX would put the cache of all runs in its place
@@ -102,18 +102,18 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     gpu.set_memory()
     if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
         jax.config.update("jax_platforms", "cpu")
-    if flags and (place is None or place.index == 0):
+    if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
-    if place and not jax.distributed.is_initialized():
-        join(place, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+    if slot and not jax.distributed.is_initialized():
+        join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
 
 
-def join(place: Place, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
+def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
     """Makes this process one of several. heartbeat: seconds of silence after which JAX ends the others. Raises ConfigError as `start`."""
-    rendezvous.meet(place, timeout, description)
+    rendezvous.meet(slot, timeout, description)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.local_devices,
+        slot.coordinator, slot.count, slot.index, slot.local_devices,
         cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
