@@ -29,7 +29,7 @@ from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.replicas import require_equal
-from mesh_lm.training.skip_guard import Sick
+from mesh_lm.training.skip_guard import SkipGuard
 from mesh_lm.training.step import train_step
 from mesh_lm.training.watchdog import Watchdog
 from sharding_rules import Shard, make_mesh
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, layout, corpus, phases, n)
-        sick = Sick(config.health, monitor.note)
+        guard = SkipGuard(config.health, monitor.note)
 
         # 6. The loop.
         with monitor, closing(batches.train()) as training:
@@ -107,14 +107,15 @@ def main(argv: list[str]) -> int:
                 position, batch = next(stepping)
                 n += 1
                 state, metrics = step(state, batch)
-                if began := sick.step(monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
+                if began := guard.step(monitor.step(n, metrics)):  # too many skips: roll back, skip the batches
                     saved, state = checkpoints.go_back(began, state, layout, optimizer)
                     n = saved.step
                     monitor.go_back(n)
                     continue
                 checkpoints.poll(n)
                 last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step
-                saving = last or stopping or (checkpoints.due(n) and not sick.row)  # what a row may go back to is not pushed out by it
+                # During a bad streak nothing is saved: retention must not delete the checkpoint to roll back to.
+                saving = last or stopping or (checkpoints.due(n) and not guard.consecutive_skips)
                 if config.health.replicas and (saving or n % config.health.replicas == 0):
                     phases.at("evaluate")
                     require_equal(state)

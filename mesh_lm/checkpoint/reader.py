@@ -18,7 +18,7 @@ from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.state import State, fresh_recent
+from mesh_lm.state import State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
 from mesh_lm.state.disk_form import from_disk, stored
 
@@ -98,7 +98,7 @@ class Saved:
         """The arrays of `abstract`, whose digests are not compared. Raises as `state` does."""
         self.require(abstract)
         if "recent" in abstract and self.metadata["format"] == 1:
-            recent = jax.device_put(fresh_recent(), abstract["recent"].sharding)
+            recent = jax.device_put(initial_statistics(), abstract["recent"].sharding)
             return self._read({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
         args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)  # pyright: ignore[reportCallIssue]
         with distributed.collective_errors(lambda said: Damaged(self.path, [said])):

@@ -203,9 +203,7 @@ class Controller:
         what = f"process {process}{self._at(number)} {messages.describe_exit(status, self._processes(now))}"
         if asked or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
-                log(
-                    f"process {process}{self._at(number)} {messages.describe_exit(status, self._processes(now))}; the others are to do so, too"
-                )
+                log(f"{what}; the others are asked to do the same")
                 self._order(now, "signal", self._farewell)
             return
         if now.failure is None:
