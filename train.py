@@ -108,9 +108,9 @@ def main(argv: list[str]) -> int:
                 n += 1
                 state, metrics = step(state, batch)
                 if began := guard.step(monitor.step(n, metrics)):  # too many skips: roll back, skip the batches
-                    saved, state = checkpoints.go_back(began, state, layout, optimizer)
+                    saved, state = checkpoints.roll_back(began, state, layout, optimizer)
                     n = saved.step
-                    monitor.go_back(n)
+                    monitor.roll_back(n)
                     continue
                 checkpoints.poll(n)
                 last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step

@@ -121,7 +121,7 @@ class Checkpoints:
             raise ConfigError(self._nothing_whole())
         return None, None
 
-    def go_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State]:
+    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State]:
         """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
         `N.passed`. Raises ConfigError without one."""
         self._settle(before)
