@@ -245,9 +245,9 @@ def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch,
         columns = {name: column.T for name, column in table.columns.items()}
         numbers = {"number": np.arange(table.stages, dtype=np.int32)}
         for name, stack in layout.stacks.items():
-            first = stack.first() + layout.config.stack().start(name)
-            found = {"first": first.astype(np.int32), "start": stack.start(), "skip": stack.skip(), "count": stack.count()}
-            numbers |= {f"{name}/{what}": x for what, x in found.items()}
+            first = stack.chunk_first_layers() + layout.config.stack().start(name)
+            numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
+            numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
     by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual(layout))
     in_specs = (by_stage, by_stage, _specs(layout), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
     region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(layout), check_vma=False)
