@@ -12,68 +12,75 @@ from itertools import takewhile
 
 import jax
 
-from mesh_lm import cli, elastic, launch
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
+from mesh_lm import distributed, launch
 from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.commands import command_line, plan
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.evaluate import mean_loss, sample
-from mesh_lm.health.phases import Phases
-from mesh_lm.health.replicas import require_equal
-from mesh_lm.health.sick import Sick
-from mesh_lm.health.watchdog import Watchdog
-from mesh_lm.initial import fresh_state, init_state
-from mesh_lm.monitor import Monitor
+from mesh_lm.distributed.phases import Phases
+from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding, evaluate
-from mesh_lm.plan import command as plan
+from mesh_lm.parallel.engine import batch_sharding, evaluate
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import weights_of
-from mesh_lm.step import train_step
-from mesh_lm.trained import keep_tokenizer, require_tokenizer, weights
+from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.training import elastic
+from mesh_lm.training.check import check
+from mesh_lm.training.evaluation import mean_loss, sample
+from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.replicas import require_equal
+from mesh_lm.training.skip_guard import Sick
+from mesh_lm.training.step import train_step
+from mesh_lm.training.watchdog import Watchdog
 from sharding_rules import Shard, make_mesh
 
 
 def main(argv: list[str]) -> int:
     # 1. Config: one frozen dataclass. What cannot run stops here, with every reason at once; --plan stops here with what would happen.
     planned, argv = plan.asked(argv)
-    config = cli.parse(argv)
+    config = command_line.parse(argv)
     if planned:
         return plan.show(planned, config)
     phases = Phases()
-    launch.start(config, phases=phases)
+    distributed.start(config, phases=phases)
     config = check(elastic.fit(config), jax.device_count())
 
     # 2. Mesh and rules, bound into the one object through which the model speaks of sharding.
     shard = Shard(config.rules, make_mesh(config.mesh))
 
     # 3. Model, optimizer and step: shapes and shardings only, no memory touched.
-    blueprint = Blueprint.of(config.model, shard, config.pipeline)
+    layout = ModelLayout.of(config.model, shard, config.pipeline)
     optimizer = Optimizer(config.optimizer, config.train.steps)
-    step = train_step(blueprint, optimizer, config.seed, config.health.outlier)
-    evaluation = jax.jit(evaluate(blueprint))
+    step = train_step(layout, optimizer, config.seed, config.health.outlier)
+    evaluation = jax.jit(evaluate(layout))
 
-    with Watchdog(config.health, phases, launch.prefix()), launch.StopOnSigterm() as stop, Checkpoints(config, phases) as checkpoints:
+    with (
+        Watchdog(config.health, phases, distributed.prefix()),
+        distributed.StopOnSigterm() as stop,
+        Checkpoints(config, phases) as checkpoints,
+    ):
         # 4. State: the newest checkpoint that is whole, restored onto whatever mesh this run has and verified; or none yet.
-        saved, restored = checkpoints.restore(blueprint, optimizer)
+        saved, restored = checkpoints.restore(layout, optimizer)
         n = saved.step if saved else 0
-        read = weights(config.init_from, blueprint) if config.init_from and not saved else None
+        read = weights(config.init_from, layout) if config.init_from and not saved else None
 
         # 5. Data: text, tokens, sequences. The position in them is one number.
         phases.at("data")
-        with launch.together(), launch.first_before_others("data"):
-            corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=launch.say)
-            batches = Batches(config, corpus, batch_sharding(blueprint), saved.data if saved else None, n)
+        with distributed.together(), distributed.first_before_others("data"):
+            corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.say)
+            batches = Batches(config, corpus, batch_sharding(layout), saved.data if saved else None, n)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
-        launch.agree("the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share")
+        distributed.agree(
+            "the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share"
+        )
         if restored is not None:
             state = restored
         else:
-            state = fresh_state(blueprint, optimizer, read()) if read else init_state(blueprint, optimizer, config.seed)
-        with launch.together():
+            state = fresh_state(layout, optimizer, read()) if read else init_state(layout, optimizer, config.seed)
+        with distributed.together():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
-            monitor = Monitor(config, blueprint, corpus, phases, n)
+            monitor = Monitor(config, layout, corpus, phases, n)
         sick = Sick(config.health, monitor.note)
 
         # 6. The loop.
@@ -99,7 +106,7 @@ def main(argv: list[str]) -> int:
                 n += 1
                 state, metrics = step(state, batch)
                 if began := sick.step(monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
-                    saved, state = checkpoints.go_back(began, state, blueprint, optimizer)
+                    saved, state = checkpoints.go_back(began, state, layout, optimizer)
                     n = saved.step
                     monitor.go_back(n)
                     continue
@@ -110,7 +117,7 @@ def main(argv: list[str]) -> int:
                     phases.at("evaluate")
                     require_equal(state)
                 if saving:
-                    state = checkpoints.save(n, state, batches.state(position), blueprint, optimizer, last=last or stopping)
+                    state = checkpoints.save(n, state, batches.state(position), layout, optimizer, last=last or stopping)
                 if stopping and not last:
                     monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
                     return launch.EXIT_PREEMPTED
@@ -119,13 +126,13 @@ def main(argv: list[str]) -> int:
 
             # 7. What it came to: the held-out loss, a plot and a text.
             phases.at("evaluate")
-            if not launch.from_first(monitor.has_heldout(int(state["step"]))):
+            if not distributed.from_first(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
             if stop.requested:
                 return launch.EXIT_PREEMPTED
-            monitor.finish(sample(blueprint, weights_of(state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
+            monitor.finish(sample(layout, weights_of(state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(launch.run(main, sys.argv[1:]))
+    sys.exit(distributed.run(main, sys.argv[1:]))

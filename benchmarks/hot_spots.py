@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from record import Record, Row, options
 
-from mesh_lm import cli
-from mesh_lm.loss import cross_entropy
+from mesh_lm.config import files
 from mesh_lm.model import DecoderConfig, layers
+from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
 from sharding_rules.lab import TARGETS, h100, hlo
@@ -268,7 +268,7 @@ def main() -> int:
     record = Record(f"hot_spots{'-quick' * arguments.quick}", arguments.output, kind=f"h100 jax {jax.__version__}")
     details, shares, losses = [], [], []
     for name in ("gpt_1_3b", "llama3_8b")[: 1 if arguments.quick else None]:
-        config = cli.load(f"configs/{name}.py").model
+        config = files.load(f"configs/{name}.py").model
         assert isinstance(config, DecoderConfig)
         detail, share, layer = in_layers(name, config, TOKENS)
         details, shares, losses = details + detail, shares + share, [*losses, of_loss(name, config, TOKENS, layer)]

@@ -148,7 +148,7 @@ def stale(data: Any) -> list[str]:
 
 def changed(subject: Subject, row: Row) -> list[str]:
     """Where its config is no longer what was compiled: "remat none, which was full"."""
-    from mesh_lm.plan.program import compilable
+    from mesh_lm.planning.program import compilable
 
     now = about(compilable(prepared(subject, False)), subject.devices)
     return [f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)]
@@ -172,7 +172,7 @@ def write_page() -> None:
 def restated(data: Any) -> Any:
     """Results with the least that each strategy must send as the closed forms have it now: that is on paper, and nothing to compile for."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from mesh_lm.plan.program import compilable
+    from mesh_lm.planning.program import compilable
 
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     for subject in SUBJECTS:
@@ -200,7 +200,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     """Compiles under a stopwatch. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's reading of the program."""
     import jax  # here, as all that follows: the process that starts the others stays small
 
-    from mesh_lm.plan.program import compilable, compile_config
+    from mesh_lm.planning.program import compilable, compile_config
     from sharding_rules.lab.flags import options
 
     marks: dict[str, float] = {}
@@ -226,9 +226,8 @@ def measured(subject: Subject, quick: bool) -> Row:
 
 def prepared(subject: Subject, quick: bool) -> Any:
     """The config of a row; nothing is kept on disk."""
-    from mesh_lm.check import check
-    from mesh_lm.cli import load
-    from mesh_lm.config import PipelineConfig
+    from mesh_lm.config import PipelineConfig, load
+    from mesh_lm.training.check import check
     from sharding_rules import preset
 
     config = load(f"configs/{subject.config}.py")
@@ -258,8 +257,8 @@ def about(config: Any, devices: int) -> Row:
 
 def staged(config: Any) -> Row:
     """How the pipeline is cut, and the part of a stage's time that it waits for others over what it works; nothing without one."""
-    from mesh_lm.pipeline import custom
-    from mesh_lm.pipeline.cost import Durations, timeline
+    from mesh_lm.schedules import custom
+    from mesh_lm.schedules.cost import Durations, timeline
 
     stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
     if stages == 1:

@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
-from mesh_lm import launch
+from mesh_lm import distributed
 
 
 class Slow(train.Monitor):
@@ -20,4 +20,4 @@ class Slow(train.Monitor):
 
 if __name__ == "__main__":
     train.Monitor = Slow
-    sys.exit(launch.run(train.main, sys.argv[1:]))
+    sys.exit(distributed.run(train.main, sys.argv[1:]))

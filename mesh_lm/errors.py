@@ -15,3 +15,7 @@ def listed(head: str, lines: Sequence[str]) -> str:
     """A message of several lines: `head`, the first few of `lines`, each after a dash, and how many there are besides."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  - ".join([head, *lines[:_SHOWN], *more])
+
+
+def did_you_mean(near: list[str]) -> str:
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -191,7 +191,7 @@ def _mended(kernel: Callable[..., Array]) -> Callable[..., Array]:
 
     - The kernel of the weights' gradient asks `jax.devices()` for its cores, which a compile for GPUs that are not here cannot answer.
     - Both give a buffer back to the next copy one step after the wgmma that reads it is issued, without waiting for it.
-      `pallas_kernels.interpreter` calls that a race, rightly by the PTX manual. Waiting for all but the newest wgmma closes it.
+      `pallas_kernels.dev.interpreter` calls that a race, rightly by the PTX manual. Waiting for all but the newest wgmma closes it.
     """
     globals_: dict[str, Any] = kernel.__globals__  # pyright: ignore[reportFunctionMemberAccess]
     plgpu = globals_["plgpu"]

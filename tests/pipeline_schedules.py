@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from mesh_lm.pipeline.schedules import NAMES, Schedule, schedule
+from mesh_lm.schedules.schedule import NAMES, Schedule, schedule
 
 
 @st.composite

@@ -11,11 +11,11 @@ import pytest
 from processes import PATIENCE, bare
 
 from benchmarks import plan_page
-from mesh_lm import cli, evaluate, generate
-from mesh_lm.data.prepare.__main__ import Prepare
-from mesh_lm.huggingface.__main__ import Export
+from mesh_lm.commands import command_line, evaluate, generate
+from mesh_lm.commands import plan as command
+from mesh_lm.commands.huggingface import Export
+from mesh_lm.commands.prepare import Prepare
 from mesh_lm.optim.flat import FLAT
-from mesh_lm.plan import command
 from sharding_rules import PRESETS, axes_of
 
 ROOT = Path(__file__).parents[1]
@@ -72,8 +72,8 @@ def test_its_commands_are_understood() -> None:
     assert len(lines) >= 10
     for words in lines:
         if "train.py" in words:
-            cli.parse(command.asked(words[words.index("train.py") + 1 :])[1])
+            command_line.parse(command.asked(words[words.index("train.py") + 1 :])[1])
             continue
         name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
         options = [word for word in words[3:] if word.startswith("--")]
-        cli.command(readers[name], options, "")
+        command_line.command(readers[name], options, "")

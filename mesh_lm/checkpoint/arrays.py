@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from mesh_lm.checkpoint.saved import Damaged, parts_of
-from mesh_lm.health.digest import host_sums, joined
+from mesh_lm.checkpoint.reader import Damaged, parts_of
+from mesh_lm.state.digest import host_sums, joined
 
 _PIECE = 1 << 18
 """Elements that NumPy has in hand at a time."""
@@ -58,7 +58,7 @@ class Leaf:
             return np.asarray(self._store[box].read().result())
 
     def digest(self) -> str:
-        """The 16 hex digits that `mesh_lm.health.digest` gives of the whole array."""
+        """The 16 hex digits that `mesh_lm.state.digest` gives of the whole array."""
         return joined(host_sums(self[box], [side.start for side in box], self.shape) for box in self.boxes())
 
     def distance(self, other: Leaf) -> tuple[int, float]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from mesh_lm import launch
-from mesh_lm.config import ConfigError, TrainConfig
+from mesh_lm import distributed
+from mesh_lm.config import TrainConfig
 from mesh_lm.data.blend import Blend, normalized
 from mesh_lm.data.blend_plan import make_plan
 from mesh_lm.data.corpus import Corpus
@@ -21,6 +21,7 @@ from mesh_lm.data.packing import Packed
 from mesh_lm.data.prefixes import Prefixes
 from mesh_lm.data.rows import Chain, Order, Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.errors import ConfigError
 
 
 class Batches:
@@ -90,7 +91,7 @@ class Batches:
         samples: the certificate of all that was read so far (see `Loader`), 16 hex digits, equal on any mesh.
         """
         state: dict[str, Any] = {"position": position, "corpus": self.name, "tokenizer": self._tokenizer}
-        read = sum(launch.from_all(self._loader.certificate)) if self._loader else 0
+        read = sum(distributed.from_all(self._loader.certificate)) if self._loader else 0
         state["samples"] = f"{(self._samples + read) % MODULUS:016x}"
         if self._blended:
             state["blend"] = self._blended.plan.state(self._blended.order.consumed(position))
@@ -110,7 +111,7 @@ def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
     text = Text(corpus.train(), vocab=config.model.vocab_size)
     if config.data.documents != "packed":
         return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
-    cache = IndexCache(config.data.cache, launch.say)
+    cache = IndexCache(config.data.cache, distributed.say)
     return Packed(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=corpus.train().fingerprint())
 
 

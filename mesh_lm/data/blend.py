@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import Arrays, IndexCache
 from mesh_lm.data.rows import Order, Windows, merged
+from mesh_lm.errors import ConfigError
 
 BLOCK = 256
 """Samples between two stored counts."""

@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.config import DataConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.indexed import Documents, write_documents
 from mesh_lm.data.prefixes import Prefixes
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
 """Raised whenever the same text would be prepared differently: older caches are then left alone."""

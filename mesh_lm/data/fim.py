@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
+from mesh_lm.errors import ConfigError
 
 _SPELLINGS = ("<|fim_{}|>", "<fim_{}>", "<fim-{}>")
 _PARTS = ("prefix", "middle", "suffix")

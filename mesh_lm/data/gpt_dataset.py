@@ -19,10 +19,10 @@ import re
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import Arrays, IndexCache
 from mesh_lm.data.indexed import Text
 from mesh_lm.data.rows import Windows, ranges
+from mesh_lm.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
 _SEPARATE_BELOW = 0.80

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.atomic import atomic_write, sibling
+from mesh_lm.errors import ConfigError
 
 try:
     import fcntl

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.rows import Rows
+from mesh_lm.errors import ConfigError
 
 Batch = dict[str, jax.Array]
 

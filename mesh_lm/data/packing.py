@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import Arrays, IndexCache
 from mesh_lm.data.indexed import Text
 from mesh_lm.data.rows import Windows, ranges
 from mesh_lm.data.sequences import Epochs
+from mesh_lm.errors import ConfigError
 
 
 class Packed:

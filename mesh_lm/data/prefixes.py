@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.config import DataConfig
 from mesh_lm.data.blend import normalized, parse
 from mesh_lm.data.gpt_dataset import SPLITS, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, Text
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.errors import ConfigError
 
 _COUNTED = 10**7
 """Tokens that are decoded to count the bytes of held-out text, about."""

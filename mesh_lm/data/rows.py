@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.fim import FillInMiddle
+from mesh_lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import threading
 
 import numpy as np
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.indexed import Text
 from mesh_lm.data.rows import Windows
+from mesh_lm.errors import ConfigError
 
 
 class Epochs:

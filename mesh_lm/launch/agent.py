@@ -15,19 +15,12 @@ from typing import Any
 
 from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, place
 from mesh_lm.launch.controller import AT_ONCE, UNKILLABLE, Schedule, say
+from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.wire import Peer
 from mesh_lm.launch.worker import Worker
 
-ELASTIC = "MESH_LM_ELASTIC"
-"""Variable with the nodes of the whole job, where it may go on with fewer (`mesh_lm.elastic`)."""
-LEAST = "MESH_LM_LEAST"
-"""Variable with how many those are at least (--min-nodes)."""
-GENERATION = "MESH_LM_GENERATION"
-"""Variable with how often the workers have been started, this time included."""
-BEGUN = "MESH_LM_BEGUN"
-"""Variable with how many of those starts before this one came as far as the run's checkpoints."""
 _TICK = 0.05
 _RETRY = 0.5
 

@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, words
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED
+from mesh_lm.launch import messages as words
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.wire import Peer, free_port
 

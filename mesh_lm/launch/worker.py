@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from mesh_lm.health import heartbeat
+from mesh_lm.launch.environment import HEARTBEAT
 
 # Linux kills the worker when its launcher dies, however that happens; what it runs later need know nothing of it.
 _START = """
@@ -50,7 +50,7 @@ class Worker:
         start = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid())]
         # A session of its own, so that Ctrl-C reaches it once, through its launcher, and that it can be ended with all that it started.
         self._process = subprocess.Popen(
-            [*start, sys.executable, "-u", *program], env={**environment, heartbeat.VARIABLE: str(theirs)},
+            [*start, sys.executable, "-u", *program], env={**environment, HEARTBEAT: str(theirs)},
             pass_fds=[theirs], start_new_session=True,
             stdout=subprocess.PIPE if relay else None, stderr=subprocess.STDOUT if relay else None,
         )  # fmt: skip

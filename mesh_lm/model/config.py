@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model.kinds import kind
-from mesh_lm.segments import Remat, Segment, Stack
+from mesh_lm.schedules.segments import Remat, Segment, Stack
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -25,7 +25,7 @@ Sums = dict[str, jax.Array]
 """float32 sums over the labels of the batch. "objective" is differentiated; "loss" is the cross-entropy in nats and "weight" the sum of
 weights. The trainer divides all by the weight of the whole global batch, so that unequal label counts per shard and microbatch are exact.
 More scalars are reported as metrics, divided the same way. A layer's sums may be arrays, too, such as loads of experts [E]: they are kept
-for each layer, "moe/load" [L, E], in what `mesh_lm.pipeline.engine.value_and_grad` returns; the step reports scalars only.
+for each layer, "moe/load" [L, E], in what `mesh_lm.parallel.engine.value_and_grad` returns; the step reports scalars only.
 
 A layer that adds to "objective" has an auxiliary loss. It is the same on every mesh and for any number of microbatches where it is a sum
 over tokens or sequences, as the others are; one that is a function of several sequences, such as a product of means, depends on what a
@@ -95,7 +95,7 @@ class Model(Protocol):
 
 
 class Generative(Protocol):
-    """What a model may also offer, so that generating a token does not read the whole text again (`mesh_lm.generation`).
+    """What a model may also offer, so that generating a token does not read the whole text again (`mesh_lm.inference`).
 
     The texts of a batch end in the same slot: `segment_ids` are 0 for the padding before them, which no other token may see, and 1 for
     the text; `positions` count from its first token. A model without these can offer `logits(batch)`, float32 [B, S, V], instead.

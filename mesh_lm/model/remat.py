@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mesh_lm.segments import Remat
+from mesh_lm.schedules.segments import Remat
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
 """What remat=save_names keeps of a layer, and remat=offload moves to the host: the results of matmuls and of the attention kernel,

@@ -16,7 +16,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model.contract import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.remat import remat
-from mesh_lm.segments import Segment
+from mesh_lm.schedules.segments import Segment
 
 
 def forward(

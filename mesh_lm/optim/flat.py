@@ -5,7 +5,7 @@ are flat: of each layer, the matrices of its segment that are cut alike lie one 
 replicas, and every replica has a part of it. So any number of replicas divides it. Gradients come unreduced, and one reduce-scatter adds
 them up; one all-gather makes `params` of the new master (as Megatron-LM's distributed optimizer and ZeRO-1 do, arXiv 1910.02054).
 
-On disk nothing is flat: there a matrix is one array (`mesh_lm.stored`).
+On disk nothing is flat: there a matrix is one array (`mesh_lm.state.disk_form`).
 """
 
 from __future__ import annotations

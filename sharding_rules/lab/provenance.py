@@ -34,7 +34,7 @@ _MOVES = {
     "async-done",
 }  # fmt: skip
 _MOVES |= {kind + end for kind in COLLECTIVES for end in ("", "-start", "-done")}
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+INSTALLED = ("/site-packages/", "/dist-packages/")
 _HELPERS = ("sharding_rules/shard.py:",)
 _OWN_ROOT = "sharding_rules/"
 _FAR = 400
@@ -78,7 +78,7 @@ class Provenance:
 
     def _source(self, one: Instruction) -> str:
         """The innermost frame outside installed packages and outside the helpers of Shard, from the root of its source folder on."""
-        frames = [frame for frame in self.module.stack(one) if not any(folder in frame for folder in _INSTALLED)]
+        frames = [frame for frame in self.module.stack(one) if not any(folder in frame for folder in INSTALLED)]
         frame = next((frame for frame in frames if not any(helper in frame for helper in _HELPERS)), frames[0] if frames else "")
         begin = max(frame.rfind("/" + root) for root in (_OWN_ROOT, *self.vocabulary.source_roots))
         return frame[begin + 1 :] if begin >= 0 else "/".join(frame.split("/")[-2:])

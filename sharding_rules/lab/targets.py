@@ -141,15 +141,41 @@ def devices(target: Target | str, n_devices: int) -> list[Any]:
         target = TARGETS[target]
     if n_devices < 1 or (n_devices > target.node and n_devices % target.node):
         raise LabError(f"{n_devices} devices do not fill whole nodes of {target.node} {target.name}; take a multiple of {target.node}")
-    return list(_topology(target.config(), n_devices, min(n_devices, target.node)))
+    return list(topology_of(TopologyRequest(target.config(), n_devices, min(n_devices, target.node))))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyRequest:
+    """What JAX is asked for: enough to get equal devices in another process."""
+
+    config: str
+    """XLA's GpuTargetConfigProto in text format."""
+    n_devices: int
+    node: int
+    """Devices in a node."""
+
+
+def request_of(device: Any) -> TopologyRequest | None:
+    """The request that a device came from; None for a device that is here, or that another library described."""
+    return _REQUESTS.get(id(device.client))
+
+
+_REQUESTS: dict[int, TopologyRequest] = {}
+"""By the client of the devices, which the cache of `topology_of` keeps alive."""
 
 
 @functools.cache
-def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
-    """One process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+def topology_of(request: TopologyRequest) -> tuple[Any, ...]:
+    """The devices, where one process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+    made = _describe(request)
+    _REQUESTS[id(made[0].client)] = request
+    return made
+
+
+def _describe(request: TopologyRequest) -> tuple[Any, ...]:
     plugin = _compiler()
-    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config)
-    shape = f"1x{n_devices // node}x{node}"
+    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=request.config)
+    shape = f"1x{request.n_devices // request.node}x{request.node}"
     try:
         _compile_without_cudnn()
         try:

@@ -5,10 +5,10 @@ import math
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint, divided
-from mesh_lm.check import check
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout, divided
+from mesh_lm.training.check import check
 
 MEGATRON = {
     # heads, d_model, layers, tensor, pipeline, GPUs, batch: NVIDIA/Megatron-LM, images/model_table.png
@@ -32,7 +32,7 @@ LLAMA = {
 
 def counted(model: DecoderConfig) -> int:
     """Parameters in the arrays of the model as built; no memory is touched."""
-    return sum(math.prod(s.shape) for s in Blueprint.of(model, shard_on("ddp")).shapes.values())
+    return sum(math.prod(s.shape) for s in ModelLayout.of(model, shard_on("ddp")).shapes.values())
 
 
 def published(count: int, name: str) -> bool:

@@ -13,10 +13,10 @@ import pytest
 from processes import PATIENCE, bare
 
 import train
-from mesh_lm.cli import load
-from mesh_lm.config import ConfigError
-from mesh_lm.plan import command
-from mesh_lm.plan.program import compile_config
+from mesh_lm.commands import plan as command
+from mesh_lm.config import load
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.program import compile_config
 from sharding_rules import __main__ as sharding
 from sharding_rules.lab import Report, lint
 from sharding_rules.lab import diff as difference

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from configs import llama3_8b
-from mesh_lm import cli, launch
-from mesh_lm.config import ConfigError, LaunchConfig
-from mesh_lm.elastic import on_nodes
-from mesh_lm.launch import controller, job, rendezvous, words
-from mesh_lm.launch.__main__ import _parse
+from mesh_lm import launch
+from mesh_lm.commands import command_line
+from mesh_lm.commands.launch import _parse
+from mesh_lm.config import LaunchConfig
+from mesh_lm.distributed import rendezvous
+from mesh_lm.errors import ConfigError
+from mesh_lm.launch import controller, job
+from mesh_lm.launch import messages as words
 from mesh_lm.launch.place import VARIABLES, Place
 from mesh_lm.launch.wire import free_port
+from mesh_lm.training.elastic import on_nodes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
@@ -37,7 +41,7 @@ def test_every_command_is_one_that_is_read() -> None:
             assert options.template or job.Job.of(options, rest, on_slurm if parts[0] == "srun" else {}).nodes in (1, 2, 4)
             parts = rest
         if "train.py" in parts:
-            cli.parse(parts[parts.index("train.py") + 1 :])
+            command_line.parse(parts[parts.index("train.py") + 1 :])
         settings = dict(part.split("=", 1) for part in parts if part.startswith("MESH_LM_"))
         assert not settings or Place.of(LaunchConfig(), settings) is not None
 
@@ -66,8 +70,8 @@ def test_who_is_where() -> None:
 
 def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one on the page, from two processes that differ as it says."""
-    mine = {"config": {"train": {"global_batch": 512}}, "code": {"mesh_lm/step.py": "5a1c3f0e9b21"}}
-    theirs = {"config": {"train": {"global_batch": 256}}, "code": {"mesh_lm/step.py": "77d0c1b2aa04"}}
+    mine = {"config": {"train": {"global_batch": 512}}, "code": {"mesh_lm/training/step.py": "5a1c3f0e9b21"}}
+    theirs = {"config": {"train": {"global_batch": 256}}, "code": {"mesh_lm/training/step.py": "77d0c1b2aa04"}}
     address = f"127.0.0.1:{free_port()}"
 
     def message(index: int, description: dict) -> str:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
-from mesh_lm.cli import load, parse
-from mesh_lm.config import ConfigError, OptimizerConfig
+from mesh_lm.commands.command_line import parse
+from mesh_lm.config import OptimizerConfig, load
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import RULES, Leaf, Optimizer, rule
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import parts
+from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 2
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
@@ -45,7 +46,7 @@ def test_bytes_of_each_weight() -> None:
     shown = table("config")
     assert sorted(shown[""]) == sorted(RULES)
     for config, numbers in list(shown.items())[1:]:
-        leaves = Blueprint.of(load(f"configs/{config}.py").model, shard_on("ddp")).leaves
+        leaves = ModelLayout.of(load(f"configs/{config}.py").model, shard_on("ddp")).leaves
         weights = sum(math.prod(leaf.shape) for leaf in leaves.values())
         for name, number in zip(shown[""], numbers, strict=True):
             kept = sum(leaf.nbytes for slot in rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
@@ -61,15 +62,15 @@ def test_bytes_of_the_state_on_a_device() -> None:
     columns = shown.pop("")
     assert set(columns) == set(forms) and set(shown) == set(RULES)
     for rules in forms:
-        blueprint = Blueprint.of(model, shard_on(rules, **{"fsdp" if rules == "fsdp" else "data": n}))
-        weights = sum(math.prod(leaf.shape) for leaf in blueprint.leaves.values())
+        layout = ModelLayout.of(model, shard_on(rules, **{"fsdp" if rules == "fsdp" else "data": n}))
+        weights = sum(math.prod(leaf.shape) for leaf in layout.leaves.values())
         for name, cells in shown.items():
             number, optimizer = cells[columns.index(rules)], Optimizer(OptimizerConfig(name=name), 9)
             if number == "refused":
                 with pytest.raises(ConfigError, match="works on whole matrices"):
-                    parts(blueprint, optimizer)
+                    parts(layout, optimizer)
                 continue
-            held = sum(part.nbytes for part in parts(blueprint, optimizer).values()) / weights
+            held = sum(part.nbytes for part in parts(layout, optimizer).values()) / weights
             assert f"{held:.2f}" == number, f"{name}, {rules}"
             if slots := {"adamw": 8, "lion": 4}.get(name):
                 assert held == pytest.approx(forms[rules](slots), abs=1e-3)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.initial import init_state
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import init_state
 
 COMPILE_BUDGET = 60
 pytestmark = pytest.mark.fault
@@ -28,9 +29,9 @@ FLIPS = 80
 
 
 @pytest.fixture(scope="module", params=["ddp", "distributed"])
-def blueprint(request: pytest.FixtureRequest) -> Blueprint:
+def layout(request: pytest.FixtureRequest) -> ModelLayout:
     """Weights and moments as they are used; and, beside a copy for the layers, as flat vectors, each a half on each of two devices."""
-    return Blueprint.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
+    return ModelLayout.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +41,15 @@ def optimizer() -> Optimizer:
 
 
 @pytest.fixture(scope="module")
-def good(blueprint: Blueprint, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
+def good(layout: ModelLayout, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
     """A run's directory with steps 1 and 2, and what they hold."""
     config = TrainConfig(model=MODEL, output=str(tmp_path_factory.mktemp("good")))
     held = {}
     with Checkpoints(config) as checkpoints:
         for step in (1, 2):
-            state = init_state(blueprint, optimizer, seed=step)
+            state = init_state(layout, optimizer, seed=step)
             held[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, {"position": step}, blueprint, optimizer)
+            checkpoints.save(step, state, {"position": step}, layout, optimizer)
     return config, held
 
 
@@ -95,7 +96,7 @@ def damaged(path: Path, how: str, seed: int) -> bool:
 
 
 def test_f6_no_damage_is_restored_in_silence(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path,
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     """Every restore gives the bits of a step as it was saved: of step 2 where the damage hit nothing that is read, else of step 1."""
@@ -105,7 +106,7 @@ def test_f6_no_damage_is_restored_in_silence(
         if not damaged(tmp_path / "run" / "checkpoints" / "2" / name, how, seed):
             continue
         with Checkpoints(config) as checkpoints:
-            saved, state = checkpoints.restore(blueprint, optimizer)
+            saved, state = checkpoints.restore(layout, optimizer)
         assert saved is not None and state is not None
         for (path, leaf), wanted in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(good[1][saved.step]), strict=True):
             np.testing.assert_array_equal(leaf, wanted, err_msg=f"{how} of {name} (seed {seed}): {jax.tree_util.keystr(path)}")
@@ -120,7 +121,7 @@ def test_f6_no_damage_is_restored_in_silence(
 
 
 def test_f6_nothing_whole_is_no_silent_new_start(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """Neither at once, nor when it is started again."""
     config = copied(good, tmp_path / "run")
@@ -128,14 +129,14 @@ def test_f6_nothing_whole_is_no_silent_new_start(
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step) / "state" / "d")
     message = r"no checkpoint in .* is whole: 1\.damaged, 2\.damaged; repair one and take \.damaged from its name"
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
-        checkpoints.restore(blueprint, optimizer)
+        checkpoints.restore(layout, optimizer)
     with pytest.raises(ConfigError, match=message):
         Checkpoints(config)
 
 
 @pytest.mark.parametrize("missing", ["state", "data", "metadata"])
 def test_f8_a_half_copied_step(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path, missing: str,
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path, missing: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Of the name of a complete one, as a copy by hand that was broken off."""
@@ -144,18 +145,18 @@ def test_f8_a_half_copied_step(
     shutil.copytree(steps / "2", steps / "3")
     shutil.rmtree(steps / "3" / missing)
     with Checkpoints(config) as checkpoints:
-        saved, _ = checkpoints.restore(blueprint, optimizer)
+        saved, _ = checkpoints.restore(layout, optimizer)
     assert saved is not None and saved.step == 2
     assert "3 is damaged" in capsys.readouterr().out and (steps / "3.damaged").is_dir()
 
 
 def test_f8_an_empty_directory_with_a_steps_name(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     config = copied(good, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "7").mkdir()
     with Checkpoints(config) as checkpoints:
-        saved, _ = checkpoints.restore(blueprint, optimizer)
+        saved, _ = checkpoints.restore(layout, optimizer)
     assert saved is not None and saved.step == 2
 
 
@@ -176,12 +177,12 @@ def test_f11_another_model(
     model = dataclasses.replace(MODEL, **changes)
     config = dataclasses.replace(config, model=model)
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
-        checkpoints.restore(Blueprint.of(model, shard_on("ddp")), optimizer)
+        checkpoints.restore(ModelLayout.of(model, shard_on("ddp")), optimizer)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"1", "2"}
 
 
 def test_f11_a_tree_with_a_leaf_too_few(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """The metadata says that it is there, and no array is."""
     config = copied(good, tmp_path / "run")
@@ -190,6 +191,6 @@ def test_f11_a_tree_with_a_leaf_too_few(
     described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if "embedding" not in key}
     tree.write_text(json.dumps(described))
     with Checkpoints(config) as checkpoints:
-        saved, state = checkpoints.restore(blueprint, optimizer)
+        saved, state = checkpoints.restore(layout, optimizer)
     assert saved is not None and state is not None
     np.testing.assert_array_equal(state["params"]["embedding"], good[1][saved.step]["params"]["embedding"])

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from mesh_lm import launch
+from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.loader import Loader
-from mesh_lm.health import replicas
-from mesh_lm.monitor import Monitor
+from mesh_lm.training import replicas
+from mesh_lm.training.monitor import Monitor
 
 FAULTS = Path(os.environ["MESH_LM_FAULTS"])
 
@@ -86,4 +86,4 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    sys.exit(launch.run(train.main, sys.argv[1:]))
+    sys.exit(distributed.run(train.main, sys.argv[1:]))

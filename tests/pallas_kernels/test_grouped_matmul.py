@@ -1,4 +1,4 @@
-"""Grouped matmul against a loop over groups, forward and gradients: xla on the CPU, the Hopper kernels in `pallas_kernels.interpreter`."""
+"""Grouped matmul against a loop over groups, forward and gradients: xla on the CPU, the Hopper kernels in the interpreter."""
 
 import functools
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Unsupported, grouped_matmul
+from pallas_kernels.dev.interpreter import interpreted
+from pallas_kernels.dev.resources import resources
 from pallas_kernels.grouped_matmul import choose, describe
-from pallas_kernels.interpreter import interpreted
-from pallas_kernels.resources import resources
 from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 24

@@ -1,4 +1,4 @@
-"""The Hopper kernels against the formula, forward and gradients, every feature, on the CPU: `pallas_kernels.interpreter` runs them.
+"""The Hopper kernels against the formula, forward and gradients, every feature, on the CPU: `pallas_kernels.dev.interpreter` runs them.
 
 It also finds what would be a race on the GPU: a wait that is missing, a buffer overwritten while it is read, a barrier's phase missed.
 """
@@ -15,7 +15,7 @@ from attention_formula import assert_close, normal, values_and_grads
 from pallas_kernels import BlockMask, choose, describe, flash_attention, merge, reference_attention
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper import Tiles, Tiling, attention
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.dev.interpreter import interpreted
 
 COMPILE_BUDGET = 70
 

@@ -6,9 +6,9 @@ import pytest
 
 from pallas_kernels import BlockMask, flash_attention
 from pallas_kernels.attention import tuning
-from pallas_kernels.attention.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
 from pallas_kernels.attention.mosaic import HEAD_DIMS
-from pallas_kernels.resources import resources
+from pallas_kernels.dev.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
+from pallas_kernels.dev.resources import resources
 from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 60

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh_lm.pipeline.schedules import schedule
-from mesh_lm.pipeline.table import table
+from mesh_lm.schedules.schedule import schedule
+from mesh_lm.schedules.table import table
 from sharding_rules.rules import Reduction
 from tests.sharding_rules.closed_forms import AG, AR, CP, RS, Decoder, Strategy, Term, by_axes, expected, total
 

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, DataConfig, TrainConfig, TrainLoop
+from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
 from mesh_lm.data import prefixes
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.indexed import Documents, idx_path, write_documents
 from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
+from mesh_lm.training.check import check
 
 SEQ, BATCH, VOCAB = 8, 4, 1000
 

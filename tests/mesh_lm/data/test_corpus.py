@@ -16,10 +16,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from mesh_lm.config import ConfigError, DataConfig
+from mesh_lm.config import DataConfig
 from mesh_lm.data import corpus, encoding, sources
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.tokenizer import load_tokenizer
+from mesh_lm.errors import ConfigError
 
 
 def is_heldout(key: str) -> bool:

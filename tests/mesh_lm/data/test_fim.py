@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import Tokens
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.errors import ConfigError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from processes import PATIENCE
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.errors import ConfigError
 
 
 def test_computed_once_and_memory_mapped(tmp_path: Path):

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_documents
+from mesh_lm.errors import ConfigError
 
 DOCUMENTS = [np.array([5, 6, 7]), np.array([], np.int64), np.array([8])]
 

@@ -13,10 +13,10 @@ from in_memory import Tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import PATIENCE
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.loader import Loader, heldout
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.errors import ConfigError
 
 SEQ_LEN = 8
 DATA = ("data", "fsdp")

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
 from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text())

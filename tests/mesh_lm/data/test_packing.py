@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Text, write_documents
 from mesh_lm.data.packing import Packed, best_fit, pack
 from mesh_lm.data.rows import Rows
+from mesh_lm.errors import ConfigError
 
 EOD = 0
 

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_lm.config import ConfigError
+from mesh_lm.commands.prepare import main
 from mesh_lm.data.indexed import Documents
 from mesh_lm.data.prepare import plan, worker
-from mesh_lm.data.prepare.__main__ import main
 from mesh_lm.data.prepare.plan import Plan, Shard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.prepare.unfinished import Appender, Totals, Unfinished
 from mesh_lm.data.prepare.worker import Encoded, Encoder, Settings
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.errors import ConfigError
 
 
 def encoded(work: Plan, tokenizer: str, start: tuple[int, int] = (0, 0)) -> list[tuple[Shard, Encoded]]:

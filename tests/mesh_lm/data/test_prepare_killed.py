@@ -32,7 +32,7 @@ COMMAND = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from mesh_lm.data.prepare import plan, unfinished
-from mesh_lm.data.prepare.__main__ import main
+from mesh_lm.commands.prepare import main
 from mesh_lm.errors import ConfigError
 plan.SHARD, unfinished._SYNC_SECONDS = 2000, 0.0
 append = unfinished.Appender.append

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import Tokens
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
+from mesh_lm.errors import ConfigError
 
 EOD = 0
 

@@ -16,9 +16,9 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer, ranks
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
+from mesh_lm.errors import ConfigError
 
 TEXTS = ["def f(x):\n    return x + 1\n", "the cat sat on the mat. " * 20, "naïve 日本語 🎉 e\u0301\n\n  1234567 don't"]
 NASTY = [f"a {EOD}b </s> <s> <unk> <0x0A> <|end_of_text|>", " \r\n\t x", "\ufeff\0", "", "  ", "\u2581x", *TEXTS]

@@ -186,7 +186,7 @@ def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    from mesh_lm.launch.__main__ import main
+    from mesh_lm.commands.launch import main
 
     for options, message in (
         (["--heartbeat=0", "a.py"], "heartbeat=0 would count everybody as dead"),

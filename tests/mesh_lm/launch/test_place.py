@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.config import ConfigError, LaunchConfig
-from mesh_lm.launch.__main__ import _parse
+from mesh_lm.commands.launch import _parse
+from mesh_lm.config import LaunchConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.place import Place, first_host, gpus_here, tasks_here
 

@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import GPT, assert_same_gradients, host_batch, in_model_order, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint, segment_of
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.initial import fresh_state, init_state
+from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Leaf, Optimizer, flat, is_matrix
 from mesh_lm.optim.flat import Flat
 from mesh_lm.optim.unflat import spread
+from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, State
-from mesh_lm.step import train_step
-from mesh_lm.stored import from_disk, to_disk
+from mesh_lm.state.disk_form import from_disk, to_disk
+from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 330
@@ -143,24 +144,24 @@ CASES: dict[str, tuple[str, dict[str, int], int, PipelineConfig]] = {
 """3 divides no dimension of the model."""
 
 
-def blueprint_of(case: str, model: DecoderConfig = SMALL) -> Blueprint:
+def layout_of(case: str, model: DecoderConfig = SMALL) -> ModelLayout:
     rules, mesh, _, pipeline = CASES[case]
-    return Blueprint.of(model, shard_on(rules, **mesh), pipeline)
+    return ModelLayout.of(model, shard_on(rules, **mesh), pipeline)
 
 
-def batch_of(blueprint: Blueprint, microbatches: int, seed: int) -> dict[str, jax.Array]:
+def batch_of(layout: ModelLayout, microbatches: int, seed: int) -> dict[str, jax.Array]:
     """12 sequences, which 3 divides."""
     whole = host_batch(1, seed=seed)
     parts = {name: x[0, :12].reshape(microbatches, -1, *x.shape[2:]) for name, x in whole.items() if name != "indices"}
     indices = np.broadcast_to(whole["indices"], (microbatches, *whole["indices"].shape[1:]))
-    return on_devices(parts | {"indices": indices}, blueprint)
+    return on_devices(parts | {"indices": indices}, layout)
 
 
-def begun(blueprint: Blueprint, optimizer: Optimizer) -> State:
+def begun(layout: ModelLayout, optimizer: Optimizer) -> State:
     """At the seed-0 initialisation of one device."""
-    params = initial(Blueprint.of(blueprint.config, shard_on("ddp")))
-    everywhere = NamedSharding(blueprint.shard.mesh, PartitionSpec())
-    return fresh_state(blueprint, optimizer, {name: jax.device_put(x, everywhere) for name, x in params.items()})
+    params = initial(ModelLayout.of(layout.config, shard_on("ddp")))
+    everywhere = NamedSharding(layout.shard.mesh, PartitionSpec())
+    return fresh_state(layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in params.items()})
 
 
 Trained = tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]
@@ -169,19 +170,19 @@ Trained = tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]
 @functools.cache
 def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
     """Losses of three steps; the first moments after the first, divided by what they have of its gradient; fp32 weights after two."""
-    blueprint, made = blueprint_of(case), Optimizer(optimizer, 9)
-    state, step, losses = begun(blueprint, made), train_step(blueprint, made, seed=0), []
+    layout, made = layout_of(case), Optimizer(optimizer, 9)
+    state, step, losses = begun(layout, made), train_step(layout, made, seed=0), []
     grads = params = {}
     for number in range(3):
-        state, metrics = step(state, batch_of(blueprint, CASES[case][2], number))
+        state, metrics = step(state, batch_of(layout, CASES[case][2], number))
         losses.append(float(metrics["loss"]))
         held = jax.tree.map(np.asarray, state)
         if number == 0:
             share = 1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1)
-            grads = {name: x / share for name, x in unflattened(blueprint, held["mu"]).items()}
+            grads = {name: x / share for name, x in unflattened(layout, held["mu"]).items()}
         if number == 1:
-            plain = {name: x for name, x in held["params"].items() if name not in blueprint.flat.names}
-            params = unflattened(blueprint, plain | held.get(MASTER, {}))
+            plain = {name: x for name, x in held["params"].items() if name not in layout.flat.names}
+            params = unflattened(layout, plain | held.get(MASTER, {}))
     return losses, grads, params
 
 
@@ -217,10 +218,10 @@ def on_two(rules: str, optimizer: OptimizerConfig) -> Trained:
     return trained(rules, optimizer)
 
 
-def used_are_cast(blueprint: Blueprint, state: State) -> None:
-    found = {name: in_model_order(blueprint, name, x) for name, x in state["params"].items()}
-    wanted = unflattened(blueprint, jax.tree.map(np.asarray, state[MASTER]))
-    assert wanted.keys() == blueprint.flat.names and len(wanted) > 5
+def used_are_cast(layout: ModelLayout, state: State) -> None:
+    found = {name: in_model_order(layout, name, x) for name, x in state["params"].items()}
+    wanted = unflattened(layout, jax.tree.map(np.asarray, state[MASTER]))
+    assert wanted.keys() == layout.flat.names and len(wanted) > 5
     for name, x in wanted.items():
         assert found[name].dtype == ml_dtypes.bfloat16 and x.dtype == np.float32 and x.any()
         assert found[name].tobytes() == x.astype(ml_dtypes.bfloat16).tobytes(), name
@@ -233,32 +234,32 @@ def bits(state: State) -> dict[str, bytes]:
 @pytest.mark.parametrize("case", ["tensor", pytest.param("uneven stages", marks=pytest.mark.slow)])
 def test_layers_use_the_master_cast(case: str) -> None:
     """At the beginning, after a step, after a step of sick numbers, which changes nothing, and of what comes back from disk."""
-    blueprint, optimizer = blueprint_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)
-    state, microbatches = init_state(blueprint, optimizer, seed=0), CASES[case][2]
-    used_are_cast(blueprint, state)
+    layout, optimizer = layout_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)
+    state, microbatches = init_state(layout, optimizer, seed=0), CASES[case][2]
+    used_are_cast(layout, state)
     weights = jax.tree.map(np.asarray, state[MASTER])
-    for name, x in unflattened(blueprint, weights).items():
-        assert x.tobytes() == initial(Blueprint.of(HALF, shard_on("ddp")))[name].tobytes(), f"initial bits of {name}"
-    step = train_step(blueprint, optimizer, seed=0, outlier=5.0)
-    state, _ = step(state, batch_of(blueprint, microbatches, 0))
-    used_are_cast(blueprint, state)
+    for name, x in unflattened(layout, weights).items():
+        assert x.tobytes() == initial(ModelLayout.of(HALF, shard_on("ddp")))[name].tobytes(), f"initial bits of {name}"
+    step = train_step(layout, optimizer, seed=0, outlier=5.0)
+    state, _ = step(state, batch_of(layout, microbatches, 0))
+    used_are_cast(layout, state)
     assert all(np.any(np.asarray(x) != weights[name]) for name, x in state[MASTER].items())
     counters = {"['step']", "['skipped']"}
     before = bits(state)
-    poisoned = batch_of(blueprint, microbatches, 1)
+    poisoned = batch_of(layout, microbatches, 1)
     state, metrics = step(state, poisoned | {"weights": poisoned["weights"] * np.float32(np.nan)})
     after = bits(state)
     assert metrics["skipped"] == 1 and {name for name in after if after[name] != before[name]} == counters
     lately = np.array([[1000, -100, 1]] * 2, np.float32)  # of which any step is far above
     state["recent"] = jax.device_put(lately, state["recent"].sharding)
     before = bits(state)
-    state, metrics = step(state, batch_of(blueprint, microbatches, 1))
+    state, metrics = step(state, batch_of(layout, microbatches, 1))
     after = bits(state)
     assert metrics["skipped"] == 2 and {name for name in after if after[name] != before[name]} <= counters | {"['recent']"}
-    tree, digests = to_disk(blueprint, optimizer, state)
-    back, wrong = from_disk(blueprint, optimizer, tree, digests)
+    tree, digests = to_disk(layout, optimizer, state)
+    back, wrong = from_disk(layout, optimizer, tree, digests)
     assert not wrong and bits(back) == after
-    used_are_cast(blueprint, back)
+    used_are_cast(layout, back)
 
 
 # What is refused.
@@ -275,7 +276,7 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
         "(rules.optimizer['flat']=('pipeline', 'data')); take optimizer adamw or lion, or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [f"  - {said}"]
-    blueprint = blueprint_of("three replicas")
+    layout = layout_of("three replicas")
     with pytest.raises(ConfigError) as caught:
-        Optimizer(config, 9).slots(blueprint.leaves | blueprint.flat.leaves)
+        Optimizer(config, 9).slots(layout.leaves | layout.flat.leaves)
     assert str(caught.value).startswith(f"optimizer.name={name} works on whole matrices, and ")

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig, PipelineConfig
 from mesh_lm.optim import RULES, Leaf, Optimizer, decayed, is_matrix, rule
 from mesh_lm.optim.adafactor import SHORTEST
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
-from mesh_lm.step import train_step
+from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 45
 SLOW = pytest.mark.slow
@@ -218,12 +218,12 @@ FAST = {("adafactor", "uneven stages"), ("muon", "hsdp+megatron"), ("lion", "zer
 def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of three steps and the weights after them, as the engine has them."""
     rules, mesh, pipeline = MESHES[where]
-    blueprint = Blueprint.of(SMALL, shard_on(rules, **mesh), pipeline)
+    layout = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline)
     optimizer = Optimizer(config(name, learning_rate=0.001 if name == "lion" else 0.01, weight_decay=0.1, clip_norm=1.0), 9)
-    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(blueprint, optimizer))
-    state, step, losses = zeros | {"params": by_stage(blueprint, initial(blueprint))}, train_step(blueprint, optimizer, seed=0), []
+    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(layout, optimizer))
+    state, step, losses = zeros | {"params": by_stage(layout, initial(layout))}, train_step(layout, optimizer, seed=0), []
     for number in (0, 1, 0):
-        state, metrics = step(state, on_devices(host_batch(2, seed=number), blueprint))
+        state, metrics = step(state, on_devices(host_batch(2, seed=number), layout))
         losses.append(float(metrics["loss"]))
     return losses, {name: np.asarray(x) for name, x in state["params"].items()}
 
@@ -242,7 +242,7 @@ def test_losses_do_not_depend_on_the_mesh(name: str, where: str) -> None:
     assert wanted[2] < wanted[0] - 0.01
     np.testing.assert_allclose(found, wanted, rtol=5e-6 if name == "adafactor" else 2e-6)
     rules, mesh, pipeline = MESHES[where]
-    layout = Blueprint.of(SMALL, shard_on(rules, **mesh), pipeline).layout["blocks"]
-    padding = layout.layer_of_row() < 0
+    stack = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline).stacks["blocks"]
+    padding = stack.layer_of_row() < 0
     assert padding.sum() == (1 if where == "uneven stages" else 0)
     assert not any(x[padding].any() for name, x in params.items() if name.startswith("blocks."))

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.optim import Optimizer, unflat
 from mesh_lm.optim.flat import Vector
-from mesh_lm.pipeline import relayout
-from mesh_lm.plan.program import Program
-from mesh_lm.stored import Entry, entries
+from mesh_lm.parallel import relayout
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.planning.program import Program
+from mesh_lm.state.disk_form import Entry, entries
 from tests.support import GPT, shard_on
 
 COMPILE_BUDGET = 50
@@ -26,14 +26,14 @@ COMPILE_BUDGET = 50
 @pytest.mark.parametrize("mesh", [{"data": 6}, {"pipeline": 2, "data": 2, "tensor": 2}], ids=str)
 def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> None:
     """6 replicas cut a matrix of 32 x 32 two ways only; stages and tensor cut rows and heads besides."""
-    blueprint = Blueprint.of(GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh))
-    (vector,) = [each for each in blueprint.flat.vectors if each.rows]
+    layout = ModelLayout.of(GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh))
+    (vector,) = [each for each in layout.flat.vectors if each.rows]
     where = {
-        m.name: unflat.spread(blueprint.shardings("params")[m.name], blueprint.in_memory[m.name].shape, vector.over, first=1)
+        m.name: unflat.spread(layout.shardings("params")[m.name], layout.in_memory[m.name].shape, vector.over, first=1)
         for m in vector.matrices
     }
     random = np.random.default_rng(0)
-    bits = {name: random.integers(0, 2**32, blueprint.in_memory[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
+    bits = {name: random.integers(0, 2**32, layout.in_memory[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
     flat = jax.device_put(np.zeros(vector.leaf.shape, np.float32), vector.sharding)
     for matrix in vector.matrices:
         array = jax.device_put(bits[matrix.name].view(np.float32), where[matrix.name])
@@ -55,10 +55,10 @@ def programs(entry: Entry) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct
         flat = jax.ShapeDtypeStruct(entry.vector.leaf.shape, entry.dtype, sharding=entry.vector.sharding)
         yield "out", unflat._out(entry.vector, entry.matrix, entry.where), [flat], 1
         yield "into", unflat._into(entry.vector, entry.matrix, entry.where), [flat, memory], 1
-    if entry.layout and not entry.layout.identity:
+    if entry.stack and not entry.stack.identity:
         kept = int(not entry.vector)
-        yield "to canonical", relayout._program(entry.layout, entry.where, in_memory, False), [memory], kept
-        yield "to memory", relayout._program(entry.layout, entry.where, in_memory, True), [disk], kept
+        yield "to canonical", relayout._program(entry.stack, entry.where, in_memory, False), [memory], kept
+        yield "to memory", relayout._program(entry.stack, entry.where, in_memory, True), [disk], kept
 
 
 def on_device(array: jax.ShapeDtypeStruct) -> int:
@@ -75,10 +75,10 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
     """
     config = load("configs/megatron_314b.py")
     made = Program.of(config, "h100", 3072)
-    blueprint, seen, found = made.blueprint, set(), {}
-    for entry in entries(blueprint, Optimizer(config.optimizer, 10)):
-        in_memory = blueprint.in_memory[entry.name].shape
-        block = on_device(jax.ShapeDtypeStruct(in_memory, jnp.float32, sharding=blueprint.shardings("params")[entry.name]))
+    layout, seen, found = made.layout, set(), {}
+    for entry in entries(layout, Optimizer(config.optimizer, 10)):
+        in_memory = layout.in_memory[entry.name].shape
+        block = on_device(jax.ShapeDtypeStruct(in_memory, jnp.float32, sharding=layout.shardings("params")[entry.name]))
         for name, program, arguments, kept in programs(entry):
             lowered = program.lower(*arguments)
             if (text := lowered.as_text()) in seen:  # moments are as the weights, the head as the embedding
@@ -98,7 +98,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
 @pytest.mark.deviceless
 def test_the_weights_that_the_layers_use_are_gathered_layer_by_layer() -> None:
     """The last program of a restore: beside the master and what it makes, a row and the tables, in bf16."""
-    flat = Program.of(load("configs/megatron_314b.py"), "h100", 3072).blueprint.flat
+    flat = Program.of(load("configs/megatron_314b.py"), "h100", 3072).layout.flat
     master = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flat.shardings[name]) for name, leaf in flat.leaves.items()}
     memory: Any = jax.jit(flat.used).lower(master).compile().memory_analysis()
     gathered = [(bool(vector.rows), 2 * vector.piece * vector.replicas) for vector in flat.vectors]

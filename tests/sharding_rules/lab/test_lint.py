@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules import preset
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint import CHECKS, Finding, lint

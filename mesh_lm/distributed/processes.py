@@ -1,0 +1,241 @@
+"""What one process of a run does: it starts, meets the others, agrees with them, and leaves. Read it as `mesh_lm.launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mesh_lm.config import TrainConfig, as_dict
+from mesh_lm.distributed import gpu, rendezvous
+from mesh_lm.distributed.heartbeat import Heartbeat
+from mesh_lm.distributed.phases import Phases
+from mesh_lm.errors import ConfigError
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
+from mesh_lm.launch.place import Place
+from sharding_rules import ShardingRuleError
+
+_FAREWELL = 5.0
+"""Seconds that a failed process waits for the others to leave with it."""
+_TEXT = 4096
+"""Bytes of an error that another process hears of."""
+
+
+class FewerNodes(Exception):
+    """Said by a process whose mesh needs fewer nodes than there are, and which has told the launcher so."""
+
+
+def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
+    try:
+        status = main(argv)
+        _let_go()
+        return status
+    except (ConfigError, ShardingRuleError) as error:
+        with contextlib.suppress(OSError):
+            print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
+        status = EXIT_UNEXPECTED if isinstance(error, rendezvous.Absent) else EXIT_CANNOT
+    except FewerNodes:
+        status = EXIT_FEWER
+    except Exception:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        status = EXIT_UNEXPECTED
+    if jax.distributed.is_initialized():
+        # JAX's own exit waits minutes for processes that may themselves wait for this one.
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL)
+        _let_go()
+        os._exit(status)
+    _let_go()
+    return status
+
+
+def _let_go() -> None:
+    """What a full disk, or a pipe without a reader, did not take of the log is given up: Python would end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None) -> None:
+    """Sets up JAX and, where the run has several processes, brings them together. Must run before the first use of a device; after
+    that, the same again is nothing.
+
+    command: what else must be the same on all of them. phases: where this process is, for the launcher.
+
+    Raises ConfigError where it comes too late, where a process does not come, and where two of them differ in config, code or versions.
+    """
+    Heartbeat(phases or Phases()).start()
+    launch = config.launch
+    if launch.cpu_devices not in (0, jax.config.values["jax_num_cpu_devices"]):
+        try:
+            jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
+        except RuntimeError as error:
+            raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
+    if launch.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    place = Place.of(launch)
+    kept = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
+    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=kept)
+    if kept:  # JAX would put the cache of all runs in its place
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    gpu.set_memory()
+    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
+        jax.config.update("jax_platforms", "cpu")
+    if flags and (place is None or place.index == 0):
+        print(flags, flush=True)
+    if place and not jax.distributed.is_initialized():
+        join(place, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+
+
+def join(place: Place, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
+    """Makes this process one of several. heartbeat: seconds of silence after which JAX ends the others. Raises ConfigError as `start`."""
+    rendezvous.meet(place, timeout, description)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator, place.count, place.index, place.local_devices,
+        cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
+        initialization_timeout=int(timeout),
+        heartbeat_timeout_seconds=int(heartbeat),
+    )  # fmt: skip
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """The config without the one field that differs between processes."""
+    plain = as_dict(config)
+    plain["launch"].pop("index")
+    return plain
+
+
+def say(text: str) -> None:
+    """Prints on process 0 only. A log that takes no more, on a full disk or without a reader, ends nothing."""
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+
+
+def prefix() -> str:
+    """What the lines of processes other than the first start with."""
+    index = jax.process_index() if jax.distributed.is_initialized() else 0
+    return f"[process {index}] " if index else ""
+
+
+@contextlib.contextmanager
+def first_before_others(what: str) -> Iterator[None]:
+    """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
+    if jax.process_index() > 0:
+        multihost_utils.sync_global_devices(what)
+    try:
+        yield
+    finally:  # what process 0 cannot do the others will not be able to do either, and say so
+        if jax.process_index() == 0 and jax.process_count() > 1:
+            multihost_utils.sync_global_devices(what)
+
+
+@contextlib.contextmanager
+def together(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
+    """A part of the program that all processes pass, or none: an error on one is an error on every one, so that none waits for it.
+
+    mistake: makes what the others raise, of "process 1: what it said", where that is a ConfigError; else they raise RuntimeError.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    said = from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
+    if error:
+        raise error
+    for process, each in enumerate(said):
+        if each:
+            raise (mistake if each[0] else RuntimeError)(f"process {process}: {each[1]}")
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError on every process where they do not all see one `directory`, which is there."""
+    if jax.process_count() == 1:
+        return
+    mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    with together():
+        if jax.process_index() == 0:
+            mark.touch()
+    with together():
+        if not mark.exists():
+            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to one on a disk that all hosts share")
+    if jax.process_index() == 0:
+        mark.unlink(missing_ok=True)
+
+
+def agree(what: str, value: str, fix: str) -> None:
+    """Raises ConfigError on every process where they do not all have the same `value`."""
+    if jax.process_count() == 1:
+        return
+    text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    values = from_all(text)
+    if len(set(values)) > 1:
+        other = next(i for i, v in enumerate(values) if v != values[0])
+        raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
+
+
+def from_first(value: Any) -> Any:
+    """The value (JSON) that process 0 has."""
+    return value if jax.process_count() == 1 else from_all(value if jax.process_index() == 0 else None)[0]
+
+
+def from_all(value: Any) -> list[Any]:
+    """The values (JSON) that the processes have, in their order. All must call it equally often."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = json.dumps(value).encode()
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(mine.ljust(int(sizes.max())), np.uint8)))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+
+
+class StopOnSigterm:
+    """A context in which SIGTERM, to any process of the run, makes `poll` true on all of them at the same call, so that they save and
+    leave. With several processes JAX's own handler catches it and its preemption service picks the call: all must call equally often."""
+
+    requested = False
+    """Whether a poll was true."""
+
+    def poll(self) -> bool:
+        """Whether to stop now."""
+        if jax.process_count() == 1:
+            self.requested |= self._signalled
+        elif not self.requested:
+            self._polls += 1
+            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
+        return self.requested
+
+    def __enter__(self) -> StopOnSigterm:
+        self._polls, self._signalled = 0, False
+        self._before = signal.signal(signal.SIGTERM, self._signal) if jax.process_count() == 1 else None
+        return self
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

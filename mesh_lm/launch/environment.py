@@ -1,0 +1,12 @@
+"""The environment variables by which the launcher tells its workers what it knows."""
+
+HEARTBEAT = "MESH_LM_HEARTBEAT"
+"""Variable with the file descriptor of the pipe to which a worker writes its heartbeats."""
+ELASTIC = "MESH_LM_ELASTIC"
+"""Variable with the nodes of the whole job, where it may go on with fewer (`mesh_lm.training.elastic`)."""
+LEAST = "MESH_LM_LEAST"
+"""Variable with how many those are at least (--min-nodes)."""
+GENERATION = "MESH_LM_GENERATION"
+"""Variable with how often the workers have been started, this time included."""
+BEGUN = "MESH_LM_BEGUN"
+"""Variable with how many of those starts before this one came as far as the run's checkpoints."""
