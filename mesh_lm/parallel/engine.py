@@ -34,7 +34,7 @@ from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import Part
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
-from mesh_lm.schedules.table import Table, table
+from mesh_lm.schedules.table import Table, compile_table
 from sharding_rules import axes_of
 
 
@@ -126,7 +126,7 @@ def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
 @functools.cache
 def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
     """The schedule of a step. Raises ConfigError where there is none with so many microbatches, or it is not one of F and B."""
-    schedule = custom.find(pipeline.schedule, stages, microbatches, pipeline.chunks)
+    schedule = custom.find_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
     if schedule.kinds != "FB":
         fix = "weight gradients apart (W) are for study" if "W" in schedule.kinds else "gradients come from the B's"
         raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; take 1f1b")
@@ -135,8 +135,9 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
 
 @functools.cache
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
-    schedule = training_schedule(pipeline, stages, microbatches)
-    return table(schedule, pipeline.stash == "input"), table(custom.find("forward", stages, microbatches, pipeline.chunks))
+    training = training_schedule(pipeline, stages, microbatches)
+    evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
+    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:

@@ -14,7 +14,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.schedules.custom import write_csv
-from mesh_lm.schedules.schedule import schedule as named
+from mesh_lm.schedules.schedule import make_schedule as named
 from sharding_rules import Rules
 
 COMPILE_BUDGET = 260
