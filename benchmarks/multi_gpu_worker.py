@@ -81,7 +81,7 @@ def outcome(run: Run) -> Outcome:
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
     (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(params, batch, jax.random.key(run.config.seed))
     grads = unflattened(layout.flat, grads, layout.shardings("params"))
-    ordered = {kind: layout.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
     found = {**ordered, "sums": sums}
     return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
 

@@ -22,7 +22,7 @@ def matrices(vector: Vector, x: np.ndarray, layout: ModelLayout) -> dict[str, np
     parts = parts.reshape(rows, *cut, vector.replicas * vector.piece)
     out, params = {}, layout.shardings("params")
     for matrix in vector.matrices:
-        shape, spec = layout.in_memory[matrix.name].shape, params[matrix.name].spec
+        shape, spec = layout.memory_shapes[matrix.name].shape, params[matrix.name].spec
         out[matrix.name] = np.zeros(shape, x.dtype)
         own = list(spec)[bool(vector.rows) :]
         for place in itertools.product(*map(range, cut)):

@@ -31,7 +31,7 @@ from mesh_lm.optim.flat import Flat
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.ring import Columns
-from mesh_lm.parallel.stage import Part
+from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
 from mesh_lm.schedules.table import Table, compile_table
@@ -85,8 +85,8 @@ def region(
             return _added(total, (sums, layout.constrain({**grads[0], **grads[1]}, "params"))), None
 
         if table is not None:
-            part = Part(layout, params, batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(part, table, _own(columns))
+            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(program, table, _own(columns))
         elif len(batch["tokens"]) == 1:
             sums, grads = microbatch(None, _first(batch))[0]
         else:
@@ -114,7 +114,7 @@ def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
-                return _psum(ring.sums(Part(layout, params, batch, _own(stage)), table, _own(columns)), manual(layout), layout)
+                return _psum(ring.sums(StageProgram(layout, params, batch, _own(stage)), table, _own(columns)), manual(layout), layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual(layout), layout)
 
@@ -176,7 +176,7 @@ def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> No
 
 
 def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]:
-    """What a gradient is taken of, float32: zeros for the stacked parameters (`mesh_lm.model.stack.fold`), and all others themselves."""
+    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves."""
     trained = {name: x for name, x in params.items() if name not in layout.buffers}
     sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in layout.stacked}
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}

@@ -85,7 +85,7 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
     def of_vector(part: str, source: str, name: str, dtype: Any) -> list[Entry]:
         vector, found = vectors[name], []
         for matrix in vector.matrices:
-            shape, in_memory = layout.shapes[matrix.name].shape, layout.in_memory[matrix.name].shape
+            shape, in_memory = layout.shapes[matrix.name].shape, layout.memory_shapes[matrix.name].shape
             where = spread(specs[matrix.name], in_memory, vector.over, first=bool(vector.rows))
             stack = layout.stack_of(matrix.name) if vector.rows else None
             found.append(Entry(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))

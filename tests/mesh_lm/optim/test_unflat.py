@@ -29,11 +29,11 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
     layout = ModelLayout.of(GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh))
     (vector,) = [each for each in layout.flat.vectors if each.rows]
     where = {
-        m.name: unflat.spread(layout.shardings("params")[m.name], layout.in_memory[m.name].shape, vector.over, first=1)
+        m.name: unflat.spread(layout.shardings("params")[m.name], layout.memory_shapes[m.name].shape, vector.over, first=1)
         for m in vector.matrices
     }
     random = np.random.default_rng(0)
-    bits = {name: random.integers(0, 2**32, layout.in_memory[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
+    bits = {name: random.integers(0, 2**32, layout.memory_shapes[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
     flat = jax.device_put(np.zeros(vector.leaf.shape, np.float32), vector.sharding)
     for matrix in vector.matrices:
         array = jax.device_put(bits[matrix.name].view(np.float32), where[matrix.name])
@@ -77,7 +77,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
     made = Program.of(config, "h100", 3072)
     layout, seen, found = made.layout, set(), {}
     for entry in entries(layout, Optimizer(config.optimizer, 10)):
-        in_memory = layout.in_memory[entry.name].shape
+        in_memory = layout.memory_shapes[entry.name].shape
         block = on_device(jax.ShapeDtypeStruct(in_memory, jnp.float32, sharding=layout.shardings("params")[entry.name]))
         for name, program, arguments, kept in programs(entry):
             lowered = program.lower(*arguments)

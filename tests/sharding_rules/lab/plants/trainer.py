@@ -106,7 +106,7 @@ def embed_and_mlp_swapped(patch: pytest.MonkeyPatch) -> Step:
 
 
 def stack_gathered_before_the_scan(patch: pytest.MonkeyPatch) -> Step:
-    fold = stack.fold
+    run_segment = stack.run_segment
 
     def gathered(model: Any, segment: Any, *rest: Any, **more: Any) -> Any:
         graph, params, others = nnx.split(getattr(model, segment.name), nnx.Param, ...)
@@ -116,9 +116,9 @@ def stack_gathered_before_the_scan(patch: pytest.MonkeyPatch) -> Step:
 
         params = jax.tree.map(whole, params, is_leaf=lambda w: isinstance(w, nnx.Variable))
         setattr(model, segment.name, nnx.merge(graph, params, others))
-        return fold(model, segment, *rest, **more)
+        return run_segment(model, segment, *rest, **more)
 
-    patch.setattr(stack, "fold", gathered)
+    patch.setattr(stack, "run_segment", gathered)
     return HSDP
 
 
