@@ -27,7 +27,7 @@ from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward, used_outside
 from mesh_lm.optim.contract import is_matrix
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.ring import Columns
@@ -44,8 +44,8 @@ def manual(layout: ModelLayout) -> frozenset[str]:
 
 
 def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
-    """Of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading part, and a
-    dimension of size 1, which stands for all, is not sharded (`leaf_spec`)."""
+    """The sharding of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading
+    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`)."""
     return layout.shard.sharding("activations", (None, "batch", "seq"))
 
 
@@ -64,7 +64,7 @@ def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], 
 
 
 def region(
-    layout: ModelLayout, batch: Batch, flat: Flat = Flat()
+    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
     """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays.
 
@@ -182,7 +182,7 @@ def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
-def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: Flat, before: Any) -> Params:
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any) -> Params:
     """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part.
 
     before: what is summed before flat ones are.
@@ -194,11 +194,11 @@ def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: M
     if not flat.vectors:
         return out
     inside = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
-    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.cut if a in auto) or None) for v in flat.vectors}
+    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.shard_axes if a in auto) or None) for v in flat.vectors}
     local = {name: grads[name] if name in flat.names else out[name] for name in inside}
-    mine = layout.shard.shard_map(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
+    mine = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
     for vector in flat.vectors:
-        out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.over}, layout)
+        out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.replica_axes}, layout)
     return out
 
 

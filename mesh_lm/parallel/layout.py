@@ -21,8 +21,8 @@ from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Model
 from mesh_lm.model.buffer import Buffer
-from mesh_lm.optim.contract import Leaf, Params
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.contract import ArraySpec, Params
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide
@@ -115,15 +115,15 @@ class ModelLayout:
         return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
 
     @cached_property
-    def leaves(self) -> dict[str, Leaf]:
+    def leaves(self) -> dict[str, ArraySpec]:
         """The parameters and buffers as the engine has them."""
-        return {name: Leaf(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.memory_shapes.items()}
+        return {name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.memory_shapes.items()}
 
     @cached_property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatLayout:
         """Which parameters the optimizer has as flat vectors: those that the rules say."""
         parameters = {name: leaf for name, leaf in self.leaves.items() if name not in self.buffers}
-        return Flat.of(self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of)
+        return FlatLayout.of(self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of)
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
