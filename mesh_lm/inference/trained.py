@@ -17,7 +17,7 @@ from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.merge_stages import folded
+from mesh_lm.parallel.merge_stages import merged_layout
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 from sharding_rules.rules import Kind
 
@@ -74,7 +74,7 @@ class Trained:
         mesh, rules = _placement(config, mesh, rules)
         # First what can be wrong cheaply.
         words = _tokenizer(tokenizer, saved, Path(path))
-        layout = folded(config.model, Shard(rules, make_mesh(mesh)))
+        layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
         mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
         return cls(config, layout, _weights(saved, path, layout)(), words, saved.step if saved else 0)

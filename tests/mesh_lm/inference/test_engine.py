@@ -13,7 +13,7 @@ from mesh_lm.config import files
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Engine, Sampling, Scorer
 from mesh_lm.inference.engine import whole_sequences
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 70
@@ -46,7 +46,7 @@ def placed(name: str, layout: ModelLayout) -> dict[str, jax.Array]:
 def full_logits(name: str):
     """(tokens [B, SEQ]) -> logits [B, SEQ, V] of the model as it is trained."""
     layout = ModelLayout.of(MODELS[name], shard_on("ddp"))
-    run = jax.jit(lambda params, tokens: layout.bind(params).logits(whole_texts(tokens)))
+    run = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens)))
     return lambda tokens: run(weights(name), tokens)
 
 
