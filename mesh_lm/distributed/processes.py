@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import secrets
@@ -100,8 +99,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if kept:  # JAX would put the cache of all runs in its place
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
-    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
-        jax.config.update("jax_platforms", "cpu")
+    gpu.choose_platform()
     if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
     if slot and not jax.distributed.is_initialized():
