@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
 from sharding_rules import ShardingRuleError
 
+T = TypeVar("T")
 _FAREWELL = 5.0
 """Seconds that a failed process waits for the others to leave with it."""
 _TEXT = 4096
@@ -39,7 +40,7 @@ class FewerNodes(Exception):
     """Said by a process whose mesh needs fewer nodes than there are, and which has told the launcher so."""
 
 
-def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+def run(main: Callable[[T], int], argv: T) -> int:
     """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
     try:
         status = main(argv)

@@ -11,7 +11,7 @@ import pytest
 from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
