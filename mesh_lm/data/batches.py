@@ -11,14 +11,14 @@ from mesh_lm import distributed
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.blend import Blend, normalized
 from mesh_lm.data.blend_plan import make_plan
-from mesh_lm.data.corpus import Corpus
+from mesh_lm.data.corpus import TextCorpus
 from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, samples_in
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Text
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
+from mesh_lm.data.megatron_corpus import MegatronCorpus
 from mesh_lm.data.packing import Packed
-from mesh_lm.data.prefixes import Prefixes
 from mesh_lm.data.rows import Chain, Order, Rows
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
@@ -34,7 +34,12 @@ class Batches:
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus | Prefixes, sharding: NamedSharding, saved: dict[str, Any] | None = None, done: int = 0
+        self,
+        config: TrainConfig,
+        corpus: TextCorpus | MegatronCorpus,
+        sharding: NamedSharding,
+        saved: dict[str, Any] | None = None,
+        done: int = 0,
     ) -> None:
         """saved: the `state` that a checkpoint holds; the training batches go on from there. done: its steps, of the config's.
 
@@ -51,7 +56,7 @@ class Batches:
             raise ConfigError(
                 f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; set another output, or that data"
             )
-        now = corpus.fingerprint if isinstance(corpus, Prefixes) else corpus.tokenizer().fingerprint
+        now = corpus.fingerprint if isinstance(corpus, MegatronCorpus) else corpus.tokenizer().fingerprint
         before = saved.get("tokenizer") if saved else None
         self._tokenizer = now or before
         if before and self._tokenizer and before != self._tokenizer:
@@ -60,7 +65,7 @@ class Batches:
                 f"{self._tokenizer[:12]}): ids mean something else; set another output, or data of that tokenizer"
             )
         self._blended = None
-        if isinstance(corpus, Prefixes):
+        if isinstance(corpus, MegatronCorpus):
             eod, held = corpus.eod, corpus.heldout(config.model.vocab_size)
             left = max(0, train.steps - done) * train.global_batch
             self._blended = Blended(config, corpus, saved, self.position + left)
@@ -107,7 +112,7 @@ class Batches:
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)
 
 
-def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
+def _text_order(config: TrainConfig, corpus: TextCorpus, eod: int) -> Order:
     text = Text(corpus.train(), vocab=config.model.vocab_size)
     if config.data.documents != "packed":
         return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
@@ -118,7 +123,7 @@ def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
 class Blended:
     """The training order of prefixes, of n_samples as far as is known, and the plan that it follows."""
 
-    def __init__(self, config: TrainConfig, corpus: Prefixes, saved: dict[str, Any] | None, n_samples: int) -> None:
+    def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
         self._config, self._corpus = config, corpus
         self._texts = corpus.train(config.model.vocab_size)
         packed = self._packed() if config.data.documents == "packed" else None

@@ -22,7 +22,7 @@ from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.indexed import Documents, write_documents
-from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.data.megatron_corpus import MegatronCorpus
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -38,7 +38,7 @@ _BASELINE_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class TextCorpus:
     """A prepared corpus: the contents of its corpus.json, and the way to its files."""
 
     directory: Path
@@ -77,7 +77,7 @@ class Corpus:
 
 def prepare(
     config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Corpus | Prefixes:
+) -> TextCorpus | MegatronCorpus:
     """Opens config.blend; without one, finds the corpus of config.path in config.cache, or makes it there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
@@ -97,7 +97,7 @@ def prepare(
         be read or has more ids than the model, cache full or not writable.
     """
     if config.blend:
-        prefixes = Prefixes(config, progress)
+        prefixes = MegatronCorpus(config, progress)
         _require_ids(prefixes.tokenizer(), prefixes.eod, model_vocab, "the tokenizer of data.blend")
         return prefixes
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
@@ -145,9 +145,9 @@ def _rename(unfinished: Path, directory: Path) -> None:
             raise  # else another process was faster, with the same contents
 
 
-def _load(directory: Path) -> Corpus:
+def _load(directory: Path) -> TextCorpus:
     try:
-        return Corpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
+        return TextCorpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it, and it will be prepared again") from error
 

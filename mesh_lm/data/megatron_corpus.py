@@ -38,8 +38,8 @@ class Member:
         return self.documents.prefix
 
 
-class Prefixes:
-    """The corpus of a blend; the same attributes as `Corpus` where both have a meaning, None where a number is not known.
+class MegatronCorpus:
+    """The corpus of a blend; the same attributes as `TextCorpus` where both have a meaning, None where a number is not known.
 
     Attributes:
       members, weights: in the config's order; weights are normalized, or None.
