@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mesh_lm.data.indexed import Text
+from mesh_lm.data.indexed import TokenStream
 
 
-class Tokens(Text):
+class Tokens(TokenStream):
     """One document of the given ids; ids outside the uint16 range wrap around."""
 
     def __init__(self, tokens, vocab: int | None = None) -> None:

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import jax
 
 from mesh_lm.checkpoint import listing as inspected
-from mesh_lm.checkpoint.arrays import Arrays
-from mesh_lm.checkpoint.listing import Entry
-from mesh_lm.checkpoint.reader import Damaged, differences, parts_of
+from mesh_lm.checkpoint.arrays import StoredArrays
+from mesh_lm.checkpoint.listing import CheckpointEntry
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, differences, parts_of
 from mesh_lm.errors import ConfigError
 
 _DAMAGED = _DIFFERENT = 1
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         options = _parser().parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # beside a run, its GPUs are not ours to take
         return options.command(options)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         print(f"error: {damage}", file=sys.stderr)
         return _DAMAGED
     except ConfigError as error:
@@ -85,14 +85,14 @@ def _verify(options: argparse.Namespace) -> int:
     return _DAMAGED if False in found else 0
 
 
-def _verified(entry: Entry) -> bool:
+def _verified(entry: CheckpointEntry) -> bool:
     began, count, total, reasons = time.monotonic(), 0, 0, []
     try:
         metadata = entry.descriptions()["metadata"]
-        for nbytes, reason in Arrays(entry.path).verified(metadata):
+        for nbytes, reason in StoredArrays(entry.path).verified(metadata):
             count, total = count + 1, total + nbytes
             reasons += [reason] if reason else []
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         reasons = damage.reasons
     if reasons:
         print("\n  - ".join([f"{entry.path.name}: damaged", *reasons]), flush=True)
@@ -127,12 +127,12 @@ def _diff(options: argparse.Namespace) -> int:
     return _DIFFERENT if count else 0
 
 
-def _differing(one: Entry, other: Entry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def _differing(one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """A line for each array that is not the same in both."""
     ours, theirs = before.get("digests", {}), after.get("digests", {})
     if ours and ours == theirs and parts_of(before) == parts_of(after):
         return
-    a, b = Arrays(one.path), Arrays(other.path)
+    a, b = StoredArrays(one.path), StoredArrays(other.path)
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             yield f"{name}  only in {(a if name in a else b).path}"

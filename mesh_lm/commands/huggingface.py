@@ -14,7 +14,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import save
 from mesh_lm.huggingface.export_weights import DType
 from mesh_lm.inference.model_arguments import ModelArguments
-from mesh_lm.inference.trained import TOKENIZER, Trained
+from mesh_lm.inference.trained import TOKENIZER, TrainedModel
 from mesh_lm.optim import Optimizer
 from mesh_lm.state.initial import fresh_state
 
@@ -86,5 +86,5 @@ def _import(options: Import) -> None:
     distributed.say(f"wrote the weights of {options.input} to {options.output} as step 0")
 
 
-def _load(path: str, options: Export | Import) -> Trained:
+def _load(path: str, options: Export | Import) -> TrainedModel:
     return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, compile_cache="").load()

@@ -13,13 +13,13 @@ from mesh_lm.data.blend import Blend, normalized
 from mesh_lm.data.blend_plan import make_plan
 from mesh_lm.data.corpus import TextCorpus
 from mesh_lm.data.fim import FillInMiddle
-from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, samples_in
+from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, samples_in
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Text
+from mesh_lm.data.indexed import TokenStream
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
 from mesh_lm.data.megatron_corpus import MegatronCorpus
-from mesh_lm.data.packing import Packed
-from mesh_lm.data.rows import Chain, Order, Rows
+from mesh_lm.data.packing import PackedSequences
+from mesh_lm.data.rows import ConcatOrder, RowReader, SampleOrder
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
@@ -68,19 +68,19 @@ class Batches:
         if isinstance(corpus, MegatronCorpus):
             eod, held = corpus.eod, corpus.heldout(config.model.vocab_size)
             left = max(0, train.steps - done) * train.global_batch
-            self._blended = Blended(config, corpus, saved, self.position + left)
-            order: Order = self._blended.order
+            self._blended = BlendedOrder(config, corpus, saved, self.position + left)
+            order: SampleOrder = self._blended.order
         else:
-            eod, held = corpus.tokenizer().eod, [Text(corpus.heldout(), vocab=config.model.vocab_size)]
+            eod, held = corpus.tokenizer().eod, [TokenStream(corpus.heldout(), vocab=config.model.vocab_size)]
             order = _text_order(config, corpus, eod)
         fill = None
         if data.fim_rate:
             fill = FillInMiddle(corpus.tokenizer(), rate=data.fim_rate, spm_rate=data.fim_spm_rate, seed=config.seed)
-        self._train = Rows(order, eod=eod, documents=data.documents, mask_document_start=data.mask_document_start, fill_in_middle=fill)
+        self._train = RowReader(order, eod=eod, documents=data.documents, mask_document_start=data.mask_document_start, fill_in_middle=fill)
         self._train.require(train.global_batch)
         # Every held-out byte must cost its bits, so nothing of that split is masked, rearranged or reordered.
         orders = [Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in held if len(text.tokens)]
-        self._heldout = Rows(Chain(orders), eod=eod, documents="joined" if data.documents == "joined" else "separate")
+        self._heldout = RowReader(ConcatOrder(orders), eod=eod, documents="joined" if data.documents == "joined" else "separate")
         self._batching = {
             "global_batch": train.global_batch, "microbatches": train.microbatches, "sharding": sharding,
             "threads": data.threads, "prefetch": data.prefetch,
@@ -112,15 +112,15 @@ class Batches:
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)
 
 
-def _text_order(config: TrainConfig, corpus: TextCorpus, eod: int) -> Order:
-    text = Text(corpus.train(), vocab=config.model.vocab_size)
+def _text_order(config: TrainConfig, corpus: TextCorpus, eod: int) -> SampleOrder:
+    text = TokenStream(corpus.train(), vocab=config.model.vocab_size)
     if config.data.documents != "packed":
         return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
     cache = IndexCache(config.data.cache, distributed.say)
-    return Packed(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=corpus.train().fingerprint())
+    return PackedSequences(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=corpus.train().fingerprint())
 
 
-class Blended:
+class BlendedOrder:
     """The training order of prefixes, of n_samples as far as is known, and the plan that it follows."""
 
     def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
@@ -134,7 +134,7 @@ class Blended:
             corpus.weights,
             n_samples=n_samples,
             epoch_sizes=epoch_sizes,
-            order_size=lambda i, n: n if packed else samples_in(Epochs.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
+            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
             saved=saved["blend"] if saved else None,
             position=saved["position"] if saved else 0,
         )
@@ -145,19 +145,21 @@ class Blended:
         ahead = (config.data.prefetch + 2) * config.train.global_batch
         self.order = Blend(orders, weights, size, ahead=ahead, consumed=consumed, start=self.plan.start, cache=corpus.cache)
 
-    def _packed(self) -> list[Packed]:
+    def _packed(self) -> list[PackedSequences]:
         config, corpus = self._config, self._corpus
         if corpus.eod is None:
             raise ConfigError("data.documents=packed: the end-of-document token of this data is not known; set data.tokenizer")
         return [
-            Packed(text, config.model.seq_len, eod=corpus.eod, seed=config.seed, cache=corpus.cache, fingerprint=member.fingerprint)
+            PackedSequences(
+                text, config.model.seq_len, eod=corpus.eod, seed=config.seed, cache=corpus.cache, fingerprint=member.fingerprint
+            )
             for member, text in zip(corpus.members, self._texts, strict=True)
         ]
 
-    def _appended(self, i: int) -> Chain:
+    def _appended(self, i: int) -> ConcatOrder:
         """Order k of a member has the seed + k."""
         share, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
-        return Chain(
+        return ConcatOrder(
             [
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mesh_lm.data.index_cache import Arrays, IndexCache
-from mesh_lm.data.rows import Order, Windows, merged
+from mesh_lm.data.rows import SampleOrder, TokenWindows, merged
 from mesh_lm.errors import ConfigError
 
 BLOCK = 256
@@ -94,7 +94,7 @@ class Blend:
     """
 
     def __init__(
-        self, members: Sequence[Order], weights: Sequence[float], size: int, *, ahead: int = 0, consumed: Sequence[int], start: int,
+        self, members: Sequence[SampleOrder], weights: Sequence[float], size: int, *, ahead: int = 0, consumed: Sequence[int], start: int,
         cache: IndexCache,
     ) -> None:  # fmt: skip
         self.seq_len, self._members, self._size, self._start = members[0].seq_len, members, max(1, size), start
@@ -105,7 +105,7 @@ class Blend:
     def __len__(self) -> int:
         return self._start + self._size
 
-    def read(self, indices: np.ndarray) -> Windows:
+    def read(self, indices: np.ndarray) -> TokenWindows:
         """The windows at the positions int64 [B]; raises ConfigError for a token id that the model lacks."""
         here = indices - self._start
         if self._index is None:

@@ -16,7 +16,7 @@ from mesh_lm.data import blend
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class MemberProgress:
     """One member of a blend."""
 
     prefix: str
@@ -30,14 +30,14 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BlendPlan:
     """One blend from one position on."""
 
     start: int
     weights: tuple[float, ...] | None
     """Normalized; None: the members' sizes."""
-    members: tuple[Share, ...]
-    left: tuple[Share, ...] = ()
+    members: tuple[MemberProgress, ...]
+    left: tuple[MemberProgress, ...] = ()
     """Members of earlier blends, should they come back."""
     changed: tuple[str, ...] = ()
     """What is not as it was saved, in words."""
@@ -48,15 +48,15 @@ class Plan:
         return {"start": self.start, "weights": self.weights, "members": members, "left": [dataclasses.asdict(s) for s in self.left]}
 
     @classmethod
-    def restored(cls, state: dict[str, Any]) -> Plan:
+    def restored(cls, state: dict[str, Any]) -> BlendPlan:
         """What `state` came from."""
         weights = None if state["weights"] is None else tuple(state["weights"])
-        members, left = ([_share(share) for share in state[name]] for name in ("members", "left"))
+        members, left = ([_member(share) for share in state[name]] for name in ("members", "left"))
         return cls(state["start"], weights, tuple(members), tuple(left))
 
 
-def _share(state: dict[str, Any]) -> Share:
-    return Share(state["prefix"], state["fingerprint"], state["consumed"], tuple(state["orders"]))
+def _member(state: dict[str, Any]) -> MemberProgress:
+    return MemberProgress(state["prefix"], state["fingerprint"], state["consumed"], tuple(state["orders"]))
 
 
 def make_plan(
@@ -68,7 +68,7 @@ def make_plan(
     order_size: Callable[[int, int], int],
     saved: dict[str, Any] | None,
     position: int,
-) -> Plan:
+) -> BlendPlan:
     """The plan of a run that reads positions up to n_samples.
 
     Args:
@@ -76,12 +76,12 @@ def make_plan(
       weights: normalized, or None.
       epoch_sizes: samples in one epoch of each member.
       order_size: (member, samples asked for) -> samples of that order.
-      saved: `Plan.state` of the run that is resumed, at `position`.
+      saved: `BlendPlan.state` of the run that is resumed, at `position`.
     """
     now = None if weights is None else tuple(weights)
-    plan = Plan(0, now, tuple(Share(*member) for member in members))
+    plan = BlendPlan(0, now, tuple(MemberProgress(*member) for member in members))
     if saved:
-        before = Plan.restored(saved)
+        before = BlendPlan.restored(saved)
         if before.weights == now and [share.fingerprint for share in before.members] == [fingerprint for _, fingerprint in members]:
             plan = dataclasses.replace(plan, start=before.start, left=before.left, members=_renamed(before.members, members))
         else:
@@ -95,18 +95,20 @@ def make_plan(
     return dataclasses.replace(plan, members=tuple(shares))
 
 
-def _renamed(shares: Sequence[Share], members: Sequence[tuple[str, str]]) -> tuple[Share, ...]:
+def _renamed(shares: Sequence[MemberProgress], members: Sequence[tuple[str, str]]) -> tuple[MemberProgress, ...]:
     return tuple(dataclasses.replace(share, prefix=prefix) for share, (prefix, _) in zip(shares, members, strict=True))
 
 
 def _changed(
-    before: Plan, consumed: Sequence[int], members: Sequence[tuple[str, str]], weights: tuple[float, ...] | None, position: int
-) -> Plan:
+    before: BlendPlan, consumed: Sequence[int], members: Sequence[tuple[str, str]], weights: tuple[float, ...] | None, position: int
+) -> BlendPlan:
     gone = [dataclasses.replace(share, consumed=n) for share, n in zip(before.members, consumed, strict=True)]
     known = {share.fingerprint: share for share in (*before.left, *gone)}
-    shares = [dataclasses.replace(known.get(fingerprint, Share(prefix, fingerprint)), prefix=prefix) for prefix, fingerprint in members]
+    shares = [
+        dataclasses.replace(known.get(fingerprint, MemberProgress(prefix, fingerprint)), prefix=prefix) for prefix, fingerprint in members
+    ]
     here = {share.fingerprint for share in shares}
     left = tuple(share for share in known.values() if share.fingerprint not in here)
     words = [f"{share.prefix} goes on after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares]
     words += [f"{share.prefix} left after {share.consumed:,} samples" for share in gone if share in left]
-    return Plan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position} on", *words))
+    return BlendPlan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position} on", *words))

@@ -20,8 +20,8 @@ import re
 import numpy as np
 
 from mesh_lm.data.index_cache import Arrays, IndexCache
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows, ranges
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows, ranges
 from mesh_lm.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
@@ -46,14 +46,14 @@ def split_ranges(split: str, n: int) -> tuple[range, range, range]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Epochs:
+class EpochCount:
     """How many epochs a number of samples needs, and whether the last is shuffled apart."""
 
     n: int
     separate_last: bool
 
     @classmethod
-    def of(cls, n_samples: int, n_tokens: int, seq_len: int) -> Epochs:
+    def of(cls, n_samples: int, n_tokens: int, seq_len: int) -> EpochCount:
         """n_tokens: in one epoch, at least 1."""
         n = max(1, -(-(n_samples * seq_len + 1) // n_tokens))
         from_last = n_samples - samples_in((n - 1) * n_tokens, seq_len)
@@ -95,9 +95,9 @@ class GPTDataset:
       ConfigError: the split has too few tokens for one sample.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
         n_tokens = len(text.tokens)
-        epochs = Epochs.of(n_samples, n_tokens, seq_len) if n_tokens else Epochs(0, False)
+        epochs = EpochCount.of(n_samples, n_tokens, seq_len) if n_tokens else EpochCount(0, False)
         if n_tokens * epochs.n <= seq_len:
             raise ConfigError(
                 f"{text.prefix} has {n_tokens} tokens in this split ({len(text)} documents from document {text.first} on), fewer than one "
@@ -112,7 +112,7 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self._shuffle)
 
-    def read(self, indices: np.ndarray) -> Windows:
+    def read(self, indices: np.ndarray) -> TokenWindows:
         """The windows at the positions int64 [B], which wrap around at the end; raises ConfigError for an id that the model lacks."""
         samples = self._shuffle[indices % len(self)].astype(np.int64)
         (first, offset), (last, _) = self._samples[samples].T.astype(np.int64), self._samples[samples + 1].T.astype(np.int64)
@@ -129,10 +129,10 @@ class GPTDataset:
         places = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
         text = self._text.tokens.take(places).astype(np.int32).reshape(len(samples), self.seq_len + 1)
         self._text.check(text, lambda row, column: int(places[row * (self.seq_len + 1) + column]))
-        return Windows.of(text)
+        return TokenWindows.of(text)
 
 
-def build(lengths: np.ndarray, seq_len: int, epochs: Epochs, seed: int) -> Arrays:
+def build(lengths: np.ndarray, seq_len: int, epochs: EpochCount, seed: int) -> Arrays:
     """The three indices: documents int32 [D] (numbers within the split), samples [N + 1, 2], shuffle uint32 or int64 [N]."""
     random = np.random.RandomState(seed % 2**32)
     together = epochs.n - epochs.separate_last

@@ -6,7 +6,7 @@
   lengths i32[sequences] | byte offsets i64[sequences] | document indices i64[documents + 1]: first sequence of each document, and the end
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM (`_IndexWriter`, `_IndexReader`, `DType`). The writer stores one sequence
-per document; the reader takes any number. A *sequence* of the format is a document to Megatron's GPTDataset, and so to `Text`.
+per document; the reader takes any number. A *sequence* of the format is a document to Megatron's GPTDataset, and so to `TokenStream`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-class Text:
+class TokenStream:
     """Consecutive sequences of a prefix, as one stream of tokens that a model is to read.
 
     Attributes:

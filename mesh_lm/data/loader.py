@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
 
 Batch = dict[str, jax.Array]
@@ -37,7 +37,7 @@ class Loader:
       certificate: the sum, modulo 2^64, of BLAKE2b(position, tokens) over all samples given out whose rows this process is the first to
         hold. Its sum over all processes is the same on any mesh: it proves that a run continued elsewhere has seen the same samples.
 
-    A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
+    A batch has the leaves of `RowReader.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
     entries. It also has indices, int32 [M, 1, S] with the last, which number the tokens of a sequence. The next batch is already on its way
     to the devices when one is returned.
 
@@ -56,7 +56,7 @@ class Loader:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         *,
         global_batch: int,
         microbatches: int,
@@ -92,7 +92,7 @@ class Loader:
 
 
 def heldout(
-    rows: Rows,
+    rows: RowReader,
     *,
     global_batch: int,
     microbatches: int,
@@ -168,9 +168,9 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Grain's source: element `index` is this process's part of that batch, as `Rows.rows` [R, ...]."""
+    """Grain's source: element `index` is this process's part of that batch, as `RowReader.rows` [R, ...]."""
 
-    rows: Rows
+    rows: RowReader
     layout: _Layout
     start: int
     """First global sample position."""

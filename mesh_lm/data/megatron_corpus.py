@@ -14,7 +14,7 @@ from mesh_lm.config import DataConfig
 from mesh_lm.data.blend import normalized, parse
 from mesh_lm.data.gpt_dataset import SPLITS, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.data.indexed import Documents, TokenStream
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -25,7 +25,7 @@ _LONGEST = 10**6
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class MegatronPrefix:
     """One prefix of a blend."""
 
     documents: Documents
@@ -53,7 +53,7 @@ class MegatronCorpus:
     def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
         """Raises ConfigError for a bad blend, split or prefix, and for prefixes of different tokenizers."""
         prefixes, weights = parse(config.blend)
-        self.members = [_member(prefix) for prefix in prefixes]
+        self.members = [_prefix(prefix) for prefix in prefixes]
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
         self.fingerprint, self.eod = self._agreed()
@@ -71,19 +71,19 @@ class MegatronCorpus:
         """That of data.tokenizer, else the one that `mesh_lm.data.prepare` left beside the first prefix; None without either."""
         return self._tokenizer
 
-    def train(self, vocab: int | None = None) -> list[Text]:
+    def train(self, vocab: int | None = None) -> list[TokenStream]:
         """The training split of each member; vocab: ids that the model has."""
         return self._texts("train", vocab)
 
-    def heldout(self, vocab: int | None = None) -> list[Text]:
+    def heldout(self, vocab: int | None = None) -> list[TokenStream]:
         """The validation split of each member."""
         return self._texts("valid", vocab)
 
-    def _texts(self, split: str, vocab: int | None) -> list[Text]:
+    def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
         texts = []
         for member in self.members:
             numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
-            texts.append(Text(member.documents, numbers.start, numbers.stop, vocab=vocab))
+            texts.append(TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab))
         return texts
 
     def _agreed(self) -> tuple[str | None, int | None]:
@@ -101,7 +101,7 @@ class MegatronCorpus:
         found = {member.about.get("eod") for member in self.members}
         return fingerprint, found.pop() if len(found) == 1 else None
 
-    def _bytes(self, texts: list[Text]) -> int | None:
+    def _bytes(self, texts: list[TokenStream]) -> int | None:
         """Of the held-out text, in proportion to the tokens: of the whole where <prefix>.json knows it, else of what `_count` decodes."""
         total = 0
         for member, text in zip(self.members, texts, strict=True):
@@ -116,7 +116,7 @@ class MegatronCorpus:
                 return None
         return total
 
-    def _count(self, text: Text) -> np.ndarray:
+    def _count(self, text: TokenStream) -> np.ndarray:
         """Bytes, exact for a text of up to _COUNTED tokens; beyond, every so many of its documents stand for all."""
         tokenizer, total = self._tokenizer, len(text.tokens)
         assert tokenizer is not None
@@ -129,14 +129,14 @@ class MegatronCorpus:
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
 
 
-def _tokenizer(config: DataConfig, first: Member) -> Tokenizer | None:
+def _tokenizer(config: DataConfig, first: MegatronPrefix) -> Tokenizer | None:
     if config.tokenizer:
         return load_tokenizer(config.tokenizer)
     beside = Path(f"{first.prefix}.tokenizer")
     return load_tokenizer(str(beside)) if beside.exists() else None
 
 
-def _member(prefix: str) -> Member:
+def _prefix(prefix: str) -> MegatronPrefix:
     documents = Documents(Path(prefix).expanduser())
     try:
         about = json.loads(Path(f"{documents.prefix}.json").read_text())
@@ -144,4 +144,4 @@ def _member(prefix: str) -> Member:
         about = {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
-    return Member(documents, documents.fingerprint(), about if isinstance(about, dict) else {})
+    return MegatronPrefix(documents, documents.fingerprint(), about if isinstance(about, dict) else {})

@@ -13,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 from mesh_lm.data.index_cache import Arrays, IndexCache
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows, ranges
-from mesh_lm.data.sequences import Epochs
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows, ranges
+from mesh_lm.data.sequences import EpochPermutations
 from mesh_lm.errors import ConfigError
 
 
-class Packed:
+class PackedSequences:
     """The packed sequences of one split. Safe to read from several threads; keeps memory maps only.
 
     Args:
@@ -32,14 +32,14 @@ class Packed:
       ConfigError: the split has no tokens.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
         if not len(text.tokens):
             raise ConfigError(f"{text.prefix} has no tokens in this split ({len(text)} documents from document {text.first} on)")
         self.seq_len, self._text, self._eod = seq_len, text, eod
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed}
         arrays = cache.get("packed", key, lambda: pack(text.offsets, seq_len, seed), size=len(text), slow=10**6)
         self._bounds, self._starts, self._sizes, self._heads = (arrays[name] for name in ("bounds", "starts", "sizes", "heads"))
-        self._epochs = Epochs(len(self), seed)
+        self._epochs = EpochPermutations(len(self), seed)
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
@@ -50,7 +50,7 @@ class Packed:
         """Part of the places that hold a label."""
         return len(self._text.tokens) / (len(self) * self.seq_len)
 
-    def read(self, indices: np.ndarray) -> Windows:
+    def read(self, indices: np.ndarray) -> TokenWindows:
         """The windows at the positions int64 [B]; raises ConfigError for a token id that the model lacks."""
         numbers = self._epochs(indices)
         row, piece = ranges(self._bounds[numbers], self._bounds[numbers + 1])
@@ -75,7 +75,7 @@ class Packed:
             return int(source[np.searchsorted(place, row * self.seq_len + column)])
 
         self._text.check(labels, source_of)
-        return Windows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))
+        return TokenWindows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))
 
 
 def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:

@@ -16,7 +16,7 @@ from mesh_lm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class TokenWindows:
     """What an order gives for B positions."""
 
     tokens: np.ndarray
@@ -29,7 +29,7 @@ class Windows:
     """Whether an input begins a segment, bool [B, S]; None: those that are EOD do."""
 
     @classmethod
-    def of(cls, text: np.ndarray) -> Windows:
+    def of(cls, text: np.ndarray) -> TokenWindows:
         """Consecutive tokens, int32 [B, S + 1]: every window of a stream."""
         return cls(text[:, :-1], text[:, 1:], np.ones((len(text), text.shape[1] - 1), np.float32))
 
@@ -41,7 +41,7 @@ def ranges(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return row, np.arange(len(row)) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
 
 
-def merged(which: np.ndarray, read: Callable[[int, np.ndarray], Windows]) -> Windows:
+def merged(which: np.ndarray, read: Callable[[int, np.ndarray], TokenWindows]) -> TokenWindows:
     """Windows from several orders: `read(i, here)` gives those of the rows `here` (int64 [b]), where `which` (int [B]) is i."""
     rows = [np.flatnonzero(which == i) for i in np.unique(which)]
     parts = [read(int(which[here[0]]), here) for here in rows]
@@ -50,10 +50,10 @@ def merged(which: np.ndarray, read: Callable[[int, np.ndarray], Windows]) -> Win
     back = np.argsort(np.concatenate(rows))
     tokens, labels, weights = (np.concatenate([getattr(part, name) for part in parts])[back] for name in ("tokens", "labels", "weights"))
     starts = [part.starts for part in parts if part.starts is not None]
-    return Windows(tokens, labels, weights, np.concatenate(starts)[back] if starts else None)
+    return TokenWindows(tokens, labels, weights, np.concatenate(starts)[back] if starts else None)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Windows by position. Safe to read from several threads."""
 
     seq_len: int
@@ -62,15 +62,15 @@ class Order(Protocol):
         """Sequences in one epoch."""
         ...
 
-    def read(self, indices: np.ndarray) -> Windows:
+    def read(self, indices: np.ndarray) -> TokenWindows:
         """The windows at the positions int64 [B], each >= 0, in any order."""
         ...
 
 
-class Chain:
+class ConcatOrder:
     """Orders one after the other, each for one epoch; at the end it starts anew."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
+    def __init__(self, orders: Sequence[SampleOrder]) -> None:
         self._orders, self.seq_len = orders, orders[0].seq_len
         self._sizes = np.array([len(order) for order in orders])
         self._ends = np.cumsum(self._sizes)
@@ -78,14 +78,14 @@ class Chain:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: np.ndarray) -> Windows:
-        """As `Order.read`."""
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        """As `SampleOrder.read`."""
         indices = indices % len(self)
         which = np.searchsorted(self._ends, indices, side="right")
         return merged(which, lambda i, rows: self._orders[i].read(indices[rows] - (self._ends[i] - self._sizes[i])))
 
 
-class Rows:
+class RowReader:
     """The rows of an order, as the loader reads them.
 
     Args:
@@ -102,7 +102,7 @@ class Rows:
 
     def __init__(
         self,
-        order: Order,
+        order: SampleOrder,
         *,
         eod: int | None,
         documents: Literal["joined", "separate", "packed"] = "joined",
@@ -160,9 +160,9 @@ class Rows:
             out["positions"] = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
         return out
 
-    def _rearranged(self, windows: Windows, indices: np.ndarray) -> Windows:
+    def _rearranged(self, windows: TokenWindows, indices: np.ndarray) -> TokenWindows:
         assert self._fill_in_middle is not None and windows.starts is None
         text = np.concatenate([windows.tokens, windows.labels[:, -1:]], axis=1)
         counts = [self._fill_in_middle(row, int(g)) for row, g in zip(text, indices, strict=True)]
         kept = np.arange(1, text.shape[1]) < np.array(counts)[:, None]  # labels that are text and not padding
-        return Windows(text[:, :-1], text[:, 1:], windows.weights * kept)
+        return TokenWindows(text[:, :-1], text[:, 1:], windows.weights * kept)

@@ -14,12 +14,12 @@ import threading
 
 import numpy as np
 
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows
 from mesh_lm.errors import ConfigError
 
 
-class Epochs:
+class EpochPermutations:
     """Positions to numbers 0..n - 1: each epoch has its own permutation, a function of (seed, epoch). Safe for several threads."""
 
     def __init__(self, n: int, seed: int) -> None:
@@ -62,7 +62,7 @@ class Sequences:
       ConfigError: fewer tokens than one sequence needs.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
         self.seq_len, self._eod = seq_len, eod
         self._text, self._tokens = text, text.tokens
         n_full = len(self._tokens) // seq_len
@@ -74,13 +74,13 @@ class Sequences:
                 f"the corpus has {len(self._tokens)} tokens, fewer than one sequence needs ({1 if pad else seq_len}); "
                 "give more text (data.path) or a smaller model.seq_len"
             )
-        self._epochs = None if seed is None else Epochs(self._n, seed)
+        self._epochs = None if seed is None else EpochPermutations(self._n, seed)
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
         return self._n
 
-    def read(self, indices: np.ndarray) -> Windows:
+    def read(self, indices: np.ndarray) -> TokenWindows:
         """The windows at the positions int64 [B] >= 0; raises ConfigError for a token id that the model does not have."""
         numbers = self._epochs(indices) if self._epochs else indices % self._n
         labels = np.full((len(numbers), self.seq_len), self._eod or 0, np.int32)
@@ -94,4 +94,4 @@ class Sequences:
         before = np.where(numbers == 0, self._eod or 0, self._tokens[np.maximum(numbers * self.seq_len - 1, 0)]).astype(np.int32)
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
-        return Windows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)
+        return TokenWindows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)

@@ -8,7 +8,7 @@ from typing import Literal
 from mesh_lm import distributed
 from mesh_lm.config import LaunchConfig, ModelConfig, TrainConfig, files
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from sharding_rules import AXES, MeshConfig, preset
 
 
@@ -33,15 +33,15 @@ class ModelArguments:
     compile_cache: str = LaunchConfig().compile_cache
     """Directory of JAX's persistent compilation cache; empty: off."""
 
-    def load(self) -> Trained:
-        """Sets up JAX and reads the weights, each device its own part. Raises ConfigError and ShardingRuleError as `Trained.load` does."""
+    def load(self) -> TrainedModel:
+        """Sets up JAX and reads the weights, each device its own shard. Raises as `TrainedModel.load` does."""
         mesh = _mesh(self.mesh)
         rules = preset(self.rules) if self.rules else None
         model = files.load(self.config).model if self.config else None
         options = LaunchConfig(cpu_devices=self.cpu_devices, compile_cache=self.compile_cache)
         distributed.start(TrainConfig(model=model or ModelConfig(), output=self.checkpoint, launch=options), dataclasses.asdict(self))
         dtype = "" if self.dtype == "trained" else self.dtype
-        return Trained.load(self.checkpoint, mesh=mesh, rules=rules, tokenizer=self.tokenizer, model=model, dtype=dtype)
+        return TrainedModel.load(self.checkpoint, mesh=mesh, rules=rules, tokenizer=self.tokenizer, model=model, dtype=dtype)
 
 
 def _mesh(text: str) -> MeshConfig | None:

@@ -26,7 +26,7 @@ TOKENIZER = "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedModel:
     """Weights on a mesh, and what is needed to speak to them."""
 
     config: TrainConfig
@@ -47,7 +47,7 @@ class Trained:
         tokenizer: str = "",
         model: ModelConfig | None = None,
         dtype: str = "",
-    ) -> Trained:
+    ) -> TrainedModel:
         """Reads the weights, each device its own part.
 
         Args:
@@ -88,7 +88,7 @@ def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     return _weights(checkpoint.find(path), path, layout)
 
 
-def _weights(saved: checkpoint.Saved | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
+def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if saved:
         saved.require_model(layout)
         return lambda: saved.params(layout)
@@ -141,7 +141,7 @@ def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None
     return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **found.sizes()}), rules
 
 
-def _tokenizer(spec: str, saved: checkpoint.Saved | None, path: Path) -> Tokenizer:
+def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
     kept = saved.directory.parent / TOKENIZER if saved else path
     if not spec and saved and not kept.exists():
         raise ConfigError(f"no tokenizer is kept in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")

@@ -15,18 +15,18 @@ def fresh() -> np.ndarray:
     return np.zeros((2, 3), np.float32)
 
 
-def measured(loss: jax.Array, norm: jax.Array) -> jax.Array:
+def step_statistics(loss: jax.Array, norm: jax.Array) -> jax.Array:
     """float32 [2] of a step: its mean loss in nats per label, and the log of its gradient norm."""
     return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))])
 
 
 def is_outlier(recent: jax.Array, now: jax.Array, deviations: float) -> jax.Array:
-    """Whether one of `now`, as `measured` gives it, is more than so many standard deviations above its mean. bool []; False for NaN."""
+    """Whether loss or gradient norm (`now`, from `step_statistics`) is more than `deviations` above its mean. bool []; False for NaN."""
     seen, mean, variance = recent.T
     return jnp.any((seen >= ENOUGH) & (now - mean > deviations * jnp.sqrt(variance)))
 
 
-def updated(recent: jax.Array, now: jax.Array) -> jax.Array:
+def update(recent: jax.Array, now: jax.Array) -> jax.Array:
     """`recent` after a step whose numbers are good."""
     seen, mean, variance = recent.T
     share = jnp.maximum(1 / (seen + 1), 1 / MEMORY)

@@ -42,7 +42,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
-            now = recent.measured(sums["loss"] / sums["weight"], norm)
+            now = recent.step_statistics(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:
                 good &= ~recent.is_outlier(state["recent"], now, outlier)
@@ -52,7 +52,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
             buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
-            new = *new, buffers, recent.updated(state["recent"], now)
+            new = *new, buffers, recent.update(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
             params = {name: held[name] for name in plain} | flat.used(master)

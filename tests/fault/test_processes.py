@@ -12,7 +12,7 @@ import pytest
 from fault.conftest import saved_by
 from fault.job import EVERY, FIELDS, HEARTBEAT, STALL, STEPS, Job, arguments, certificates
 
-from mesh_lm.checkpoint import Saved
+from mesh_lm.checkpoint import SavedCheckpoint
 
 pytestmark = pytest.mark.fault
 NOTICED = HEARTBEAT + 5
@@ -108,7 +108,7 @@ def test_f10_too_many_in_a_row(data: Path, tmp_path: Path) -> None:
     assert all(row.get("tokens_per_s", 1) > 0 for row in rows)
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert saved == {"5", "7", "10", "15", "20"}, "saved again as soon as a step is known to be good"
-    assert Saved.read(tmp_path / "run" / "checkpoints", STEPS).data["position"] == 16 * (STEPS + 5), (
+    assert SavedCheckpoint.read(tmp_path / "run" / "checkpoints", STEPS).data["position"] == 16 * (STEPS + 5), (
         "ten batches were read to step 10, and the run went on from step 5"
     )
 

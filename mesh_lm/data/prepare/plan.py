@@ -19,7 +19,7 @@ _SLICE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class FileRange:
     """A part of one file."""
 
     path: str
@@ -35,10 +35,10 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class ReadUnit:
     """What can be read without reading anything before it: parts of a large file, some small files, or one compressed file."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[FileRange, ...]
     size: int
     """Bytes on disk."""
     ends: bool = True
@@ -46,12 +46,12 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class TextShard:
     """One task of a worker: a unit, or a chunk of the text of a compressed one."""
 
     unit: int
     chunk: int
-    segments: tuple[Segment, ...]
+    segments: tuple[FileRange, ...]
     size: int
     """Bytes on disk that it stands for."""
     ends: bool = True
@@ -65,10 +65,10 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ReadPlan:
     """All that is to be read, in order."""
 
-    units: tuple[Unit, ...]
+    units: tuple[ReadUnit, ...]
     files: tuple[tuple[str, int, int], ...]
     """Absolute path, bytes, modification time (ns) of every file."""
     not_text: int
@@ -83,13 +83,13 @@ class Plan:
         """At least as many as there are shards."""
         return sum(2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units)
 
-    def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[Shard]:
+    def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[TextShard]:
         """In order, from a chunk of a unit on."""
         for number in range(unit, len(self.units)):
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
-def make(inputs: Sequence[str], field: str, output: str = "") -> Plan:
+def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
     """The plan for files and directories, in the order given; files of the prefix `output` are left out of directories.
 
     Raises:
@@ -127,9 +127,9 @@ def _is_of(output: str, path: Path) -> bool:
 class _Planner:
     def __init__(self, field: str) -> None:
         self._field = field
-        self._units: list[Unit] = []
+        self._units: list[ReadUnit] = []
         self._files: list[tuple[str, int, int]] = []
-        self._small: list[tuple[Segment, int]] = []
+        self._small: list[tuple[FileRange, int]] = []
         self._small_size = 0
         self._not_text = 0
 
@@ -142,17 +142,17 @@ class _Planner:
         self._files.append((path, stat.st_size, stat.st_mtime_ns))
         if formats.is_compressed(file):
             self._flush()
-            self._units.append(Unit((Segment(path, kind),), stat.st_size))
+            self._units.append(ReadUnit((FileRange(path, kind),), stat.st_size))
         elif kind == "parquet":
             self._add_parquet(file, path, stat.st_size)
         elif stat.st_size <= SHARD:
-            self._add_small(Segment(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
+            self._add_small(FileRange(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
         else:
             self._flush()
             for start in range(0, stat.st_size, SHARD):
                 stop = min(start + SHARD, stat.st_size)
                 ends = kind == "jsonl" or stop == stat.st_size
-                self._units.append(Unit((Segment(path, kind, start, stop, whole=False),), stop - start, ends))
+                self._units.append(ReadUnit((FileRange(path, kind, start, stop, whole=False),), stop - start, ends))
 
     def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
         groups = formats.row_groups(file, self._field)
@@ -161,9 +161,9 @@ class _Planner:
             parts = max(1, min(n_rows, -(-size // (_SLICE * SHARD))))
             for part in range(parts):
                 start, stop = n_rows * part // parts, n_rows * (part + 1) // parts
-                self._add_small(Segment(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
+                self._add_small(FileRange(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
 
-    def _add_small(self, segment: Segment, size: int, on_disk: int) -> None:
+    def _add_small(self, segment: FileRange, size: int, on_disk: int) -> None:
         self._small.append((segment, on_disk))
         self._small_size += size
         if self._small_size >= SHARD:
@@ -171,12 +171,12 @@ class _Planner:
 
     def _flush(self) -> None:
         if self._small:
-            self._units.append(Unit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
+            self._units.append(ReadUnit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
             self._small, self._small_size = [], 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         self._flush()
-        return Plan(tuple(self._units), tuple(self._files), self._not_text)
+        return ReadPlan(tuple(self._units), tuple(self._files), self._not_text)
 
 
 def _is_text(file: Path, size: int) -> bool:
@@ -194,10 +194,10 @@ def _is_text(file: Path, size: int) -> bool:
         raise formats.unreadable(file, error) from error
 
 
-def _shards(number: int, unit: Unit, skip: int) -> Iterator[Shard]:
+def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
     (segment, *_) = unit.segments
     if not formats.is_compressed(segment.path):
-        yield Shard(number, 0, unit.segments, unit.size, unit.ends)
+        yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):
         chunk, line, place = 0, 1, 0
@@ -208,7 +208,7 @@ def _shards(number: int, unit: Unit, skip: int) -> Iterator[Shard]:
             last = not following
             if chunk >= skip:
                 ends = last or segment.kind == "jsonl"
-                yield Shard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
+                yield TextShard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
             if last:
                 return
             chunk, line, place, data = chunk + 1, line + data.count(b"\n"), here, following

@@ -25,7 +25,7 @@ import numpy as np
 from mesh_lm.data.encoding import pieces
 from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
 from mesh_lm.data.prepare import plan, worker
-from mesh_lm.data.prepare.plan import Plan, Shard
+from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.unfinished import Unfinished
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
@@ -111,7 +111,7 @@ def prepare(
     return facts
 
 
-def _encode(unfinished: Unfinished, work: Plan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
+def _encode(unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
     """Encodes and appends the shards that are still to do."""
     totals = unfinished.totals()
     if totals.unit == len(work.units):
@@ -124,9 +124,9 @@ def _encode(unfinished: Unfinished, work: Plan, settings: worker.Settings, dtype
             display.show(appender.append(shard, encoded))
 
 
-def _results(shards: Iterator[Shard], settings: worker.Settings, workers: int) -> Iterator[tuple[Shard, worker.Encoded]]:
+def _results(shards: Iterator[TextShard], settings: worker.Settings, workers: int) -> Iterator[tuple[TextShard, worker.Encoded]]:
     """The shards and what the workers made of them, in order. Raises ConfigError where a worker does, or dies."""
-    waiting: deque[tuple[Shard, Future[worker.Encoded]]] = deque()
+    waiting: deque[tuple[TextShard, Future[worker.Encoded]]] = deque()
     with _pool(workers) as pool:
         try:
             for shard in shards:
@@ -172,7 +172,7 @@ def _ignoring_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train(work: Plan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
+def _train(work: ReadPlan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
     """Learns from the same number of characters at places spread evenly over the inputs."""
     places = [len(work.units) * i // _PLACES for i in range(_PLACES)] if len(work.units) > _PLACES else range(len(work.units))
     reader, texts = worker.Encoder(settings, load_tokenizer("bytes")), []

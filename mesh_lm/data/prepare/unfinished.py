@@ -25,7 +25,7 @@ import numpy as np
 
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.indexed import bin_path, idx_path, write_index
-from mesh_lm.data.prepare.plan import Shard
+from mesh_lm.data.prepare.plan import TextShard
 from mesh_lm.data.prepare.worker import Encoded
 from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
@@ -183,7 +183,7 @@ class Appender:
         self.totals = self._synced = totals
         self._time = time.monotonic()
 
-    def append(self, shard: Shard, encoded: Encoded) -> Totals:
+    def append(self, shard: TextShard, encoded: Encoded) -> Totals:
         """Adds the documents of a shard. Raises ConfigError for a document longer than the format's 2^31 - 1 tokens."""
         before, lengths = self.totals, encoded.lengths.copy()
         if len(lengths):

@@ -19,7 +19,7 @@ import numpy as np
 from mesh_lm.data import formats
 from mesh_lm.data.encoding import encode
 from mesh_lm.data.indexed import dtype_of
-from mesh_lm.data.prepare.plan import Segment, Shard
+from mesh_lm.data.prepare.plan import FileRange, TextShard
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -64,7 +64,7 @@ def start() -> None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-def run(settings: Settings, shard: Shard) -> Encoded:
+def run(settings: Settings, shard: TextShard) -> Encoded:
     """The task of a pool; the tokenizer is loaded once in a process."""
     return _encoder(settings)(shard)
 
@@ -80,7 +80,7 @@ class Encoder:
     def __init__(self, settings: Settings, tokenizer: Tokenizer | None = None) -> None:
         self._settings, self._tokenizer = settings, tokenizer or load_tokenizer(settings.tokenizer)
 
-    def __call__(self, shard: Shard) -> Encoded:
+    def __call__(self, shard: TextShard) -> Encoded:
         """Raises ConfigError for a file that cannot be read and, where they are not skipped, for a bad line, with its number."""
         found = Encoded.empty()
         # A batch of one text each: the tokenizer's own threads would compete with the other workers.
@@ -93,7 +93,7 @@ class Encoder:
         found.tokens = np.concatenate([found.tokens, *documents], dtype=dtype_of(self._tokenizer.vocab_size), casting="unsafe")
         return found
 
-    def texts(self, shard: Shard, found: Encoded) -> Iterator[str]:
+    def texts(self, shard: TextShard, found: Encoded) -> Iterator[str]:
         """The documents that are not empty, counted in `found`."""
         for segment in shard.segments:
             for text in self._read(shard, segment, found):
@@ -101,7 +101,7 @@ class Encoder:
                     found.text_bytes += len(text.encode())
                     yield text
 
-    def _read(self, shard: Shard, segment: Segment, found: Encoded) -> Iterator[str]:
+    def _read(self, shard: TextShard, segment: FileRange, found: Encoded) -> Iterator[str]:
         path, field = Path(segment.path), self._settings.text_field
         if segment.kind == "parquet":
             yield from formats.rows(path, field, segment.group, segment.start, segment.stop)
@@ -128,7 +128,7 @@ class Encoder:
                     formats.text_of(line, self._settings.text_field, where)  # raises again, with a number
                 found.bad_lines += 1
 
-    def _text(self, lines: list[tuple[int, bytes]], segment: Segment, found: Encoded) -> str:
+    def _text(self, lines: list[tuple[int, bytes]], segment: FileRange, found: Encoded) -> str:
         try:
             return b"".join(line for _, line in lines).decode()
         except UnicodeDecodeError as error:
@@ -139,11 +139,11 @@ class Encoder:
             raise ConfigError(f"{segment.path} is not UTF-8{where}; convert it, or leave it out") from error
 
 
-def _is_part_of_a_document(segment: Segment) -> bool:
+def _is_part_of_a_document(segment: FileRange) -> bool:
     return segment.kind in ("txt", "other") and not segment.whole
 
 
-def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, bytes]]:
+def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
     """(its place, a line) for the lines that start in the segment."""
     if segment.start:
         file.seek(segment.start - 1)

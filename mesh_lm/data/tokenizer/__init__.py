@@ -4,7 +4,7 @@ Four kinds, one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hu
 tiktoken rank files (`ranks`), and plain bytes (`plain_bytes`).
 """
 
-from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Stream, Tokenizer
+from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, DecodeStream, Tokenizer
 from mesh_lm.data.tokenizer.load import load_tokenizer
 
-__all__ = ["EOD", "MIN_VOCAB", "Stream", "Tokenizer", "load_tokenizer"]
+__all__ = ["EOD", "MIN_VOCAB", "DecodeStream", "Tokenizer", "load_tokenizer"]

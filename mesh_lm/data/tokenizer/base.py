@@ -63,9 +63,9 @@ class Tokenizer(ABC):
         stream = self.stream()
         return stream.push(*ids) + stream.flush()
 
-    def stream(self) -> Stream:
+    def stream(self) -> DecodeStream:
         """For text that is shown while it is made. To continue a text, push its ids first."""
-        return Stream(self._spellings, self._leading_space)
+        return DecodeStream(self._spellings, self._leading_space)
 
     @abstractmethod
     def special(self, name: str) -> int | None:
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
         return self._spell()
 
 
-class Stream:
+class DecodeStream:
     """Decodes ids as they come: what `push` and `flush` return, joined, is `decode` of all ids, and no call returns half a character."""
 
     def __init__(self, spellings: list[bytes], leading_space: bool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
-from mesh_lm.data import prefixes
+from mesh_lm.data import megatron_corpus
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.indexed import Documents, idx_path, write_documents
@@ -280,8 +280,8 @@ def test_heldout_bytes_by_decoding(tmp_path: Path):
 
 def test_heldout_bytes_of_much_text_by_decoding_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Documents of 10 tokens and 9 bytes, of which a few stand for all; and one, of which its start does."""
-    monkeypatch.setattr(prefixes, "_COUNTED", 100)
-    monkeypatch.setattr(prefixes, "_LONGEST", 50)
+    monkeypatch.setattr(megatron_corpus, "_COUNTED", 100)
+    monkeypatch.setattr(megatron_corpus, "_LONGEST", 50)
     documents = [np.array([*b"nine byte", 256])] * 1000
     write_documents(tmp_path / "x", documents, vocab=257)
     of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")

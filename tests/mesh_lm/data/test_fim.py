@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from in_memory import Tokens
 
 from mesh_lm.data.fim import FillInMiddle
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
@@ -111,14 +111,14 @@ def test_a_cut_character_is_left_alone():
 
 def test_rows_depend_on_seed_and_position_alone():
     order = Sequences(Tokens([*b"some text ", EOD, *b"more of it", EOD] * 9), 24, eod=EOD, seed=None, pad=True)
-    rows = Rows(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
+    rows = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
     whole = rows.rows(np.arange(20))
     for picked in ([3], [19, 2, 3]):
         for name, leaf in rows.rows(np.array(picked)).items():
             assert (leaf == whole[name][picked]).all()
     assert (whole["tokens"][:, 1:] == whole["labels"][:, :-1]).all()
     assert (whole["tokens"][0] != whole["tokens"][9]).any()  # another epoch, another arrangement
-    other = Rows(order, eod=EOD, fill_in_middle=make(0.7, seed=6)).rows(np.arange(20))
+    other = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=6)).rows(np.arange(20))
     assert (other["labels"] != whole["labels"]).any()
 
 

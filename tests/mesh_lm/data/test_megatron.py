@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
-from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, build, sample_index, samples_in, split_ranges
+from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.data.indexed import Documents, TokenStream
 from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -40,7 +40,7 @@ def digest(order, n: int) -> str:
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
-    text, cache = Text(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
+    text, cache = TokenStream(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
     return GPTDataset(text, case["seq_len"], n_samples=n_samples, seed=case["seed"], cache=cache, fingerprint=documents.fingerprint())
 
 
@@ -63,7 +63,7 @@ def test_order_is_megatrons(directory: Path, name: str):
         n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
         assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
     if name.startswith("several epochs"):
-        needed = Epochs.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
+        needed = EpochCount.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
@@ -91,14 +91,14 @@ def test_reading_is_the_stream_of_the_documents(data):
     documents = Documents.__new__(Documents)
     documents.tokens, documents.prefix = np.arange(sum(lengths)).astype(np.uint16), "memory"
     documents.offsets = documents.sequences = np.concatenate(([0], np.cumsum(lengths)))
-    epochs = Epochs.of(n, sum(lengths), seq_len)
+    epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
         with pytest.raises(ConfigError, match=rf"memory has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
-            GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+            GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
     stream = np.concatenate([documents[i] for i in arrays["documents"]]).tolist()
-    dataset = GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+    dataset = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
     assert len(dataset) == samples_in(len(stream), seq_len) >= n
     windows = dataset.read(np.arange(len(dataset)))
     for row, sample in enumerate(arrays["shuffle"]):

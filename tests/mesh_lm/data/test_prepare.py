@@ -18,7 +18,7 @@ import zstandard
 from mesh_lm.commands.prepare import main
 from mesh_lm.data.indexed import Documents
 from mesh_lm.data.prepare import plan, worker
-from mesh_lm.data.prepare.plan import Plan, Shard
+from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.prepare.unfinished import Appender, Totals, Unfinished
@@ -27,7 +27,7 @@ from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 
-def encoded(work: Plan, tokenizer: str, start: tuple[int, int] = (0, 0)) -> list[tuple[Shard, Encoded]]:
+def encoded(work: ReadPlan, tokenizer: str, start: tuple[int, int] = (0, 0)) -> list[tuple[TextShard, Encoded]]:
     encoder = Encoder(Settings(tokenizer, "text", False))
     return [(shard, encoder(shard)) for shard in work.shards(*start)]
 
@@ -87,7 +87,7 @@ def test_a_line_is_read_once(tmp_path: Path):
 
     found = []
     for start in range(0, size, 100):
-        segment = plan.Segment(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
+        segment = plan.FileRange(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
         with io.BufferedReader(Counted(str(tmp_path / "x")), 1) as file:
             found += worker._lines(file, segment)
     assert found == [(0, b"a" * 10_000 + b"\n"), (10_001, b"b\n")]
@@ -100,7 +100,7 @@ def test_an_output_inside_the_inputs(tmp_path: Path, tokenizer_file: str, monkey
         (tmp_path / name).write_text(name * 20)
     append = Appender.append
 
-    def dies(self: Appender, shard: Shard, encoded: Encoded) -> Totals:
+    def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
         append(self, shard, encoded)
         raise KeyboardInterrupt
 
@@ -177,7 +177,7 @@ def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeyp
         (tmp_path / f"{name}.txt").write_text(name * 100)
     both = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
 
-    def dies(self: Appender, shard: Shard, encoded: Encoded) -> Totals:
+    def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -133,7 +133,7 @@ def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> Non
 def test_old_steps_are_forgotten() -> None:
     """Each step counts 1 %, so that after 300 steps at another level 5 % of the statistics are of the time before."""
     state = np.array([[1000, 5.0, 0.01]] * 2, np.float32)
-    update = jax.jit(recent.updated)
+    update = jax.jit(recent.update)
     for n in range(300):
         state = update(state, np.array([3.0 + 0.2 * (-1) ** n] * 2, np.float32))
     old = 0.99**300
