@@ -15,7 +15,7 @@ from sharding_rules import MeshConfig, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
-from sharding_rules.lab.report import Where
+from sharding_rules.lab.report import Location
 
 COMPILE_BUDGET = 4
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_compiled_here_is_compiled_as_xla(monkeypatch: pytest.Mon
 
 def test_a_line_says_the_kernel_and_what_it_sees() -> None:
     q, k = "bf16[1,2048,12,128]", "bf16[1,2048,4,128]"
-    where = Where("layers/attention", "forward")
+    where = Location("layers/attention", "forward")
     kernels = (
         ("mosaic_gpu_v2: attention forward", (q, k, k, "s32[1]"), where),
         ("mosaic_gpu_v2: attention forward", (q, k, k, "s32[1]"), dataclasses.replace(where, phase="recompute")),
