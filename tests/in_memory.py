@@ -12,4 +12,4 @@ class Tokens(TokenStream):
 
     def __init__(self, tokens, vocab: int | None = None) -> None:
         self.tokens, self.prefix, self.first = np.asarray(tokens, np.uint16), "memory", 0
-        self.offsets, self._vocab, self._is_any_good = np.array([0, len(self.tokens)]), vocab, vocab is None
+        self.offsets, self._vocab, self._is_always_valid = np.array([0, len(self.tokens)]), vocab, vocab is None

@@ -25,12 +25,12 @@ from mesh_lm.errors import ConfigError
 
 
 class Batches:
-    """Cuts a corpus into the batches that a config asks for; `sharding` is that of a [M, B, S] leaf (M microbatches of B sequences).
+    """Reads the batches of a config from a corpus; `sharding` is that of a [M, B, S] leaf (M microbatches of B sequences).
 
     Attributes:
-      name: what a position in the data is a position in: another corpus, length, split or seed is another order.
+      name: identifies the sample order: the corpus, sequence length, split and seed. Positions are only valid within one name.
       position: global samples consumed when training starts.
-      changed: how the data differs from what was saved, in words.
+      changed: messages about how the data differs from the saved state.
     """
 
     def __init__(
@@ -41,9 +41,14 @@ class Batches:
         saved: dict[str, Any] | None = None,
         done: int = 0,
     ) -> None:
-        """saved: the `state` that a checkpoint holds; the training batches go on from there. done: its steps, of the config's.
+        """Prepares both orders without reading samples.
 
-        Raises ConfigError where the corpus is too small for one batch, lacks what the config asks for, or `saved` is a place in other data.
+        Args:
+          saved: the `state` of a checkpoint, from which training continues.
+          done: the checkpoint's step.
+
+        Raises:
+          ConfigError: the corpus is too small for one batch, lacks what the config needs, or is not the data that `saved` belongs to.
         """
         self._config = config
         data, train = config.data, config.train
@@ -54,15 +59,16 @@ class Batches:
         self._loader: Loader | None = None
         if saved and saved["corpus"] != self.name:
             raise ConfigError(
-                f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; set another output, or that data"
+                f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; use a new output directory, "
+                "or restore the original data"
             )
-        now = corpus.fingerprint if isinstance(corpus, MegatronCorpus) else corpus.tokenizer().fingerprint
+        tokenizer_fingerprint = corpus.fingerprint if isinstance(corpus, MegatronCorpus) else corpus.tokenizer().fingerprint
         before = saved.get("tokenizer") if saved else None
-        self._tokenizer = now or before
+        self._tokenizer = tokenizer_fingerprint or before
         if before and self._tokenizer and before != self._tokenizer:
             raise ConfigError(
                 f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
-                f"{self._tokenizer[:12]}): ids mean something else; set another output, or data of that tokenizer"
+                f"{self._tokenizer[:12]}): ids mean something else; use a new output directory, or data of that tokenizer"
             )
         self._blended = None
         if isinstance(corpus, MegatronCorpus):
@@ -78,7 +84,7 @@ class Batches:
             fill = FillInMiddle(corpus.tokenizer(), rate=data.fim_rate, spm_rate=data.fim_spm_rate, seed=config.seed)
         self._train = RowReader(order, eod=eod, documents=data.documents, mask_document_start=data.mask_document_start, fill_in_middle=fill)
         self._train.require(train.global_batch)
-        # Every held-out byte must cost its bits, so nothing of that split is masked, rearranged or reordered.
+        # Every held-out byte must count, so this split is never masked, rearranged or reordered.
         orders = [Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in held if len(text.tokens)]
         self._heldout = RowReader(ConcatOrder(orders), eod=eod, documents="joined" if data.documents == "joined" else "separate")
         self._batching = {
@@ -91,9 +97,9 @@ class Batches:
         return list(self._blended.plan.changed) if self._blended else []
 
     def state(self, position: int) -> dict[str, Any]:
-        """The whole state of the data after that many global samples, as JSON: what a checkpoint holds. All processes must call it.
+        """Returns the state of the data after `position` global samples, as JSON for a checkpoint. All processes must call it.
 
-        samples: the certificate of all that was read so far (see `Loader`), 16 hex digits, equal on any mesh.
+        Its `samples` is the certificate of all samples read so far (see `Loader`), 16 hex digits, the same on any mesh.
         """
         state: dict[str, Any] = {"position": position, "corpus": self.name, "tokenizer": self._tokenizer}
         read = sum(distributed.from_all(self._loader.certificate)) if self._loader else 0
@@ -103,12 +109,12 @@ class Batches:
         return state
 
     def train(self) -> Loader:
-        """Endless (position after the batch, batch) from `position` on."""
+        """Returns an endless iterator of (position after the batch, batch), starting at `position`."""
         self._loader = Loader(self._train, position=self.position, **self._batching)
         return self._loader
 
     def heldout(self) -> Iterator[Batch]:
-        """One pass over the held-out sequences, or over the config's `train.eval_sequences` of them, always the same."""
+        """Yields one pass over the held-out sequences, or over a fixed subset of `train.eval_sequences`."""
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)
 
 
@@ -121,7 +127,7 @@ def _text_order(config: TrainConfig, corpus: TextCorpus, eod: int) -> SampleOrde
 
 
 class BlendedOrder:
-    """The training order of prefixes, of n_samples as far as is known, and the plan that it follows."""
+    """The training order of Megatron prefixes and the plan that it follows; n_samples: expected last position."""
 
     def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
         self._config, self._corpus = config, corpus
@@ -157,7 +163,7 @@ class BlendedOrder:
         ]
 
     def _appended(self, i: int) -> ConcatOrder:
-        """Order k of a member has the seed + k."""
+        """Returns a member's orders in sequence; order k has seed + k."""
         share, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
         return ConcatOrder(
             [

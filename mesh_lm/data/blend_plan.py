@@ -1,9 +1,9 @@
-"""What a run reads from each member of its blend, and how that goes on when the blend changes at a resume.
+"""The position of a run in each member of its blend, and how reading continues if the blend changes at a resume.
 
-The rule. Every member has its own order, and a run remembers how much of it is consumed. When members or weights change, the new blend
-begins at the position of the change: its sample 0 is the next one of the run, and each member goes on where it stopped, one that was absent
-for a while too. When a member is to give more than its order holds (a longer run, a larger weight), the order is finished first, and
-another one with the next seed is appended for what is lacking. So within an epoch no sample is skipped, and none is seen twice.
+Every member has its own sample order, and a run records how much of it is consumed. When members or weights change, the new blend starts at
+the position of the change, and each member continues where it stopped, including one that was absent for a while. If a member needs more
+samples than its order holds (a longer run, a larger weight), an order with the next seed is appended. So within an epoch no sample is
+skipped or repeated.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from mesh_lm.data import blend
 
 @dataclasses.dataclass(frozen=True)
 class MemberProgress:
-    """One member of a blend."""
+    """How much of one member of a blend is consumed."""
 
     prefix: str
-    """As the config names it; it may move."""
+    """As the config names it; the files may move."""
     fingerprint: str
-    """Which data it is."""
+    """Identifies the data (`Documents.fingerprint`)."""
     consumed: int = 0
-    """Samples that it gave before the plan's start."""
+    """Samples drawn before the plan's start."""
     orders: tuple[int, ...] = ()
-    """Samples that each of its appended orders was asked for."""
+    """Requested samples of each of its appended orders."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlendPlan:
-    """One blend from one position on."""
+    """A blend that is used from one position on."""
 
     start: int
     weights: tuple[float, ...] | None
-    """Normalized; None: the members' sizes."""
+    """Normalized; None: in proportion to the members' sizes."""
     members: tuple[MemberProgress, ...]
     left: tuple[MemberProgress, ...] = ()
-    """Members of earlier blends, should they come back."""
+    """Members of earlier blends, kept in case they return."""
     changed: tuple[str, ...] = ()
-    """What is not as it was saved, in words."""
+    """Messages about what changed since the plan was saved."""
 
     def state(self, consumed: Sequence[int]) -> dict[str, Any]:
-        """JSON for a checkpoint; consumed: samples that each member has given by now."""
+        """Returns JSON for a checkpoint; consumed: samples drawn from each member so far."""
         members = [dataclasses.asdict(share) | {"consumed_now": n} for share, n in zip(self.members, consumed, strict=True)]
         return {"start": self.start, "weights": self.weights, "members": members, "left": [dataclasses.asdict(s) for s in self.left]}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> BlendPlan:
-        """What `state` came from."""
+        """Returns the plan that `state` describes."""
         weights = None if state["weights"] is None else tuple(state["weights"])
         members, left = ([_member(share) for share in state[name]] for name in ("members", "left"))
         return cls(state["start"], weights, tuple(members), tuple(left))
@@ -69,13 +69,13 @@ def make_plan(
     saved: dict[str, Any] | None,
     position: int,
 ) -> BlendPlan:
-    """The plan of a run that reads positions up to n_samples.
+    """Returns the plan of a run that reads positions up to n_samples.
 
     Args:
-      members: (prefix, fingerprint) of each.
+      members: (prefix, fingerprint) of each member.
       weights: normalized, or None.
       epoch_sizes: samples in one epoch of each member.
-      order_size: (member, samples asked for) -> samples of that order.
+      order_size: (member, requested samples) -> samples in that order.
       saved: `BlendPlan.state` of the run that is resumed, at `position`.
     """
     now = None if weights is None else tuple(weights)
@@ -109,6 +109,8 @@ def _changed(
     ]
     here = {share.fingerprint for share in shares}
     left = tuple(share for share in known.values() if share.fingerprint not in here)
-    words = [f"{share.prefix} goes on after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares]
+    words = [
+        f"{share.prefix} continues after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares
+    ]
     words += [f"{share.prefix} left after {share.consumed:,} samples" for share in gone if share in left]
-    return BlendPlan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position} on", *words))
+    return BlendPlan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position}", *words))

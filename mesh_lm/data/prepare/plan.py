@@ -1,4 +1,4 @@
-"""Which part of which file is encoded when. The same files give the same shards, whatever the number of workers."""
+"""Splits input files into shards of text. The same files give the same shards for any number of workers."""
 
 from __future__ import annotations
 
@@ -13,87 +13,88 @@ from mesh_lm.data import formats, sources
 from mesh_lm.errors import ConfigError
 
 SHARD = 2 * 2**20
-"""Bytes of text in a shard, about: a few seconds of a worker."""
+"""Approximate bytes of text in a shard: a few seconds of work."""
 _SLICE = 16
-"""Shards' worth of text in a part of a large row group: each part decodes those before it anew."""
+"""Shards' worth of text in a part of a large row group; each part decodes the earlier ones again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRange:
-    """A part of one file."""
+    """A range of one file."""
 
     path: str
     kind: Literal["jsonl", "txt", "parquet", "other"]
-    """other: a file of a directory whose suffix says nothing; a document if it is UTF-8."""
+    """other: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
     start: int = 0
     stop: int = 0
-    """Bytes: lines that start in [start, stop) belong to the segment. Rows, for a .parquet."""
+    """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet file."""
     group: int = 0
-    """Row group of a .parquet."""
+    """Row group of a .parquet file."""
     whole: bool = True
-    """Whether it is all of the file."""
+    """Whether the range is the entire file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadUnit:
-    """What can be read without reading anything before it: parts of a large file, some small files, or one compressed file."""
+    """Input that can be read independently: a range of a large file, several small files, or one compressed file."""
 
     segments: tuple[FileRange, ...]
     size: int
     """Bytes on disk."""
     ends: bool = True
-    """Whether its last document ends here; False inside a large .txt."""
+    """Whether its last document ends here; False inside a large .txt file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextShard:
-    """One task of a worker: a unit, or a chunk of the text of a compressed one."""
+    """One task of a worker: a unit, or a chunk of a compressed unit's text."""
 
     unit: int
     chunk: int
     segments: tuple[FileRange, ...]
     size: int
-    """Bytes on disk that it stands for."""
+    """Bytes on disk that it accounts for."""
     ends: bool = True
     """Whether its last document ends here."""
     last: bool = True
-    """Whether the unit ends here."""
+    """Whether this is the unit's last shard."""
     data: bytes | None = None
-    """The decompressed text."""
+    """The decompressed text of a chunk."""
     first_line: int = 1
-    """Number of the first line in `data`."""
+    """The line number at which `data` starts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """All that is to be read, in order."""
+    """All input, in the order in which it is read."""
 
     units: tuple[ReadUnit, ...]
     files: tuple[tuple[str, int, int], ...]
-    """Absolute path, bytes, modification time (ns) of every file."""
+    """Absolute path, bytes and modification time (ns) of every file."""
     not_text: int
-    """Files of directories that are left out because they are not UTF-8."""
+    """Number of files in directories that are skipped because they are not UTF-8."""
 
     @property
     def size(self) -> int:
+        """Bytes on disk of all input."""
         return sum(unit.size for unit in self.units)
 
     @property
     def tasks(self) -> int:
-        """At least as many as there are shards."""
+        """An upper bound on the number of shards."""
         return sum(2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units)
 
     def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[TextShard]:
-        """In order, from a chunk of a unit on."""
+        """Yields the shards in order, starting at a chunk of a unit."""
         for number in range(unit, len(self.units)):
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
 def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
-    """The plan for files and directories, in the order given; files of the prefix `output` are left out of directories.
+    """Returns the plan for files and directories in the given order; in directories, files of the prefix `output` are skipped.
 
     Raises:
-      ConfigError: a path that is missing, empty, unreadable or of a type that is not read.
+      ConfigError: a path is missing, empty, unreadable or of an unsupported type.
     """
     planner = _Planner(field)
     for given in inputs:
@@ -119,7 +120,7 @@ def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
 
 
 def _is_of(output: str, path: Path) -> bool:
-    """Whether a file is what an earlier, perhaps unfinished run left for this output."""
+    """Whether a file was written by an earlier, perhaps unfinished run for this output."""
     prefix, name = f"{os.path.abspath(output)}.", os.path.abspath(path)
     return name.startswith(prefix) and name[len(prefix) :].split(os.sep)[0] in ("bin", "idx", "json", "parts", "tokenizer")
 
@@ -180,7 +181,7 @@ class _Planner:
 
 
 def _is_text(file: Path, size: int) -> bool:
-    """Whether it is UTF-8 as far as must be known now: a small file can still be left out when it is read, a part of a large one cannot."""
+    """Whether a file is UTF-8. Only the start of a small file is checked: it can still be skipped later, a range of a large one cannot."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with open(file, "rb") as opened:

@@ -1,6 +1,6 @@
-"""Text to token ids and back: `load_tokenizer(spec)` reads anybody's, `Tokenizer.train` makes one. Each library is imported in one file.
+"""Tokenizers: `load_tokenizer(spec)` loads one, `Tokenizer.train` trains one. Each library is imported in one file.
 
-Four kinds, one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`), SentencePiece models (`sentence_piece`),
+Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`), SentencePiece models (`sentence_piece`),
 tiktoken rank files (`ranks`), and plain bytes (`plain_bytes`).
 """
 

@@ -15,7 +15,7 @@ EOD, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
 
 
 class Codec:
-    """Bytes, and the three special tokens in one spelling."""
+    """A byte tokenizer with the three special tokens in one spelling."""
 
     eod, joins = EOD, True
 
@@ -37,7 +37,7 @@ def make(rate: float = 1.0, spm_rate: float = 0.5, seed: int = 0, codec: Codec |
 
 
 def restored(document: list[int]) -> list[int]:
-    """The document as it was."""
+    """Returns the original document."""
     if PREFIX not in document:
         return document
     m, s = document.index(MIDDLE), document.index(SUFFIX)
@@ -62,7 +62,7 @@ def split(window: list[int]) -> list[list[int]]:
 def test_documents_come_back_from_their_parts(texts: list[str], g: int):
     window = np.array([t for i, text in enumerate(texts) for t in ([EOD] * (i > 0) + [*text.encode()])], np.int32)
     room = np.full(len(window) + 3 * len(texts), EOD, np.int32)
-    room[: len(window)] = window  # what follows is empty documents
+    room[: len(window)] = window  # empty documents follow
     arranged = room.copy()
     assert make()(arranged, g) == len(room)
     found = split(arranged.tolist())[: len(texts)]
@@ -87,7 +87,7 @@ def test_rates():
     assert 0.17 < sum(window[1] == SUFFIX and window[2:3] != [] for window in some) / len(some) < 0.42
     assert all(window[1] == SUFFIX for window in windows(1, 1))
     lengths = {window.index(SUFFIX) - 1 for window in windows(1, 0)}
-    assert lengths == set(range(11))  # a cut can be at any place, the ends included
+    assert lengths == set(range(11))  # a split can be at any position, the ends included
 
 
 def test_length_is_kept_and_padding_does_not_count():
@@ -131,7 +131,7 @@ def test_special_tokens():
         make(codec=Codec("<{}>"))
     spaced = Codec()
     spaced.joins = False
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a document"):
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a split document"):
         make(codec=spaced)
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 cuts documents between characters, which needs data\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 splits documents between characters, which needs data\.tokenizer"):
         FillInMiddle(None, rate=1.0, spm_rate=0.5, seed=0)

@@ -52,7 +52,7 @@ def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatche
 
 
 def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
-    """Of one batch and the rows in it, which say nothing of the tokens' indices."""
+    """Compares a batch with its rows, which have no token indices."""
     indices = np.arange(SEQ_LEN, dtype=np.int32)
     expected = {**expected, "indices": np.broadcast_to(indices, (len(batch["tokens"]), 1, SEQ_LEN))}
     assert set(batch) == set(expected)
@@ -141,7 +141,7 @@ def test_errors_of_the_reader_threads_arrive(threads: int):
     with pytest.raises(OSError, match="disk gone"):
         next(make_loader(Broken(order, eod=0), make_sharding(*SHARDINGS["data"]), threads=threads))
     tokens = np.zeros(1000)
-    tokens[300] = 70  # in the third batch: found when it is read
+    tokens[300] = 70  # in the third batch, and reported when that is read
     loader = make_loader(
         RowReader(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0), make_sharding(*SHARDINGS["data"]), threads=threads
     )

@@ -1,4 +1,4 @@
-"""The sample order of Megatron-LM: golden hashes of its own code (tests/fixtures/make_megatron_golden.py says how they were made)."""
+"""Megatron-LM's sample order, against golden hashes made by its own code (tests/fixtures/make_megatron_golden.py)."""
 
 import hashlib
 import json
@@ -68,7 +68,7 @@ def test_order_is_megatrons(directory: Path, name: str):
 
 
 def walked(lengths: list[int], seq_len: int) -> list[tuple[int, int]]:
-    """The sample index, token by token: (document, offset) of every S-th token."""
+    """Computes the sample index token by token: (document, offset) of every S-th token."""
     tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
     return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
 
@@ -85,7 +85,7 @@ def test_sample_index_against_a_walk(lengths: list[int], seq_len: int):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_reading_is_the_stream_of_the_documents(data):
-    """Each sample is S + 1 consecutive tokens of the shuffled documents, and all samples are there once."""
+    """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
     seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
     documents = Documents.__new__(Documents)
@@ -126,7 +126,7 @@ def greedy(weights: list[float], size: int) -> list[int]:
 
 
 TIES = [[0.2, 0.5, 0.3], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
-"""Where sums of weights meet exactly; and tiny weights, whose blocks start from a wrong guess."""
+"""Weights whose sums tie exactly, and tiny weights, for which blocks start from a wrong guess."""
 
 
 @pytest.mark.parametrize("weights", TIES)
@@ -152,7 +152,7 @@ def check_blend(weights: list[float], size: int) -> None:
 def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pytest.MonkeyPatch):
     weights, size = np.array(blend.normalized([5, 3, 1e-3])), 7 * blend.BLOCK
     whole = blend_index(weights, size)
-    monkeypatch.setattr(blend, "_SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(blend, "_PARALLEL", 2)
     for name, array in blend_index(weights, size).items():
         assert (array == whole[name]).all() and array.dtype == whole[name].dtype
 
@@ -161,7 +161,7 @@ def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pyte
     ("split", "n", "expected"),
     [
         ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
-        ("99,1", 250, [(0, 248), (248, 250), (250, 250)]),  # 247.5 goes to the even side
+        ("99,1", 250, [(0, 248), (248, 250), (250, 250)]),  # 247.5 rounds to even
         ("1", 7, [(0, 7), (7, 7), (7, 7)]),
         (" .5, 0 ,0.5", 3, [(0, 2), (2, 2), (2, 3)]),
     ],

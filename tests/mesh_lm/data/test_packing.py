@@ -67,7 +67,7 @@ def test_best_fit_against_a_search(sizes: list[int]):
 
 
 def test_fill_rate():
-    """Lognormal lengths, median 300, as those of web text: 95% at least."""
+    """At least 95% of slots are filled for lognormal lengths of median 300, as in web text."""
     lengths = np.exp(np.random.default_rng(0).normal(np.log(300), 1.1, 20_000)).astype(np.int64) + 1
     for seq_len in (512, 2048, 8192):
         plan = pack(np.concatenate(([0], np.cumsum(lengths))), seq_len, seed=0)

@@ -23,7 +23,7 @@ def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, p
 
 
 def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str, list]:
-    """Sequence `number`, token by token."""
+    """Returns sequence `number`, computed token by token."""
     stream = [EOD, *tokens]
     out: dict[str, list] = {"tokens": [], "labels": [], "weights": [], "segment_ids": [], "positions": []}
     segment, position = 0, 0
@@ -87,7 +87,7 @@ def test_types_and_sample():
 
 
 def order(sequences: RowReader, start: int, count: int) -> list[int]:
-    """Sequence numbers, read off the labels of a stream 1, 2, 3, ..."""
+    """Returns sequence numbers, derived from the labels of a stream 1, 2, 3, ..."""
     return [(int(label) - 1) // sequences.seq_len for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]]
 
 
@@ -106,7 +106,7 @@ def test_each_epoch_is_a_permutation_of_its_own():
 
 
 def test_order_never_changes():
-    """A change here changes the sample order of every run: they could not be resumed or compared."""
+    """A change here changes the sample order of every run, which could then not be resumed or compared."""
     sequences = make(range(1, 17), 2, seed=1234, shuffle=True)
     assert order(sequences, 0, 16) == [5, 6, 3, 7, 4, 1, 2, 0, 2, 0, 7, 6, 1, 4, 5, 3]
 
@@ -126,7 +126,7 @@ def test_threads_read_the_same_and_keep_two_epochs():
 
 
 def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
-    """A sparse file of 6 GB: only the rows asked for are read, and no index overflows."""
+    """On a sparse file of 6 GB, only the requested rows are read and no index overflows."""
     half = 3 * 2**29
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     idx_path(tmp_path / "x").write_bytes(header + struct.pack("<2i2q3q", half, half, 0, 2 * half, 0, 1, 2))
