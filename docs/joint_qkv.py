@@ -11,8 +11,8 @@ import dataclasses
 import jax
 from flax import nnx
 
-from configs import gpt_1_3b
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt_1_3b
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.decoder import Decoder
 from mesh_lm.model.dense import Layer

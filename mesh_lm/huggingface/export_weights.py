@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    params: layers in model order, as `Trained.load` reads them (`ModelLayout.in_model_order`).
+    params: layers in model order, as `Trained.load` reads them (`ModelLayout.to_model_order`).
 
     The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
     file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).
@@ -60,7 +60,7 @@ def save(
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
     stream = _tensors(rows, params, dtype)
-    with distributed.together():
+    with distributed.collective_errors():
         partial = _begin(directory) if jax.process_index() == 0 else None
     if partial is None:
         for _ in stream:  # the gathers need every process

@@ -11,13 +11,13 @@ import pytest
 from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import controller, job
 from mesh_lm.launch import messages as words
-from mesh_lm.launch.place import VARIABLES, Place
+from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
@@ -43,7 +43,7 @@ def test_every_command_is_one_that_is_read() -> None:
         if "train.py" in parts:
             command_line.parse(parts[parts.index("train.py") + 1 :])
         settings = dict(part.split("=", 1) for part in parts if part.startswith("MESH_LM_"))
-        assert not settings or Place.of(LaunchConfig(), settings) is not None
+        assert not settings or ProcessSlot.of(LaunchConfig(), settings) is not None
 
 
 def test_defaults_and_statuses() -> None:
@@ -76,7 +76,7 @@ def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def message(index: int, description: dict) -> str:
         with pytest.raises(ConfigError) as caught:
-            rendezvous.meet(Place(address, 2, index), 20, description)
+            rendezvous.meet(ProcessSlot(address, 2, index), 20, description)
         return f"error: {caught.value}"
 
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")

@@ -2,7 +2,7 @@
 
 The forms were written before any program was measured, and `lab/test_collectives.py` holds the program to them. They follow
 `mesh_lm/parallel/engine.py` (manual over data, one fp32 sum per step), `mesh_lm/model/` (what a block gathers and reduces, what remat
-runs again), `mesh_lm/model/loss.py` and `StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
+runs again), `mesh_lm/model/loss.py` and `TableSharding` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
 docs/closed_forms.md is made from here.
 
 Sizes: D data, F fsdp, T tensor, P pipeline (devices along the mesh axes); L layers (of one stage), M microbatches, b sequences of a

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from lab_report import report
 
 import train
-from mesh_lm.commands.plan import Plan, asked, refusal
+from mesh_lm.commands.plan import refusal
+from mesh_lm.commands.plan_options import Plan, parse, parse_either
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import devices_for
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
@@ -23,13 +24,24 @@ from sharding_rules.lab.report import LabError
 
 
 def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
-    run = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2"]
-    assert asked(run) == (None, run)
-    assert asked([*run, "--plan"]) == (Plan("screen"), run)
+    words = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2", "--output=runs/mine"]
+    run = parse_either(words)[1]
+    assert (run.model.n_layers, run.output) == (2, "runs/mine")  # pyright: ignore[reportAttributeAccessIssue]
+    assert parse_either(words) == (None, run)
+    assert parse_either([*words, "--plan"]) == (Plan("screen"), run)
+    assert parse_either(["--plan", *words]) == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]]) == (Plan("screen"), run)
     wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
-    assert asked(["--plan", "report.html", *run]) == (Plan("report.html"), run)
-    words = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
-    assert asked([words[0], *run, *words[1:]]) == (wanted, run)
+    assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), run)
+    plan = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
+    assert parse_either([plan[0], *words, *plan[1:]]) == (wanted, run)
+
+
+def test_a_plan_by_its_own_command() -> None:
+    """--output is the report's there; the run's is --config.output."""
+    words = ["gpt_tiny", "--devices=8", "--output=report.html", "--config.output=runs/mine", "--rules=fsdp"]
+    planned, config = parse(words, "mesh-lm plan")
+    assert (planned, config.output, config.rules.name) == (Plan("report.html", devices=8), "runs/mine", "fsdp")
+    assert parse([], "mesh-lm plan")[0] == Plan("screen")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +135,10 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
     tried: list[int] = []
     config = load("configs/gpt2_124m.py")
     if peak(1) > limit:
-        (_, found), *more = largest(config, 1, compiled, say=lambda text: None)
+        (_, found), *more = largest_microbatch(config, 1, compiled, say=lambda text: None)
         assert found.startswith("none: one sequence on each device needs ") and not more
         return
-    (_, found), *_ = largest(config, 1, compiled, say=lambda text: None)
+    (_, found), *_ = largest_microbatch(config, 1, compiled, say=lambda text: None)
     b = int(found.split()[0])
     assert peak(b) <= limit < peak(b + 1) and {b, b + 1} <= set(tried)
     assert len(tried) <= 5 or bend
@@ -144,7 +156,7 @@ def test_the_largest_microbatch_in_stages() -> None:
         return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
 
     counts: set[int] = set()
-    facts = dict(largest(config, n_devices, compiled, say=lambda text: None))
+    facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
     assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
     field, advised = facts["for this batch"].split(":")[0].split("=")
     assert field == "--config.train.microbatches"
