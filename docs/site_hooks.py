@@ -1,4 +1,4 @@
-"""What the site has beside docs/: the README and its neighbours as pages, and the files that pages link to, so that no link leads nowhere."""
+"""What the site has beside docs/: the README and its neighbours as pages, and the files that pages link to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_files(files: Files, config: Any) -> Files:
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     for source, uri in PAGES.items():
         texts[source] = (ROOT / source).read_text()
-        files.append(File.generated(config, uri, content=on_site(texts[source], source)))
+        files.append(File.generated(config, uri, content=for_site(texts[source], source)))
     for source, text in texts.items():
         for _, target, _ in _LINK.findall(_prose(text)):
             path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
@@ -34,10 +34,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A page of docs/ with its links as they are on the site."""
     source = page.file.src_uri
-    return markdown if source in PAGES.values() else on_site(markdown, f"docs/{source}")
+    return markdown if source in PAGES.values() else for_site(markdown, f"docs/{source}")
 
 
-def on_site(text: str, source: str) -> str:
+def for_site(text: str, source: str) -> str:
     """The text of a page, with links as they are on the site. source: its path in the repository."""
     here = posixpath.dirname(address(source))
 

@@ -104,7 +104,8 @@ def run(words: list[str], here: Path, *, stdin: str = "", patience: float = PATI
     """One process in `here`. `python` is this Python; KEY=VALUE before it goes into its environment."""
     given = {}
     while re.match(r"[A-Z_]+=", words[0]):
-        name, _, given[words[0].partition("=")[0]] = words.pop(0).partition("=")
+        name, _, value = words.pop(0).partition("=")
+        given[name] = value
     environment = bare(PYTHONPATH=str(here / "installed"), HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
     words = [sys.executable, *words[1:]] if words[0] == "python" else words
     words = [each for word in words for each in (sorted(glob.glob(word, root_dir=here)) if "*" in word else [word])]  # as a shell does

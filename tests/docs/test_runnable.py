@@ -29,11 +29,11 @@ TRAINING = {
 SIZES = {"model.n_layers": 4, "model.d_model": 32, "model.seq_len": 32, "model.vocab_size": 512}
 DECODER = {"model.activation": "swiglu", "model.n_heads": 4, "model.n_kv_heads": 4, "model.head_dim": 8, "model.d_ff": 64}
 HERE = {"data.cache": "../here/cache", "launch.compile_cache": "../here/cache/xla"}
-"""Options that make a page's run small, unless its command sets them: of any training run, of any model here, of a decoder, of the caches."""
+"""Options that make a page's run small, unless its command sets them: for training, for any model, for a decoder, and the caches."""
 ELSEWHERE = {
     "docs/attention.md", "docs/kernels.md", "docs/custom_model.md", "docs/lab.md", "README.md",
 }  # fmt: skip
-"""Pages whose Python other tests run: the first two in one process each, the lab's and the README's bare as here, custom_model's as a file."""
+"""Pages whose Python other tests run: the lab's and the README's in a bare process, too; custom_model's as the file that it shows."""
 
 
 def shrunk(command: Command) -> list[str]:
@@ -52,7 +52,7 @@ def shrunk(command: Command) -> list[str]:
         options = HERE | TRAINING | (SIZES | own | fresh if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
         if any("blend=" in word for word in words):
             options |= {"data.split": "8,2,0"}
-    if command.block.page == "docs/sharding.md" or "mesh_lm.launch" in words and "--devices" not in command.text:
+    if command.block.page == "docs/sharding.md" or ("mesh_lm.launch" in words and "--devices" not in command.text):
         options |= {"launch.cpu_devices": 8}
     given = {word.split("=")[0].removeprefix("--config.") for word in words}
     return [*words, *(f"--config.{name}={value}" for name, value in options.items() if name not in given)]
