@@ -29,7 +29,7 @@ from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.replicas import require_equal
-from mesh_lm.training.skip_guard import Sick
+from mesh_lm.training.skip_guard import SkipGuard
 from mesh_lm.training.step import train_step
 from mesh_lm.training.watchdog import Watchdog
 from sharding_rules import Shard, make_mesh
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     evaluation = jax.jit(evaluate(layout))
 
     with (
-        Watchdog(config.health, phases, distributed.prefix()),
+        Watchdog(config.health, phases, distributed.log_prefix()),
         distributed.StopOnSigterm() as stop,
         Checkpoints(config, phases) as checkpoints,
     ):
@@ -66,22 +66,24 @@ def main(argv: list[str]) -> int:
 
         # 5. Data: text, tokens, sequences. The position in them is one number.
         phases.at("data")
-        with distributed.together(), distributed.first_before_others("data"):
-            corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.say)
+        with distributed.collective_errors(), distributed.process0_first("data"):
+            corpus = prepare(
+                config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.print_on_process0
+            )
             batches = Batches(config, corpus, batch_sharding(layout), saved.data if saved else None, n)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
-        distributed.agree(
+        distributed.assert_equal_across_processes(
             "the data", str(batches.state(batches.position)), "give them the same files, and an output on a disk that they share"
         )
         if restored is not None:
             state = restored
         else:
             state = fresh_state(layout, optimizer, read()) if read else init_state(layout, optimizer, config.seed)
-        with distributed.together():
+        with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, layout, corpus, phases, n)
-        sick = Sick(config.health, monitor.note)
+        guard = SkipGuard(config.health, monitor.note)
 
         # 6. The loop.
         with monitor, closing(batches.train()) as training:
@@ -105,14 +107,15 @@ def main(argv: list[str]) -> int:
                 position, batch = next(stepping)
                 n += 1
                 state, metrics = step(state, batch)
-                if began := sick.step(monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
-                    saved, state = checkpoints.go_back(began, state, layout, optimizer)
+                if began := guard.step(monitor.step(n, metrics)):  # too many skips: roll back, skip the batches
+                    saved, state = checkpoints.roll_back(began, state, layout, optimizer)
                     n = saved.step
-                    monitor.go_back(n)
+                    monitor.roll_back(n)
                     continue
                 checkpoints.poll(n)
                 last, stopping = n == config.train.steps, stop.poll()  # read once: a signal from here on is for the next step
-                saving = last or stopping or (checkpoints.due(n) and not sick.row)  # what a row may go back to is not pushed out by it
+                # During a bad streak nothing is saved: retention must not delete the checkpoint to roll back to.
+                saving = last or stopping or (checkpoints.due(n) and not guard.consecutive_skips)
                 if config.health.replicas and (saving or n % config.health.replicas == 0):
                     phases.at("evaluate")
                     require_equal(state)
@@ -126,7 +129,7 @@ def main(argv: list[str]) -> int:
 
             # 7. What it came to: the held-out loss, a plot and a text.
             phases.at("evaluate")
-            if not distributed.from_first(monitor.has_heldout(int(state["step"]))):
+            if not distributed.broadcast_from_process0(monitor.has_heldout(int(state["step"]))):
                 measure(int(state["step"]))
             if stop.requested:
                 return launch.EXIT_PREEMPTED

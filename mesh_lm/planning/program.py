@@ -17,9 +17,8 @@ from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.planning import stages
-from mesh_lm.planning import state_bytes as held
-from mesh_lm.planning.attention import compilable
+from mesh_lm.planning import stages, state_bytes
+from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import Part, abstract_state, parts
 from mesh_lm.training.check import check
@@ -55,7 +54,7 @@ class Program:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         except CompilerMissing as error:
             raise LabError(f"{error.what}; {INSTALL}") from error
-        config = compilable(config, target)
+        config = with_compilable_attention(config, target)
         return cls(config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     @property
@@ -74,7 +73,7 @@ class Program:
         step = train_step(layout, optimizer, config.seed, config.health.outlier)
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=held.kind_of(self.declared), slots=stages.slots(layout, config.train.microbatches),
+            kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
             vocabulary=VOCABULARY,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from sharding_rules.lab import Report
 from sharding_rules.lab.report import Slot
 
 
-def slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
+def pipeline_slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     """Of the conditionals in the engine's tick, by its named scopes (`mesh_lm.parallel.ring`); none without a pipeline."""
     if layout.n_stages == 1:
         return ()
@@ -32,7 +32,7 @@ def slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     return tuple(Slot.of(scope, runs) for scope, runs in skipped.items())
 
 
-def facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
+def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
     """Lines for the report: the schedule's bubble and what is in flight, FLOPs by stage, the bytes of padding and of FSDP's gathers."""
     pipeline, stages, stack = config.pipeline, layout.n_stages, config.model.stack()
     if stages == 1:
