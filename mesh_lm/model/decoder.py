@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mesh_lm.model.attention import rope_table
 from mesh_lm.model.cache import Cache, empty
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Batch, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import add_positions, lookup
 from mesh_lm.model.kinds import kind
-from mesh_lm.model.layers import Norm, Weights, rope_table
+from mesh_lm.model.layers import Norm, Weights
 from mesh_lm.model.loss import cross_entropy, label_scores
 from mesh_lm.model.stack import hidden_states
 from sharding_rules import Shard
