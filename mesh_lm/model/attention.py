@@ -20,12 +20,12 @@ from sharding_rules import Shard, ShardingRuleError
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped queries. q, k and v come from one matmul where they have as many heads."""
+    """Causal self-attention with grouped queries. One matmul makes q, k and v if they have the same number of heads."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         self.config, self.shard = config, shard
         d, n, k, h = config.d_model, config.n_heads, config.kv_heads, config.d_head
-        # [D, 3, N, H], not [D, 3N, H]: cutting the joint dimension would make XLA gather it before every split.
+        # [D, 3, N, H], not [D, 3N, H]: if the joint dimension were sharded, XLA would gather it before every split.
         if n == k:
             self.qkv = Linear("bsd,dfnh->bsfnh", weights, (d, 3, n, h), ("embed", "fused", "heads", "head_dim"), shard)
         else:
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, past: Past | None = None
     ) -> tuple[jax.Array, Past | None]:
-        """Of tokens that see each other and, where there is a `past`, what it holds; returned with these tokens in it."""
+        """(output [B, S, D], `past` with the keys and values of these tokens). Tokens see each other and what `past` holds."""
         shard = self.shard
         if self.config.n_heads == self.config.kv_heads:
             fused = shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
             kv = shard(self.kv(x_BSD), "batch", "seq", "fused", "kv_heads", "head_dim")
             k, v = kv[:, :, 0], kv[:, :, 1]
         if self.config.qk_norm:
-            # A norm's backward needs its input: that is what save_names keeps of q and k, not what becomes of them.
+            # The backward of a norm needs its input, so save_names saves q and k before the norm.
             q, k = self.q_norm(checkpoint_name(q, "q")), self.k_norm(checkpoint_name(k, "k"))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -61,37 +61,37 @@ class Attention(nnx.Module):
         kv_segment_ids = start = None
         if past is not None:
             past = past.put(k, v, shard)
-            if not (isinstance(past.start, int) and past.start == 0):  # else these tokens are all there is
+            if not (isinstance(past.start, int) and past.start == 0):  # otherwise the cache is empty
                 (k, v), kv_segment_ids, start = past.keys_and_values(), past.cache["segment_ids"], jnp.asarray(past.start)
                 k, v = k.astype(q.dtype), v.astype(q.dtype)
-        # What was chosen for training need not serve a text that is written on.
-        chosen = None if self.config.attention == "auto" or past is not None else self.config.attention
-        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, chosen)
+        # The implementation that was named for training may not support decoding.
+        implementation = None if self.config.attention == "auto" or past is not None else self.config.attention
+        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, implementation)
         return self.out(shard(y, "batch", "seq", "heads", "head_dim")), past
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None,
         kv_segment_ids: jax.Array | None, start: jax.Array | None, implementation: Literal["mosaic", "cudnn", "xla"] | None,
     ) -> jax.Array:  # fmt: skip
-        """The kernel, on each device's own sequences and heads. start: the key that query 0 is, where it is not key 0.
+        """Runs the kernel on each device's own sequences and heads. start: the position of query 0 among the keys, if it is not 0.
 
-        Raises ConfigError where the implementation cannot serve.
+        Raises ConfigError if the implementation cannot serve the call.
         """
         config, shard = self.config, self.shard
         heads_by, kv_by = (shard.axes_for(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
 
-        device = shard.mesh.devices.flat[0]  # perhaps none of this process: --plan compiles for GPUs that are not there
+        device = shard.mesh.devices.flat[0]  # may not belong to this process: --plan compiles without GPUs
         local = config.n_heads // shard.n_shards(heads_by)
         if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
             raise ShardingRuleError(
-                f"rules.activations: {local} query heads on each device do not share whole kv heads ({group} query heads to each); "
-                "cut kv_heads as heads, or set heads and kv_heads to None"
+                f"rules.activations: {local} query heads on each device do not share complete kv heads ({group} query heads each); "
+                "shard kv_heads like heads, or set heads and kv_heads to None"
             )
 
         def kernel(q, k, v, segment_ids, kv_segment_ids, sinks, start):
             if heads_by and not kv_by and config.kv_heads > 1:
-                # More devices than kv heads: they are replicated, and each device takes those its query heads belong to.
+                # There are more devices than kv heads: these are replicated, and each device takes those of its query heads.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
             try:
@@ -112,10 +112,10 @@ class Attention(nnx.Module):
 
 
 def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
-    """Angles float32 [..., H/2] of positions int32 [...], with Llama-3's stretching of long wavelengths where configured."""
+    """Angles, float32 [..., H/2], of positions int32 [...], with Llama-3's scaling of long wavelengths if configured."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.d_head, 2, dtype=jnp.float32) / config.d_head)
     if config.rope_scaling != 1:
-        # Llama 3 (arXiv 2407.21783; constants as released): wavelengths over a quarter of the original context are stretched whole.
+        # Llama 3 (arXiv 2407.21783; constants as released): wavelengths over a quarter of the original context are stretched fully.
         low, high = 1.0, 4.0
         turns = config.rope_original_seq_len * frequency / (2 * math.pi)
         keep = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -124,7 +124,7 @@ def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
 
 
 def rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
-    """RoPE on the two halves of H, as Llama stores them. angles: [S, H/2] or [B, S, H/2]."""
+    """x rotated by RoPE, on the two halves of H, as Llama stores them. angles: [S, H/2] or [B, S, H/2]."""
     sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
     a, b = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSNH.dtype)

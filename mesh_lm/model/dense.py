@@ -60,7 +60,7 @@ def n_params(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig) -> float:
-    """Of one layer, forward and backward, as `DecoderConfig.flops_per_token` counts them; the mean over a period of windows."""
+    """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean over a period of windows."""
     S = config.seq_len
     windows = [min(window or S, S) for window in config.windows()]
     seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)

@@ -17,7 +17,7 @@ from sharding_rules import Shard
 
 
 class Weights:
-    """Makes a module's parameters: names the dimensions and, inside a stack of layers, puts the stack's dimension in front."""
+    """Makes a module's parameters with named dimensions. In a segment, each has the segment's layers as its leading dimension."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layers: int = 0) -> None:
         self.config, self.rngs, self.layers = config, rngs, layers
@@ -25,9 +25,9 @@ class Weights:
     def __call__(
         self, shape: Sequence[int], axes: Sequence[str], std: float | None = None, fill: float | None = None, *, cast: bool = False
     ) -> nnx.Param:
-        """Normal with standard deviation `std` (default: the config's), cut at three of them, or constant `fill`.
+        """A parameter: normal with standard deviation `std` (default: the config's), truncated at three of them, or constant `fill`.
 
-        cast: it is cast to the config's compute type before it is used.
+        cast: whether it is cast to the config's compute type before it is used.
         """
         if self.layers:
             shape, axes = (self.layers, *shape), ("layers", *axes)
@@ -40,7 +40,7 @@ class Weights:
 
     @property
     def residual_std(self) -> float:
-        """For matrices that write into the residual stream, so that its variance does not grow with depth (GPT-2)."""
+        """The std of matrices that write into the residual stream, so that its variance does not grow with depth (GPT-2)."""
         return self.config.init_std / math.sqrt(2 * self.config.n_layers)
 
 
@@ -48,7 +48,7 @@ class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last dimension, computed in fp32, returned in the compute type."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, width: int = 0) -> None:
-        """width: of the last dimension; 0: D, the residual stream's."""
+        """width: size of the last dimension; 0: D, the width of the residual stream."""
         self.config, self.residual = config, not width
         self.scale = weights((width or config.d_model,), ("norm",), fill=1.0)
         if config.norm == "layernorm" and config.biases:
@@ -57,11 +57,11 @@ class Norm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = self.bias[...] if self.config.norm == "layernorm" and self.config.biases else None
         x = _normalise(x, self.scale[...], bias, self.config)
-        # Without the barrier XLA moves the cast behind the all-gather that follows, which then carries fp32.
+        # Without the barrier XLA moves the cast after the following all-gather, which then moves fp32.
         return lax.optimization_barrier(x) if self.residual and self.config.dtype != "float32" else x
 
 
-# Elementwise chains keep their input for the backward and nothing in between: left alone, GELU keeps five arrays of its input's size.
+# Elementwise chains save their input only for the backward. Without this, GELU saves five arrays of the size of its input.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -80,7 +80,7 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered_once(y_BSD: jax.Array, shard: Shard) -> jax.Array:
-    """y. Its gradient, cut along the sequence, is gathered here: XLA would gather it for each of the two matmuls that take it."""
+    """y. Its gradient, sharded along the sequence, is gathered here once; XLA would gather it for each of the two matmuls that read it."""
     return y_BSD
 
 
@@ -96,16 +96,17 @@ _gathered_once.defvjp(_forward, _backward)
 
 
 class Linear(nnx.Module):
-    """An einsum with a weight that is cast, then gathered, then used, and an optional bias of its output's dimensions."""
+    """An einsum with a weight that is cast, then gathered, and an optional bias with the dimensions of the output."""
 
     def __init__(
         self, equation: str, weights: Weights, shape: Sequence[int], axes: Sequence[str], shard: Shard, *, std: float | None = None,
         bias_axes: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        """The embedding is the weight's first dimension on either side of the model's width, because it is what FSDP cuts.
+        """The embedding is always the weight's first dimension, because FSDP shards it.
 
-        XLA gathers along the major dimension only: it would keep a transposed copy of the whole stack of a weight that is cut along the
-        last one (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` it is the output, into the residual stream; else it is contracted.
+        XLA gathers along the major dimension only: for weights that are sharded along the last one it would keep a transposed copy of
+        the whole stack (gpt_175b on 1,024 devices: 2.3 GB). With `bias_axes` the embedding is the output, into the residual stream;
+        otherwise it is contracted.
         """
         self.equation, self.shard, self.axes = equation, shard, tuple(axes)
         self.dtype, self.remat = weights.config.dtype, weights.config.remat
@@ -116,8 +117,8 @@ class Linear(nnx.Module):
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
-        # Without remat the backward casts the weights again, and gathers FSDP's; kept, each device would have them all by the end of the
-        # forward.
+        # Without remat, the backward casts (and under FSDP gathers) the weights again. If they were saved, each device would hold the
+        # gathered weights of all layers at the end of the forward.
         y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
@@ -126,7 +127,7 @@ class Linear(nnx.Module):
         if self.shard.axes_for("seq_resid"):
             y = einsum(self.equation, x_BS, weight)
             return _gathered_once(y, self.shard) if self.into_residual else y
-        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
-        # Not where the sequence is about to be cut: that cut would no longer be a dimension's.
+        # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two. Not if the sequence is about
+        # to be sharded: the sharding would no longer be that of a dimension.
         y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
         return y.reshape(*x_BS.shape[:2], *y.shape[1:])

@@ -13,6 +13,7 @@ from sharding_rules import Shard
 
 @recomputed
 def swiglu(up_BSGF: jax.Array) -> jax.Array:
+    """silu(gate) * up, [B, S, F]."""
     return jax.nn.silu(up_BSGF[:, :, 0]) * up_BSGF[:, :, 1]
 
 
@@ -20,7 +21,7 @@ gelu = recomputed(jax.nn.gelu)
 
 
 class Mlp(nnx.Module):
-    """GELU or SwiGLU between two matmuls; gate and up come from one."""
+    """GELU or SwiGLU between two matmuls. One matmul makes both gate and up."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         self.config, self.shard = config, shard
