@@ -51,20 +51,20 @@ def hopper(interpret: bool) -> Iterator[None]:
     if not interpret:
         yield
         return
-    from mesh_lm.model import layers
+    from mesh_lm.model import attention
 
-    door = layers.flash_attention
+    door = attention.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
         there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
         return door(*arrays, **{**features, **there})
 
-    layers.flash_attention = interpreted_door
+    attention.flash_attention = interpreted_door
     try:
         with interpreted():
             yield
     finally:
-        layers.flash_attention = door
+        attention.flash_attention = door
 
 
 # What is run: a config with some fields changed, on the first device or devices.

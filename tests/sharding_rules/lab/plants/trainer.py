@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.config import LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.model import DecoderConfig, decoder, dense, layers, stack
+from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp, stack
 from mesh_lm.optim import flat
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout
@@ -94,7 +94,7 @@ def weights_gathered_in_f32(patch: pytest.MonkeyPatch) -> Step:
 
 
 def embed_and_mlp_swapped(patch: pytest.MonkeyPatch) -> Step:
-    class Mlp(layers.Mlp):
+    class Mlp(mlp.Mlp):
         def __init__(self, config: DecoderConfig, weights: layers.Weights, shard: Shard) -> None:
             super().__init__(config, weights, shard)
             d, f = config.d_model, config.d_mlp
