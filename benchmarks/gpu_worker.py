@@ -22,8 +22,8 @@ from gpu_lock import compiling, measuring
 from record import Row
 from worker import emit, reported, serve
 
-from configs import gpt2_124m
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt2_124m
 from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import Rows
 from mesh_lm.data.sequences import Sequences
@@ -112,7 +112,7 @@ class Run:
 
 def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m") -> TrainConfig:
     """name: of a file of configs/, without its mesh. changes: section of the config -> field -> value."""
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = importlib.import_module(f"mesh_lm.configs.{name}").get_config()
     config = dataclasses.replace(config, output=str(Path(directory) / "run"), rules=preset(rules), mesh=gpt2_124m.get_config().mesh)
     for section, fields in changes.items():
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
@@ -155,7 +155,7 @@ def digests(state: State) -> dict[str, str]:
 def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
     """What a twin in another framework must know of each config, with these fields of the model changed."""
     for name, fields in models.items():
-        model: Any = dataclasses.replace(importlib.import_module(f"configs.{name}").get_config().model, **fields)
+        model: Any = dataclasses.replace(importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields)
         kept = ("seq_len", "n_layers", "d_model", "n_heads", "positions", "rope_theta", "norm", "activation", "biases", "tied", "norm_eps")
         derived = {"vocab_size": model.padded_vocab, "n_kv_heads": model.kv_heads, "d_ff": model.d_mlp}
         fields = {field: getattr(model, field) for field in kept} | derived

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 from record import ROOT
 
-from configs import gpt_tiny
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt_tiny
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.check import check
 from sharding_rules import Shard, make_mesh

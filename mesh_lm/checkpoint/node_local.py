@@ -259,10 +259,10 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = [[name, stack.stages, *stack.counts] for name, stack in layout.stacks.items()]
+    stages = [[name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()]
     sizes = dict(layout.shard.mesh.shape)
     flat = [
-        [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
+        [v.name, v.replica_axes, v.shard_axes, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
         for v in layout.flat.vectors
     ]
     about = {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves, "flat vectors": flat}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,10 +15,16 @@ from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError, did_you_mean
 
 DEFAULT = "configs/gpt_tiny.py"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_NAME = re.compile(r"\w+")
+"""A config that is named, not one that is a path."""
 
 
 def load(file: str) -> TrainConfig:
-    """What get_config() of a Python file returns. A relative path is looked for here, then beside the package mesh_lm.
+    """What get_config() of a Python file returns.
+
+    file: a path, or the name of a config that comes with mesh_lm, such as gpt_tiny. A relative path is looked for in the working
+    directory, beside the package mesh_lm, and inside it, where an installed package has its configs.
 
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
     """
@@ -39,12 +46,17 @@ def load(file: str) -> TrainConfig:
 
 
 def _find(file: str) -> Path:
-    bases, path = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[2]]), Path(file).expanduser()
-    for base in bases:
-        if (base / path).is_file():
-            return (base / path).resolve()
+    path, bases = Path(file).expanduser(), [Path.cwd(), _PACKAGE.parent, _PACKAGE]
+    for each in (path, Path("configs", f"{file}.py")) if _NAME.fullmatch(file) else (path,):
+        for base in dict.fromkeys(bases):
+            if (base / each).is_file():
+                return (base / each).resolve()
+    if _NAME.fullmatch(file):
+        shipped = sorted(other.stem for other in (_PACKAGE / "configs").glob("[!_]*.py"))
+        near = did_you_mean(difflib.get_close_matches(file, shipped, n=1, cutoff=0.6))
+        raise ConfigError(f"--config={file}: no such file{near or '; give the path of a .py file, or one of ' + ', '.join(shipped)}")
     beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
-    where = "" if path.is_absolute() else f" in {' or '.join(map(str, bases))}"
+    where = "" if path.is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(bases[:2])))}"
     raise ConfigError(f"--config={file}: no such file{where}{did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))}")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+
+import jax
 
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab import flags
@@ -69,6 +72,15 @@ def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path 
     old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX accepts only one of them
     if old not in environment and visible(environment, driver):
         environment.setdefault(name, str(MEMORY_FRACTION))
+
+
+def choose_platform() -> None:
+    """Has JAX use the CPU where there is no accelerator and the extra `aot` brought a plugin that would complain of that.
+
+    What the user chose, by JAX_PLATFORMS or jax.config, stays. Call it before JAX first uses a device; later it changes nothing.
+    """
+    if jax.config.values["jax_platforms"] is None and absent() and importlib.util.find_spec("jax_cuda13_plugin"):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def absent(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev"), driver: Path = _DRIVER) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import secrets
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
 from sharding_rules import ShardingRuleError
 
+T = TypeVar("T")
 _FAREWELL = 5.0
 """Seconds that a failed process waits for the others to disconnect."""
 _TEXT = 4096
@@ -40,7 +40,7 @@ class FewerNodes(Exception):
     """This process's mesh needs fewer nodes than there are. The launcher has been informed."""
 
 
-def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+def run(main: Callable[[T], int], argv: T) -> int:
     """Runs a command and returns its exit status. A user's mistake prints one message; no process waits for one that has failed."""
     try:
         status = main(argv)
@@ -100,8 +100,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if autotuning:  # otherwise JAX would use the cache that all runs share
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
-    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
-        jax.config.update("jax_platforms", "cpu")
+    gpu.choose_platform()
     if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
     if slot and not jax.distributed.is_initialized():

@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    params: layers in model order, as `Trained.load` reads them (`ModelLayout.in_model_order`).
+    params: layers in model order, as `Trained.load` reads them (`ModelLayout.to_model_order`).
 
     The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
     file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).

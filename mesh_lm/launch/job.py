@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address
@@ -73,7 +72,7 @@ class Job:
         return ",".join(map(str, share(local, self.per_node, gpus, "worker"))) if gpus else ""
 
     @classmethod
-    def of(cls, options: argparse.Namespace, command: list[str], environment: Mapping[str, str]) -> Job:
+    def of(cls, options: Options, command: list[str], environment: Mapping[str, str]) -> Job:
         """Options win over variables, and variables over Slurm. Raises ConfigError if they are incomplete or impossible."""
         given = {name: getattr(options, name) for name in VARIABLES}
         if all(value is None for value in given.values()):
@@ -98,6 +97,51 @@ class Job:
             raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}")
         rest = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if f.name not in (*VARIABLES, "command")}
         return cls(tuple(command), nodes, node, rendezvous if nodes > 1 and rendezvous else cls.rendezvous, **rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The launcher's own options. Times are in seconds."""
+
+    nodes: int | None = None
+    """Launchers of the run, one per node; else MESH_LM_NODES, else from Slurm, else 1."""
+    node: int | None = None
+    """Index of this node, from 0; else MESH_LM_NODE, else from Slurm."""
+    rendezvous: str | None = None
+    """host:port of node 0, reachable from the others; else MESH_LM_RENDEZVOUS, else from Slurm."""
+    per_node: int = Job.per_node
+    """Processes on each node: 1, or one per GPU."""
+    devices: int = Job.devices
+    """CPU devices of each process; 0: the hardware that is there."""
+    min_nodes: int = Job.min_nodes
+    """Continue on a smaller mesh if at least this many nodes remain; 0: all are needed."""
+    restarts: int = Job.restarts
+    """Give up after this many restarts in a row without a new checkpoint."""
+    heartbeat: float = Job.heartbeat
+    """Seconds without a heartbeat before a process is declared dead."""
+    start: float = Job.start
+    """Seconds to wait for all nodes, and for each process's first heartbeat; 0: no limit."""
+    grace: float = Job.grace
+    """Seconds that processes have to save and exit after SIGTERM."""
+    rejoin: float = Job.rejoin
+    """Seconds that a lost node has to come back."""
+    template: Literal["", "slurm", "jobset", "dockerfile", "dockerfile-pip"] = ""
+    """Print a file that starts the command there, and do nothing else."""
+    gpus: int = 8
+    """GPUs of a node, for a template."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError with every value that is out of range."""
+        least = {"nodes": 1, "node": 0, "per_node": 1, "devices": 0, "min_nodes": 0, "restarts": 0, "gpus": 1}
+        least |= {"heartbeat": 0, "start": 0, "grace": 0, "rejoin": 0}
+        values = {name: getattr(self, name) for name in least}
+        wrong = [
+            f"--{name.replace('_', '-')}={value:g} must be at least {least[name]}{'' if value < math.inf else ', and finite'}"
+            for name, value in values.items()
+            if value is not None and not least[name] <= value < math.inf
+        ]
+        if wrong:
+            raise ConfigError("\n  - ".join(["bad command line", *wrong]))
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 
 from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED
-from mesh_lm.launch.job import Job
+from mesh_lm.launch.job import Job, Options
 
 _DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
 _SLURM = """\
@@ -140,7 +139,7 @@ _SLOW = {"start": 1800.0, "rejoin": 1800.0}
 """Kubernetes needs time to find a node for a pod and to pull its image."""
 
 
-def fill(options: argparse.Namespace, command: list[str]) -> str:
+def fill(options: Options, command: list[str]) -> str:
     """Returns the file that --template names, filled in from the options and the command (default: Llama 3 8B on 8 nodes)."""
     nodes = options.nodes or 8
     own = {name: getattr(options, name) for name in ("per_node", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin")}

@@ -12,4 +12,4 @@ from mesh_lm.model.contract import Layer as Layer
 from mesh_lm.model.contract import Model as Model
 from mesh_lm.model.contract import Sums as Sums
 from mesh_lm.model.contract import positions_of as positions_of
-from mesh_lm.model.contract import whole_texts as whole_texts
+from mesh_lm.model.contract import token_batch as token_batch

@@ -37,7 +37,7 @@ def positions_of(batch: Batch) -> jax.Array:
     return batch["positions"] if "positions" in batch else batch["indices"]
 
 
-def whole_texts(tokens_BS: jax.Array) -> Batch:
+def token_batch(tokens_BS: jax.Array) -> Batch:
     """What a model needs to read texts that begin in slot 0: int32 [B, S] tokens, and their indices."""
     return {"tokens": tokens_BS, "indices": jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)[None]}
 

@@ -28,7 +28,7 @@ def forward(
     Args:
       bind: makes the module of its parameters and buffers, a dict by name.
       segments: of the model, in order.
-      sinks: of stacked parameters, which then have no gradient: see `fold`.
+      sinks: of stacked parameters, which then have no gradient: see `run_segment`.
       shared: others, in place of those among `params`, that a gradient is taken of.
     """
     params = {**params, **(shared or {})}
@@ -37,9 +37,9 @@ def forward(
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = fold(model, segment, x, ctx, first, sinks=below)
-        total, first = added(total, sums), first + segment.n_layers
-    total = added(total, loss_sums(model, x, batch, dropout))
+        x, _, sums = run_segment(model, segment, x, ctx, first, sinks=below)
+        total, first = add_sums(total, sums), first + segment.n_layers
+    total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
 
 
@@ -74,23 +74,23 @@ def hidden_states(
     batch = {"weights": jnp.zeros(batch["tokens"].shape, jnp.float32), **batch}
     x, first, ctx = model.embed(batch, None), 0, Context(batch, None, model.prepare(batch), cache=cache, start=start)
     for segment in segments:
-        x, cache, _ = fold(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
+        x, cache, _ = run_segment(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
         first += segment.n_layers
     return x, cache
 
 
-def added(a: Sums, b: Sums) -> Sums:
+def add_sums(a: Sums, b: Sums) -> Sums:
     """Entry by entry; what one of them lacks counts as zero."""
     return {name: a[name] + b[name] if name in a and name in b else (a | b)[name] for name in (a | b)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Which rows of a segment's stacked parameters are read, and which of those are layers; int32 where a stage decides."""
 
     start: int | jax.Array
     """The first row that is read."""
-    n: int
+    size: int
     """How many are."""
     skip: int | jax.Array = 0
     """So many of them belong to layers before."""
@@ -99,8 +99,8 @@ class Rows:
 
 
 @jax.named_scope("layers")
-def fold(
-    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: Rows | None = None,
+def run_segment(
+    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: RowRange | None = None,
     sinks: Model | None = None,
 ) -> tuple[jax.Array, Any, Sums]:  # fmt: skip
     """(x, cache, sums) after the layers of a segment whose parameters the model holds, one after another.
@@ -109,12 +109,12 @@ def fold(
       x: [B, S, D], sharded like the residual stream.
       first: number, in the whole model, of the first of the layers.
       rows: of the stacked parameters; None: all are layers.
-      sinks: the model with float32 zeros, [rows.n, ...], in place of the segment's parameters. What would be their gradient is the
+      sinks: the model with float32 zeros, [rows.size, ...], in place of the segment's parameters. What would be their gradient is the
         parameters', in float32 whatever type those have, and the parameters themselves have none.
     """
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
-    rows = rows or Rows(0, jax.tree.leaves(stacked)[0].shape[0])
-    n, period = rows.n, segment.period
+    rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
+    n, period = rows.size, segment.period
 
     def periods(tree: Any) -> Any:
         return tree if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), tree)

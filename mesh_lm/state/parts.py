@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mesh_lm.optim import Leaf, Optimizer
+from mesh_lm.optim import ArraySpec, Optimizer
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
 from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
@@ -32,7 +32,7 @@ class Part:
 
     kind: Kind
     """The column of the rules that places what is not flat."""
-    leaves: dict[str, Leaf]
+    leaves: dict[str, ArraySpec]
     shardings: dict[str, jax.NamedSharding]
 
     @property
@@ -49,8 +49,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
     buffers: what has no gradient. Then the optimizer's slots.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
-    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
-    found: dict[str, tuple[Kind, dict[str, Leaf]]] = {"params": ("params", used)}
+    used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
+    found: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
     if flat.vectors:
         found[MASTER] = "optimizer", flat.leaves
     if buffers:
@@ -71,11 +71,11 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
     return out
 
 
-def _where(layout: ModelLayout, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
     return layout.flat.shardings[name] if leaf.form == "flat" else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
-def masters(layout: ModelLayout) -> dict[str, Leaf]:
+def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
     """What the optimizer updates: flat vectors, and the parameters that are not flat; all float32."""
     rest = {name: leaf for name, leaf in layout.leaves.items() if name not in layout.flat.names | layout.buffers}
     return {**layout.flat.leaves, **rest}

@@ -68,7 +68,7 @@ class Monitor:
         if self._goodput:
             self._goodput.keep()
         self._profile.step(step, metrics, self._phases)
-        self._flush()
+        self.flush()
         self._late = self._told
         return told
 
@@ -84,8 +84,11 @@ class Monitor:
         except OSError as error:
             self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 
-    def heldout(self, step: int, loss: float) -> None:
-        """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
+    def heldout(self, step: int, loss: float) -> dict[str, float]:
+        """Notes a held-out loss in nats per token, and returns what goes on record.
+
+        Where all of the held-out text was read, the log also says what compressors make of the same bytes.
+        """
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
         if self.corpus.heldout_bytes:
@@ -94,6 +97,7 @@ class Monitor:
         self._write(step, row)
         part = f"{self.config.train.eval_sequences or 'all'} sequences"
         self.note(f"step {step}: held-out {shown} ({beside or part})")
+        return row
 
     def has_heldout(self, step: int) -> bool:
         """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
@@ -112,7 +116,7 @@ class Monitor:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
-        self._flush()
+        self.flush()
         before = self._phases.phase
         self._phases.at("evaluate")
         with self._progress.paused():
@@ -136,7 +140,8 @@ class Monitor:
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Reads and writes the metrics of the newest step, for which it waits."""
         late, self._late = self._late, None
         self._read(late)
 
@@ -167,7 +172,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self._flush()
+            self.flush()
         self._profile.stop()
         if kind is None and self._profile.missed:
             self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")

@@ -11,7 +11,7 @@ import pytest
 from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
@@ -21,7 +21,7 @@ from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
 
 
 def test_the_tables_of_variables() -> None:
@@ -81,6 +81,6 @@ def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(message, (0, 1), (mine, theirs)))
-    (shown,) = re.findall(r"```\n(  error: .*?)  ```", PAGE, re.DOTALL)
+    (shown,) = re.findall(r"```\n(    error: .*?)    ```", PAGE, re.DOTALL)
     assert said[0] == said[1]
-    assert said[0] == "\n".join(line[2:] for line in shown.rstrip().splitlines()).replace("node2", "node1")
+    assert said[0] == "\n".join(line[4:] for line in shown.rstrip().splitlines()).replace("node2", "node1")

@@ -107,7 +107,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     """Padding included: no layer moves."""
     model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=6, d_model=8, n_heads=2, dtype="float32")
     staged = Run(at(tmp_path, model), shard_on("megatron", pipeline=2, tensor=2), PipelineConfig(chunks=2, layers=(2, 2, 1, 1)))
-    assert not staged.layout.identity
+    assert not staged.layout.is_contiguous
     staged.save(2)
     staged.require(2)
     other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))

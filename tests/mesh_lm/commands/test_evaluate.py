@@ -17,7 +17,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.inference import perplexity
 from mesh_lm.inference.perplexity import windows
 from mesh_lm.inference.trained import Trained
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.training import evaluation
 from sharding_rules import MeshConfig
 
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cost(run: Path):
     """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
     trained = Trained.load(run, mesh=MeshConfig(data=8))
-    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(whole_texts(tokens)))
+    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
     def nats(cases: list[tuple[list[int], int]]) -> float:
         tokens = np.zeros((256, SEQ), np.int32)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job

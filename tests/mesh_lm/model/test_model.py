@@ -10,7 +10,7 @@ import pytest
 from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
 
 from mesh_lm.config import load
-from mesh_lm.model import DecoderConfig, whole_texts
+from mesh_lm.model import DecoderConfig, token_batch
 from mesh_lm.model.loss import cross_entropy
 from mesh_lm.model.stack import forward
 from mesh_lm.parallel.engine import value_and_grad
@@ -120,7 +120,7 @@ def test_the_future_is_not_seen() -> None:
     tokens = host_batch(1)["tokens"][0, :2]
 
     def logits(params, tokens):
-        return layout.bind(params).logits(whole_texts(tokens))
+        return layout.bind(params).logits(token_batch(tokens))
 
     run = jax.jit(logits)
     before, changed = np.asarray(run(params, tokens)), tokens.copy()
