@@ -28,7 +28,7 @@ from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
 from sharding_rules.lab import TARGETS, h100, hlo
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.timeline import _FREE, ATTENTION, ATTENTION_BACKWARD, MATMUL, MEMORY, _Prices
 
 TOKENS = 8192
@@ -97,7 +97,7 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
     compiled = jax.jit(function).lower(*placed).compile()
     module = hlo.parse(compiled.as_text() or "")
-    prices = _Bytes(module, Places(module), TARGETS["h100"], {})
+    prices = _Bytes(module, Provenance(module), TARGETS["h100"], {})
     kernels, matmuls = [], []
     for visit in module.visits():
         for one in () if visit.fused else module.computations[visit.computation]:

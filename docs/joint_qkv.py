@@ -1,4 +1,4 @@
-"""A GPT of 1.3 B parameters with a slip: the numbers are right, the collectives are not. docs/lab.md finds it.
+"""A GPT of 1.3 B parameters with a mistake: the numbers are right, the collectives are not. docs/lab.md finds it.
 
 python train.py --config=docs/joint_qkv.py --plan
 Sizes: B batch, S sequence, D embed, N heads, H head dim.

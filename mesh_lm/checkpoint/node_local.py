@@ -50,7 +50,7 @@ class Local:
         if not self._every:
             return
         output, life = hashlib.sha256(str(directory).encode()).hexdigest()[:16], _identity(directory)
-        output, life = distributed.from_first([output, life])
+        output, life = distributed.broadcast_from_process0([output, life])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
         self._place = f"{jax.process_index()}-of-{jax.process_count()}"
         with contextlib.suppress(OSError):  # of runs whose output was deleted
@@ -89,7 +89,7 @@ class Local:
         if not self._every:
             return None
         here = [] if self._fresh else self._whole()
-        everywhere = distributed.from_all([step for step in here if step > newest])
+        everywhere = distributed.gather_from_all([step for step in here if step > newest])
         found = sorted(set.intersection(*map(set, everywhere)), reverse=True)
         reasons = [] if found or not any(everywhere) else ["no step is on the disks of all processes"]
         with contextlib.suppress(OSError):
@@ -104,18 +104,20 @@ class Local:
                 mine = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unfit) else repr(error)}", ""]
-            problems, proofs = zip(*distributed.from_all(mine), strict=True)
+            problems, proofs = zip(*distributed.gather_from_all(mine), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
                 reason = f"step {step} is not of the same run on all processes"
             if not reason and saved and state and (wrong := _differ(digests(state), saved.digests)):
                 reason = f"step {step}: {wrong} is not what was saved"
             if not reason and saved and state:
-                distributed.say(f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output")
+                distributed.print_on_process0(
+                    f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output"
+                )
                 return saved, with_used(layout, state)
             reasons.append(reason)
         if reasons:
-            distributed.say(f"local checkpoints are not used: {'; '.join(reasons)}")
+            distributed.print_on_process0(f"local checkpoints are not used: {'; '.join(reasons)}")
         self.forget(newest)
         return None
 
@@ -175,7 +177,7 @@ class Local:
         if not self._failed:
             with contextlib.suppress(OSError):  # its log may be on the same disk
                 print(
-                    f"{distributed.prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
+                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
                     "and a crash now goes back to the newest one in the output", flush=True,
                 )  # fmt: skip
         self._failed = True
@@ -257,7 +259,7 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = [[name, stack.stages, *stack.counts] for name, stack in layout.stacks.items()]
+    stages = [[name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()]
     sizes = dict(layout.shard.mesh.shape)
     flat = [
         [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]

@@ -79,7 +79,7 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     found = measure(scorer, trained.tokenizer, read(arguments.text), stride=stride, start=start)
     summary = found.summary()
     beside = compressors(read(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
-    distributed.say(
+    distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
         f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
@@ -97,5 +97,5 @@ def _tasks(arguments: Arguments) -> dict[str, Any]:
     trained = arguments.load()
     model = harness.adapter(trained, batch=arguments.batch, start=document_start(trained.tokenizer, arguments.start))
     results, table = harness.run(model, tasks, names, limit=arguments.limit)
-    distributed.say(table)
+    distributed.print_on_process0(table)
     return {"checkpoint": arguments.checkpoint, "step": trained.step, **results}

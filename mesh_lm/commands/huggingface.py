@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 def _export(options: Export) -> None:
     trained = _load(options.checkpoint, options)
     save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
-    distributed.say(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
+    distributed.print_on_process0(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
 
 
 def _import(options: Import) -> None:
@@ -83,7 +83,7 @@ def _import(options: Import) -> None:
         state = fresh_state(trained.layout, optimizer, trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
         checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
-    distributed.say(f"wrote the weights of {options.input} to {options.output} as step 0")
+    distributed.print_on_process0(f"wrote the weights of {options.input} to {options.output} as step 0")
 
 
 def _load(path: str, options: Export | Import) -> Trained:

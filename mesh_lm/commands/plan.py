@@ -15,10 +15,9 @@ from rich.console import Console
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, stages
-from mesh_lm.planning import state_bytes as held
+from mesh_lm.planning import attention, stages, state_bytes
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
 from sharding_rules import Rules, ShardingRuleError
 from sharding_rules.lab import LabError, Report
@@ -108,9 +107,13 @@ def show(plan: Plan, config: TrainConfig) -> int:
         report = program.compile(options(flags))
         findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.layout, report))
+        facts = (
+            *_facts(config, report),
+            *state_bytes.report_facts(program.declared),
+            *stages.report_facts(program.config, program.layout, report),
+        )
         if plan.max_microbatch:
-            facts += largest(config, n_devices, compiled, say=say)
+            facts += largest_microbatch(config, n_devices, compiled, say=say)
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
@@ -147,7 +150,7 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     if theirs:
         compiled = sum(report.flops.values())
         facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
-    return (*facts, *attention.facts(config, report, report.target))
+    return (*facts, *attention.report_facts(config, report, report.target))
 
 
 def _write(

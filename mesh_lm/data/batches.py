@@ -91,7 +91,7 @@ class Batches:
         samples: the certificate of all that was read so far (see `Loader`), 16 hex digits, equal on any mesh.
         """
         state: dict[str, Any] = {"position": position, "corpus": self.name, "tokenizer": self._tokenizer}
-        read = sum(distributed.from_all(self._loader.certificate)) if self._loader else 0
+        read = sum(distributed.gather_from_all(self._loader.certificate)) if self._loader else 0
         state["samples"] = f"{(self._samples + read) % MODULUS:016x}"
         if self._blended:
             state["blend"] = self._blended.plan.state(self._blended.order.consumed(position))
@@ -111,7 +111,7 @@ def _text_order(config: TrainConfig, corpus: Corpus, eod: int) -> Order:
     text = Text(corpus.train(), vocab=config.model.vocab_size)
     if config.data.documents != "packed":
         return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
-    cache = IndexCache(config.data.cache, distributed.say)
+    cache = IndexCache(config.data.cache, distributed.print_on_process0)
     return Packed(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=corpus.train().fingerprint())
 
 

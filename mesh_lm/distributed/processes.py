@@ -26,7 +26,7 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.process_slot import ProcessSlot
 from sharding_rules import ShardingRuleError
 
 _FAREWELL = 5.0
@@ -47,7 +47,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return status
     except (ConfigError, ShardingRuleError) as error:
         with contextlib.suppress(OSError):
-            print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
+            print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
         status = EXIT_UNEXPECTED if isinstance(error, rendezvous.Absent) else EXIT_CANNOT
     except FewerNodes:
         status = EXIT_FEWER
@@ -93,25 +93,25 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if launch.compile_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    place = Place.of(launch)
+    slot = ProcessSlot.of(launch)
     kept = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
     flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=kept)
     if kept:  # JAX would put the cache of all runs in its place
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
     gpu.choose_platform()
-    if flags and (place is None or place.index == 0):
+    if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
-    if place and not jax.distributed.is_initialized():
-        join(place, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+    if slot and not jax.distributed.is_initialized():
+        join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
 
 
-def join(place: Place, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
+def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
     """Makes this process one of several. heartbeat: seconds of silence after which JAX ends the others. Raises ConfigError as `start`."""
-    rendezvous.meet(place, timeout, description)
+    rendezvous.meet(slot, timeout, description)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.local_devices,
+        slot.coordinator, slot.count, slot.index, slot.local_devices,
         cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
@@ -125,21 +125,21 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
     return plain
 
 
-def say(text: str) -> None:
+def print_on_process0(text: str) -> None:
     """Prints on process 0 only. A log that takes no more, on a full disk or without a reader, ends nothing."""
     if jax.process_index() == 0:
         with contextlib.suppress(OSError):
             print(text, flush=True)
 
 
-def prefix() -> str:
+def log_prefix() -> str:
     """What the lines of processes other than the first start with."""
     index = jax.process_index() if jax.distributed.is_initialized() else 0
     return f"[process {index}] " if index else ""
 
 
 @contextlib.contextmanager
-def first_before_others(what: str) -> Iterator[None]:
+def process0_first(what: str) -> Iterator[None]:
     """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices(what)
@@ -151,7 +151,7 @@ def first_before_others(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
+def collective_errors(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
     """A part of the program that all processes pass, or none: an error on one is an error on every one, so that none waits for it.
 
     mistake: makes what the others raise, of "process 1: what it said", where that is a ConfigError; else they raise RuntimeError.
@@ -161,7 +161,7 @@ def together(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None
         yield
     except Exception as caught:
         error = caught
-    said = from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
+    said = gather_from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
     if error:
         raise error
     for process, each in enumerate(said):
@@ -174,33 +174,33 @@ def require_shared(directory: Path) -> None:
     if jax.process_count() == 1:
         return
     mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
-    with together():
+    with collective_errors():
         if jax.process_index() == 0:
             mark.touch()
-    with together():
+    with collective_errors():
         if not mark.exists():
             raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to one on a disk that all hosts share")
     if jax.process_index() == 0:
         mark.unlink(missing_ok=True)
 
 
-def agree(what: str, value: str, fix: str) -> None:
+def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
     """Raises ConfigError on every process where they do not all have the same `value`."""
     if jax.process_count() == 1:
         return
     text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
-    values = from_all(text)
+    values = gather_from_all(text)
     if len(set(values)) > 1:
         other = next(i for i, v in enumerate(values) if v != values[0])
         raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
 
 
-def from_first(value: Any) -> Any:
+def broadcast_from_process0(value: Any) -> Any:
     """The value (JSON) that process 0 has."""
-    return value if jax.process_count() == 1 else from_all(value if jax.process_index() == 0 else None)[0]
+    return value if jax.process_count() == 1 else gather_from_all(value if jax.process_index() == 0 else None)[0]
 
 
-def from_all(value: Any) -> list[Any]:
+def gather_from_all(value: Any) -> list[Any]:
     """The values (JSON) that the processes have, in their order. All must call it equally often."""
     if jax.process_count() == 1:
         return [value]

@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from mesh_lm.errors import ConfigError, listed
-from mesh_lm.launch.messages import some
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.messages import number_ranges
+from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.wire import listen
 
 Description = dict[str, Any]
@@ -70,33 +70,33 @@ def _modules() -> dict[str, str]:
     return found
 
 
-def meet(place: Place, timeout: float, description: Description) -> None:
+def meet(slot: ProcessSlot, timeout: float, description: Description) -> None:
     """Returns when all processes are there and run the same; takes at most `timeout` seconds.
 
     Raises, on every process that is there, Absent: no one answers at the coordinator's address, its port is taken, or processes did not
     come. ConfigError: two with one index, another count, or a difference in the description.
     """
-    mine = {"magic": _MAGIC, "count": place.count, "index": place.index, "host": socket.gethostname(), "description": description}
+    mine = {"magic": _MAGIC, "count": slot.count, "index": slot.index, "host": socket.gethostname(), "description": description}
     mine = json.loads(json.dumps(mine, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
-    problem, absent = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
+    problem, absent = _host(slot, deadline, timeout, mine) if slot.index == 0 else _visit(slot, deadline, timeout, mine)
     if problem:
         raise (Absent if absent else ConfigError)(problem)
 
 
-def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
+def _host(slot: ProcessSlot, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
     """Process 0's side. Returns what is wrong, or nothing, and whether it is that somebody was absent."""
     with contextlib.ExitStack() as open_sockets:
         try:
-            listener = listen(place.address[1], backlog=place.count)
+            listener = listen(slot.address[1], backlog=slot.count)
         except OSError as error:
-            why = f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
+            why = f"process 0 cannot listen on port {slot.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
             return why, True
         open_sockets.enter_context(listener)
         came: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []
         problem, missed = "", False
-        while len(visitors) < place.count - 1:
+        while len(visitors) < slot.count - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 visitor = open_sockets.enter_context(listener.accept()[0])
@@ -110,8 +110,8 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
                 if time.monotonic() < deadline:
                     continue  # someone who connected and said nothing
                 missed = True
-                absent = some(sorted({*range(1, place.count)} - came.keys()))
-                problem = f"{absent} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
+                absent = number_ranges(sorted({*range(1, slot.count)} - came.keys()))
+                problem = f"{absent} of {slot.count} did not come to {slot.coordinator} in {timeout:g} s"
                 problem += "; see their logs, launch.processes, and whether they reach that address"
                 break
             except (OSError, ValueError, AttributeError):
@@ -124,7 +124,7 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
             if problem:  # those who are still on their way are to hear it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
         if not problem and (left := [i for i, visitor in came.items() if _hung_up(visitor)]):
-            problem, missed = f"{some(left)} of {place.count} came to {place.coordinator} and left again; see their logs", True
+            problem, missed = f"{number_ranges(left)} of {slot.count} came to {slot.coordinator} and left again; see their logs", True
         for visitor in visitors:
             with contextlib.suppress(OSError):
                 _send(visitor, json.dumps({"problem": problem, "absent": missed}))
@@ -134,11 +134,11 @@ def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -
         return problem, missed
 
 
-def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
+def _visit(slot: ProcessSlot, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
     """The other processes' side."""
     while True:
         try:
-            with socket.create_connection(place.address, timeout=max(0.01, deadline - time.monotonic())) as host:
+            with socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic())) as host:
                 _send(host, json.dumps(mine))
                 host.settimeout(timeout + 10)  # process 0 is there, and says by its own clock who is not
                 told = json.loads(_receive(host))
@@ -146,7 +146,7 @@ def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) 
         except (OSError, ValueError, KeyError, TypeError) as error:
             if time.monotonic() > deadline:
                 return (
-                    f"process {place.index} found no process 0 at {place.coordinator} in {timeout:g} s ({error}); "
+                    f"process {slot.index} found no process 0 at {slot.coordinator} in {timeout:g} s ({error}); "
                     "start it, or correct launch.coordinator",
                     True,
                 )

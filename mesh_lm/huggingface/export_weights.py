@@ -60,7 +60,7 @@ def save(
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
     stream = _tensors(rows, params, dtype)
-    with distributed.together():
+    with distributed.collective_errors():
         partial = _begin(directory) if jax.process_index() == 0 else None
     if partial is None:
         for _ in stream:  # the gathers need every process

@@ -38,7 +38,7 @@ class Scorer:
             )
         self.layout, self.params = whole_sequences(layout), params
         shard = self.layout.shard
-        ways = shard.ways(shard.cut("batch"))
+        ways = shard.n_shards(shard.axes_for("batch"))
         self.batch = -(-batch // ways) * ways
         self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
 

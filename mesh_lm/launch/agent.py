@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, place
-from mesh_lm.launch.controller import AT_ONCE, UNKILLABLE, Schedule, say
+from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, process_slot
+from mesh_lm.launch.controller import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
@@ -38,7 +38,7 @@ class Agent:
         self._peer: Peer | None = None
         self._workers: dict[int, Worker] = {}
         self._generation = 0
-        self._schedule: Schedule = ()
+        self._plan: SignalPlan = ()
         self._ordered = 0.0
         self._signals: list[int] = []
         self._stop = self._interrupted = False
@@ -78,10 +78,10 @@ class Agent:
         elif not self._workers:
             self._connect()
         elif time.monotonic() - self._since > max(self._patience, UNKILLABLE):
-            say(f"node {self._job.node} gives up: SIGKILL does not end its workers, which hang in the kernel")
+            log(f"node {self._job.node} gives up: SIGKILL does not end its workers, which hang in the kernel")
             self._status = EXIT_STALLED
         self._look(excused=paused)
-        self._signal(self._schedule)
+        self._signal(self._plan)
 
     def _stops(self) -> None:
         """Passes on a signal to this launcher: to all nodes, through the controller. A second SIGINT is impatient."""
@@ -100,7 +100,7 @@ class Agent:
     def _connect(self) -> None:
         if time.monotonic() - self._since > self._patience:
             where = f"the controller at {self._address[0]}:{self._address[1]}"
-            say(f"node {self._job.node} gives up: no answer from {where} in {self._patience:g} s{self._why}")
+            log(f"node {self._job.node} gives up: no answer from {where} in {self._patience:g} s{self._why}")
             self._status = EXIT_STALLED
             return
         try:
@@ -118,7 +118,7 @@ class Agent:
         self._peer.close()
         self._peer = None
         if self._welcome:  # it was there, so that this is an event, and the time to come back begins
-            say(f"node {self._job.node}: the controller on node 0 {how}; tries to come back, for {self._job.rejoin:g} s at most")
+            log(f"node {self._job.node}: the controller on node 0 {how}; tries to come back, for {self._job.rejoin:g} s at most")
             self._since, self._patience = time.monotonic(), self._job.rejoin
         self._end(AT_ONCE)
         time.sleep(_RETRY)
@@ -132,16 +132,16 @@ class Agent:
         elif "exit" in message:
             self._status = message["exit"]
             if message.get("why"):
-                say(message["why"])
+                log(message["why"])
 
     # The workers.
 
     def _start(self, order: dict[str, Any]) -> None:
-        self._generation, self._schedule = order["start"], ()
+        self._generation, self._plan = order["start"], ()
         environment = {name: value for name, value in self._environment.items() if name not in JOB_VARIABLES.values()}
         environment |= {
-            place.VARIABLES["coordinator"]: order["coordinator"],
-            place.VARIABLES["processes"]: str(order["count"]),
+            process_slot.VARIABLES["coordinator"]: order["coordinator"],
+            process_slot.VARIABLES["processes"]: str(order["count"]),
             GENERATION: str(self._generation),
             BEGUN: str(order["begun"]),
             JOB_VARIABLES["nodes"]: str(order["nodes"]),
@@ -152,7 +152,7 @@ class Agent:
             environment |= {ELASTIC: str(self._job.nodes), LEAST: str(self._job.least)}
         for local, devices in enumerate(self._devices):
             index = order["first"] + local
-            own = {place.VARIABLES["index"]: str(index)} | ({place.LOCAL_DEVICES: devices} if devices else {})
+            own = {process_slot.VARIABLES["index"]: str(index)} | ({process_slot.LOCAL_DEVICES: devices} if devices else {})
             self._workers[index] = Worker(self._job.command, environment | own, index, relay=order["count"] > 1)
 
     def _look(self, *, excused: bool) -> None:
@@ -164,7 +164,7 @@ class Agent:
                 died.append((index, status, worker.sent))
                 fewer = fewer or worker.nodes
                 del self._workers[index]
-            elif not self._schedule_kills and (seconds := worker.silence(self._job.start, self._job.heartbeat)):
+            elif not self._kill_is_near and (seconds := worker.silence(self._job.start, self._job.heartbeat)):
                 self._tell(silent=index, seconds=seconds)
         beats = {index: worker.beat | {"age": time.monotonic() - worker.heard} for index, worker in looked.items() if worker.beat}
         if died or time.monotonic() - self._told > min(1.0, self._job.heartbeat / 4):
@@ -175,17 +175,17 @@ class Agent:
             self._told = time.monotonic()
             self._peer.send(generation=self._generation, **message)
 
-    def _end(self, schedule: Schedule) -> None:
-        self._schedule, self._ordered = schedule, time.monotonic()
+    def _end(self, plan: SignalPlan) -> None:
+        self._plan, self._ordered = plan, time.monotonic()
 
     @property
-    def _schedule_kills(self) -> bool:
+    def _kill_is_near(self) -> bool:
         """Whether the workers are about to be killed anyway."""
-        return any(number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._schedule)
+        return any(number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._plan)
 
-    def _signal(self, schedule: Schedule) -> None:
+    def _signal(self, plan: SignalPlan) -> None:
         """Sends each worker what is due by now, once."""
-        due = [number for after, number in schedule if time.monotonic() >= self._ordered + after]
+        due = [number for after, number in plan if time.monotonic() >= self._ordered + after]
         for worker in self._workers.values():
             if due and worker.sent != due[-1]:
                 worker.signal(due[-1])

@@ -16,16 +16,15 @@ import time
 from collections import Counter
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED
-from mesh_lm.launch import messages as words
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, messages
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.wire import Peer, free_port
 
-Schedule = tuple[tuple[float, int], ...]
+SignalPlan = tuple[tuple[float, int], ...]
 """Signals that a worker gets, each so many seconds after the order, as long as it lives."""
 # After a crash the others usually end by themselves with the same error, which is worth reading. JAX swallows SIGTERM.
-CRASHED: Schedule = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
-AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
+CRASHED: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
 UNKILLABLE = 60.0
 """Seconds after SIGKILL that a worker has to be gone; who hangs in the kernel, on a dead disk or GPU, stays."""
 _TICK = 0.05
@@ -92,7 +91,7 @@ class Controller:
 
     def run(self) -> int:
         if self._job.nodes > 1:
-            say(f"waits for {self._job.nodes} nodes at {self._job.rendezvous}, for {self._patience:g} s at most")
+            log(f"waits for {self._job.nodes} nodes at {self._job.rendezvous}, for {self._patience:g} s at most")
         while self._status is None:
             self._hear()
             if self._now is None:
@@ -127,11 +126,11 @@ class Controller:
 
     def _welcome(self, caller: Peer) -> None:
         """A new agent, or one that comes back; or a stranger."""
-        messages = caller.receive()
-        if not messages and caller.open and caller.silence < _HELLO:
+        received = caller.receive()
+        if not received and caller.open and caller.silence < _HELLO:
             return
         self._callers.remove(caller)
-        hello = messages[0] if messages else {}
+        hello = received[0] if received else {}
         number = hello.get("node")
         mine, theirs = self._job.shared(), hello.get("job")
         if not (isinstance(number, int) and 0 <= number < self._job.nodes and isinstance(theirs, dict) and hello.get("hello") == "mesh_lm"):
@@ -140,14 +139,14 @@ class Controller:
             why = f"node {number} does not run what node 0 runs, but {'; '.join(differences)}"
             caller.send(exit=EXIT_CANNOT, why=why)
             caller.close()
-            return say(why)
+            return log(why)
         if number in self._nodes:
             self._lose(number, "came a second time: its first connection counts as gone")
         self._nodes[number] = Node(caller, str(hello.get("host")))
         caller.send(**({} if self._status is None else {"exit": self._status}))
         if self._job.nodes > 1 and self._count:
-            say(f"node {number} ({hello.get('host')}) is back")
-        for message in messages[1:]:
+            log(f"node {number} ({hello.get('host')}) is back")
+        for message in received[1:]:
             self._take(number, message)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
@@ -176,7 +175,7 @@ class Controller:
         node.peer.close()
         if self._status is not None:
             return
-        say(f"node {number} ({node.host}) {how}")
+        log(f"node {number} ({node.host}) {how}")
         if now and number in now.members:
             now.running.discard(number)
             if now.failure is None:
@@ -187,7 +186,7 @@ class Controller:
 
     def _silent(self, now: Generation, number: int, process: int, seconds: float) -> None:
         if now.failure is None:
-            say(f"process {process}{self._at(number)} was silent for {seconds:.0f} s: it is stopped, or hangs outside of Python")
+            log(f"process {process}{self._at(number)} was silent for {seconds:.0f} s: it is stopped, or hangs outside of Python")
             now.failure, now.culprit = EXIT_STALLED, number
             self._table(now, process)
         self._order(now, "crash", AT_ONCE)
@@ -201,18 +200,19 @@ class Controller:
         now.statuses[process] = status
         if status in (0, EXIT_FEWER):
             return
+        what = f"process {process}{self._at(number)} {messages.describe_exit(status, self._processes(now))}"
         if asked or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
-                say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}; the others are to do so, too")
+                log(f"{what}; the others are asked to do the same")
                 self._order(now, "signal", self._farewell)
             return
         if now.failure is None:
-            say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}")
+            log(what)
             now.failure, now.culprit = status, number
             self._table(now, stalled=status in (EXIT_STALLED, -signal.SIGABRT))
             self._order(now, "crash", CRASHED)
         elif status != now.failure and status < 0 and status != -signal.SIGABRT:
-            say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}, which may be the cause")
+            log(f"{what}, which may be the cause")
             now.failure, now.culprit = status, number
         elif now.failure == EXIT_CANNOT and status != EXIT_CANNOT:  # what a victim makes of it hides no accident
             now.failure, now.culprit = status, number
@@ -221,7 +221,7 @@ class Controller:
         """Somebody wants the run to end."""
         if self._stop and not at_once:
             return
-        say(f"{how}: the workers {'end at once' if at_once else f'save and leave, in {self._job.grace:g} s at most'}")
+        log(f"{how}: the workers {'end at once' if at_once else f'save and leave, in {self._job.grace:g} s at most'}")
         self._stop = True
         if self._now and (at_once or self._now.stopping != "crash"):
             self._order(self._now, "signal", AT_ONCE if at_once else self._farewell)
@@ -236,12 +236,12 @@ class Controller:
             self._conclude(now)
             return
         if not now.stopping and self._could_grow(now):
-            say(f"{len(self._nodes)} nodes are there, and {len(now.members)} run: the workers save, and start again on more")
+            log(f"{len(self._nodes)} nodes are there, and {len(now.members)} run: the workers save, and start again on more")
             self._order(now, "grow", self._farewell)
         when, before = now.looked
         if time.monotonic() - when > _LOOK:
-            for line in words.stragglers(before, now.beats):
-                say(line)
+            for line in messages.stragglers(before, now.beats):
+                log(line)
             now.looked = (time.monotonic(), {process: beat for process, beat in now.beats.items() if beat["step"] > 0})
 
     def _conclude(self, now: Generation) -> None:
@@ -253,12 +253,12 @@ class Controller:
         elif self._stop:
             orderly = statuses <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
             saved = now.failure is None and orderly and len(now.statuses) == self._processes(now)
-            self._status = EXIT_PREEMPTED if saved else words.exit_status(-signal.SIGKILL if now.failure is None else now.failure)
+            self._status = EXIT_PREEMPTED if saved else messages.shell_status(-signal.SIGKILL if now.failure is None else now.failure)
         elif now.failure is None and now.stopping == "grow":
             self._again(0.0)
         elif now.fewer and EXIT_FEWER in statuses:
             self._enough, self._expected = (len(now.members), now.fewer), now.fewer
-            say(f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the others wait")
+            log(f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the others wait")
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
@@ -275,20 +275,20 @@ class Controller:
         if now.culprit is not None:
             self._failed[now.culprit] += 1
         if self._vain >= self._job.restarts:
-            say(f"gives up after {self._vain} restarts without a new checkpoint" if self._vain else "gives up: --restarts=0")
-            self._status = words.exit_status(EXIT_STALLED if now.failure is None else now.failure)
+            log(f"gives up after {self._vain} restarts without a new checkpoint" if self._vain else "gives up: --restarts=0")
+            self._status = messages.shell_status(EXIT_STALLED if now.failure is None else now.failure)
             return
         pause = min(_LONGEST_PAUSE, 2.0 ** (self._vain - 1)) if self._vain else 0.0
         self._vain += 1
         where = f"from step {self._newest}" if self._newest >= 0 else "from the start"
-        say(f"restart {self._vain} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'at once'}")
+        log(f"restart {self._vain} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'at once'}")
         self._again(pause)
 
     def _again(self, pause: float) -> None:
         self._not_before = time.monotonic() + pause
         self._since, self._patience = self._not_before, self._job.rejoin
         if len(self._nodes) < self._expected:
-            say(f"waits for {self._absent}, for {self._patience:g} s at most")
+            log(f"waits for {self._absent}, for {self._patience:g} s at most")
 
     def _gather(self) -> None:
         """Starts a generation when enough nodes are there for it."""
@@ -300,7 +300,7 @@ class Controller:
         # JAX's coordinator is on node 0.
         if now < self._not_before or 0 not in self._nodes or there < (self._job.least if late else self._expected):
             if late:
-                say(f"gives up: {self._absent} did not come in {self._patience:g} s; {self._job.least} must be there, and node 0")
+                log(f"gives up: {self._absent} did not come in {self._patience:g} s; {self._job.least} must be there, and node 0")
                 self._status = EXIT_STALLED
             return
         usable = self._usable
@@ -312,7 +312,7 @@ class Controller:
         coordinator = f"[{host}]" if ":" in host else host
         coordinator += f":{free_port('127.0.0.1' if self._job.nodes == 1 else '')}"
         if len(members) < self._job.nodes:
-            say(f"goes on with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
+            log(f"goes on with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
         for rank, number in enumerate(members):
             self._nodes[number].peer.send(
                 start=self._count, coordinator=coordinator, count=len(members) * self._job.per_node, first=rank * self._job.per_node,
@@ -338,17 +338,17 @@ class Controller:
 
     @property
     def _absent(self) -> str:
-        return words.some([number for number in range(self._job.nodes) if number not in self._nodes], "node", "nodes")
+        return messages.number_ranges([number for number in range(self._job.nodes) if number not in self._nodes], "node", "nodes")
 
     @property
-    def _farewell(self) -> Schedule:
+    def _farewell(self) -> SignalPlan:
         return ((0.0, signal.SIGTERM), (self._job.grace, signal.SIGKILL))
 
-    def _order(self, now: Generation, why: str, schedule: Schedule) -> None:
-        now.stopping, now.deadline = why, time.monotonic() + schedule[-1][0] + UNKILLABLE
+    def _order(self, now: Generation, why: str, plan: SignalPlan) -> None:
+        now.stopping, now.deadline = why, time.monotonic() + plan[-1][0] + UNKILLABLE
         for number in now.running:
             if number in self._nodes:
-                self._nodes[number].peer.send(end=now.number, schedule=schedule)
+                self._nodes[number].peer.send(end=now.number, schedule=plan)
 
     def _processes(self, now: Generation) -> int:
         return len(now.members) * self._job.per_node
@@ -359,7 +359,7 @@ class Controller:
     def _table(self, now: Generation, *suspects: int, stalled: bool = True) -> None:
         if self._processes(now) > 1 and now.beats:
             beats = {process: beat | {"age": time.monotonic() - beat["heard"]} for process, beat in now.beats.items()}
-            say("\n".join(["who is where:", *words.where(beats, suspects or words.culprits(beats) if stalled else ())]))
+            log("\n".join(["who is where:", *messages.progress_table(beats, suspects or messages.suspects(beats) if stalled else ())]))
 
     def _leave(self) -> None:
         """Tells all agents, and waits until they have hung up: the last act of this node."""
@@ -371,7 +371,7 @@ class Controller:
         self._listener.close()
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One event, on the launcher's stderr. A log that takes no more, on a full disk or without a reader, ends nothing."""
     with contextlib.suppress(OSError):
         print(f"[launch] {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.place import gpus_here, host_and_port, share, slurm_address
+from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address
 
 VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
 """Option -> the variable that stands for it."""

@@ -31,7 +31,7 @@ _ONCE = ("step", "start", "data", "compile", "restore")
 """Phases that do not slow down every step, or in which a process waits for the others."""
 
 
-def ended(status: int, processes: int) -> str:
+def describe_exit(status: int, processes: int) -> str:
     """How a process ended, as a verb and its reason. processes: of the whole run."""
     if status >= 0:
         return f"ended with status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else "")
@@ -40,12 +40,12 @@ def ended(status: int, processes: int) -> str:
     return f"was killed by {name}" + (f": {reason}" if reason else "")
 
 
-def exit_status(status: int) -> int:
+def shell_status(status: int) -> int:
     """What a shell makes of it."""
     return status if status >= 0 else 128 - status
 
 
-def where(beats: Beats, guilty: Collection[int] = ()) -> list[str]:
+def progress_table(beats: Beats, guilty: Collection[int] = ()) -> list[str]:
     """Who is where, a line for all processes that are at the same place. guilty: those that are marked."""
     groups: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
     for process, beat in sorted(beats.items()):
@@ -56,11 +56,11 @@ def where(beats: Beats, guilty: Collection[int] = ()) -> list[str]:
         silent = max(beats[process]["age"] for process in members)
         unheard = f", unheard for {silent:.0f} s" if silent > _SILENT else ""
         mark = "   <- likely the culprit" if marked else ""
-        lines.append(f"  {some(members)}: step {step}, {phase} for {longest:.0f} s{unheard}{mark}")
+        lines.append(f"  {number_ranges(members)}: step {step}, {phase} for {longest:.0f} s{unheard}{mark}")
     return lines
 
 
-def culprits(beats: Beats) -> set[int]:
+def suspects(beats: Beats) -> set[int]:
     """Those that are silent, else those at the lowest step, else in another phase than most; empty where nothing tells them apart."""
     silent = {process for process, beat in beats.items() if beat["age"] > _SILENT}
     if 0 < len(silent) < len(beats):
@@ -91,7 +91,7 @@ def stragglers(before: Beats, now: Beats) -> list[str]:
     return lines
 
 
-def some(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
+def number_ranges(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
     """process 3; processes 0-6, 8 and so on."""
     ranges: list[list[int]] = []
     for number in numbers:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding_rules import Shard, axes_of
-from sharding_rules.shard import part_of
+from sharding_rules.shard import local_block
 
 
 def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str, str], dtype: str) -> jax.Array:
@@ -19,9 +19,9 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
 
     axes: the table's logical axes, such as ("vocab", "embed"). The gradient is summed over the batch in fp32.
     """
-    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
-    rows_by = axes_of(stored.used[0])
-    rows = table_VD.shape[0] // shard.ways(rows_by)
+    sharding, seq_by = shard.table(*axes), shard.axes_for("seq_resid")
+    rows_by = axes_of(sharding.gathered_spec[0])
+    rows = table_VD.shape[0] // shard.n_shards(rows_by)
     ids_spec, out_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("batch", "seq_resid", "embed"))
 
     def mine(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -29,7 +29,7 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
         return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
     def forward(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
-        table = stored.gather(table_vd.astype(dtype))
+        table = sharding.gather(table_vd.astype(dtype))
         local, held = mine(ids)
         out = jnp.where(held[..., None], table[local], 0) if rows_by else table[local]
         return sum_into(out, rows_by, seq_by)
@@ -38,14 +38,14 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str
         dout = lax.all_gather(dout, seq_by, axis=1, tiled=True) if seq_by else dout
         local, held = mine(ids)
         dout = jnp.where(held[..., None], dout, 0).astype(jnp.float32)
-        return stored.scatter(jnp.zeros((rows, dout.shape[-1]), jnp.float32).at[local].add(dout))
+        return sharding.reduce_scatter(jnp.zeros((rows, dout.shape[-1]), jnp.float32).at[local].add(dout))
 
     @jax.custom_vjp
     def f(table: jax.Array, ids: jax.Array) -> jax.Array:
-        return shard.local(forward, (stored.spec, ids_spec), out_spec)(table, ids)
+        return shard.shard_map(forward, (sharding.spec, ids_spec), out_spec)(table, ids)
 
     def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, None]:
-        return shard.local(backward, (ids_spec, out_spec), stored.spec)(ids, dout).astype(table_VD.dtype), None
+        return shard.shard_map(backward, (ids_spec, out_spec), sharding.spec)(ids, dout).astype(table_VD.dtype), None
 
     f.defvjp(lambda table, ids: (f(table, ids), ids), f_bwd)
     return f(table_VD, ids_BS)
@@ -57,42 +57,42 @@ def add_positions(x_BSD: jax.Array, table_VD: jax.Array, ids_1S: jax.Array, shar
     x: [B, S, D], sharded like the residual stream. axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every
     device gathers the whole table in fp32, and all-reduces its gradient.
     """
-    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
+    sharding, seq_by = shard.table(*axes), shard.axes_for("seq_resid")
     x_spec, ids_spec = (shard.spec("activations", names) for names in (("batch", "seq_resid", "embed"), (None, "seq")))
     rows = table_VD.shape[0]
-    if stored.spec[0]:  # a device does not have all rows of its part
+    if sharding.spec[0]:  # a device does not have all rows of its part
         return x_BSD + lookup(table_VD, jnp.broadcast_to(ids_1S, x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
 
     # Where one axis cuts both, its devices gather columns of the same rows only before they part.
-    crossed = any(axis in seq_by for axis in stored.gathered[1])
+    crossed = any(axis in seq_by for axis in sharding.gather_axes[1])
 
     def forward(x: jax.Array, table_Vd: jax.Array, ids: jax.Array) -> jax.Array:
         table_Sd = table_Vd[ids[0]].astype(x.dtype)
-        table_SD = stored.gather(table_Sd) if crossed else table_Sd
+        table_SD = sharding.gather(table_Sd) if crossed else table_Sd
         mine_Sd = sum_into(table_SD[None], (), seq_by)[0]
-        return x + (mine_Sd if crossed else stored.gather(mine_Sd))
+        return x + (mine_Sd if crossed else sharding.gather(mine_Sd))
 
     def backward(dout: jax.Array, ids: jax.Array) -> jax.Array:
         mine_SD = dout.astype(jnp.float32).sum(0)
-        part = mine_SD if crossed else stored.scatter(mine_SD)
+        part = mine_SD if crossed else sharding.reduce_scatter(mine_SD)
         whole = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
-        whole_Sd = stored.scatter(whole) if crossed else whole
+        whole_Sd = sharding.reduce_scatter(whole) if crossed else whole
         return jnp.zeros((rows, whole_Sd.shape[1]), jnp.float32).at[ids[0]].add(whole_Sd, unique_indices=True)
 
     @jax.custom_vjp
     def f(x: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
-        return shard.local(forward, (x_spec, stored.spec, ids_spec), x_spec)(x, table, ids)
+        return shard.shard_map(forward, (x_spec, sharding.spec, ids_spec), x_spec)(x, table, ids)
 
     def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-        return dout, shard.local(backward, (x_spec, ids_spec), stored.spec)(dout, ids), None
+        return dout, shard.shard_map(backward, (x_spec, ids_spec), sharding.spec)(dout, ids), None
 
     f.defvjp(lambda x, table, ids: (f(x, table, ids), ids), f_bwd)
     return f(x_BSD, table_VD, ids_1S)
 
 
 def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:
-    """Inside `Shard.local`: partial results summed over mesh axes, and cut along S like the residual stream, in the order of its spec."""
+    """Inside `Shard.shard_map`: partial results summed over mesh axes `over`, and sharded along S like the residual stream."""
     for axis in seq_by:
-        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in over else part_of(x_BSD, (axis,), 1)
+        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in over else local_block(x_BSD, (axis,), 1)
     rest = tuple(axis for axis in over if axis not in seq_by)
     return lax.psum(x_BSD, rest) if rest else x_BSD

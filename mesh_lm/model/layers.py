@@ -133,9 +133,9 @@ class Linear(nnx.Module):
         y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
-    def _matmul(self, x_BS: jax.Array, stored: jax.Array) -> jax.Array:
-        einsum, weight = self.shard.einsum_of(stored, self.dtype, self.axes)
-        if self.shard.cut("seq_resid"):
+    def _matmul(self, x_BS: jax.Array, weight: jax.Array) -> jax.Array:
+        einsum, weight = self.shard.einsum_of(weight, self.dtype, self.axes)
+        if self.shard.axes_for("seq_resid"):
             y = einsum(self.equation, x_BS, weight)
             return _gathered_once(y, self.shard) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two.
@@ -203,11 +203,11 @@ class Attention(nnx.Module):
         Raises ConfigError where the implementation cannot serve.
         """
         config, shard = self.config, self.shard
-        heads_by, kv_by = (shard.cut(name) for name in ("heads", "kv_heads"))
+        heads_by, kv_by = (shard.axes_for(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
 
         device = shard.mesh.devices.flat[0]  # perhaps none of this process: --plan compiles for GPUs that are not there
-        local = config.n_heads // shard.ways(heads_by)
+        local = config.n_heads // shard.n_shards(heads_by)
         if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
             raise ShardingRuleError(
                 f"rules.activations: {local} query heads on each device do not share whole kv heads ({group} query heads to each); "
@@ -233,7 +233,7 @@ class Attention(nnx.Module):
         row_spec, sink_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("heads",))
         sinks = self.sinks[...] if config.sinks else None
         in_specs = (q_spec, kv_spec, kv_spec, row_spec, row_spec, sink_spec, jax.P())
-        return shard.local(kernel, in_specs, q_spec)(q, k, v, segment_ids, kv_segment_ids, sinks, start)
+        return shard.shard_map(kernel, in_specs, q_spec)(q, k, v, segment_ids, kv_segment_ids, sinks, start)
 
 
 class Mlp(nnx.Module):

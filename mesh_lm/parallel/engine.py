@@ -96,7 +96,7 @@ def region(
         return reduced, _reduced_gradients(grads, specs, layout, flat, reduced)
 
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
-    of_grads |= {vector.name: layout.shard.only(vector.spec, by_hand) for vector in flat.vectors}
+    of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
     run = _manual(gradients, layout, table, batch, (PartitionSpec(),), out_specs)
     return _widened(run) if layout.shard.rules.reduction == "bfloat16" else run
@@ -192,10 +192,10 @@ def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: M
     auto = frozenset(layout.shard.mesh.axis_names) - manual(layout)
     if not flat.vectors:
         return out
-    inside = {name: layout.shard.only(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
+    inside = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
     parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.cut if a in auto) or None) for v in flat.vectors}
     local = {name: grads[name] if name in flat.names else out[name] for name in inside}
-    mine = layout.shard.local(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
+    mine = layout.shard.shard_map(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
     for vector in flat.vectors:
         out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.over}, layout)
     return out
@@ -208,7 +208,7 @@ def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], layout:
         return _psum(grad, axes, layout)
     # On local shards: XLA:CPU aborts at an all-reduce in bf16 of an array that it cuts itself.
     spec = layout.shard.spec("params", logical)
-    return layout.shard.local(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
+    return layout.shard.shard_map(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
 
 
 def _widened(run: Callable) -> Callable:
@@ -227,7 +227,7 @@ def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> An
 
 
 def _specs(layout: ModelLayout) -> dict[str, PartitionSpec]:
-    return {name: layout.shard.only(s.spec, manual(layout)) for name, s in layout.shardings("params").items()}
+    return {name: layout.shard.restrict(s.spec, manual(layout)) for name, s in layout.shardings("params").items()}
 
 
 def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
@@ -245,10 +245,10 @@ def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch,
         columns = {name: column.T for name, column in table.columns.items()}
         numbers = {"number": np.arange(table.stages, dtype=np.int32)}
         for name, stack in layout.stacks.items():
-            first = stack.first() + layout.config.stack().start(name)
-            found = {"first": first.astype(np.int32), "start": stack.start(), "skip": stack.skip(), "count": stack.count()}
-            numbers |= {f"{name}/{what}": x for what, x in found.items()}
-    by_stage, leaf = PartitionSpec("pipeline"), shard.only(batch_sharding(layout).spec, manual(layout))
+            first = stack.chunk_first_layers() + layout.config.stack().start(name)
+            numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
+            numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
+    by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual(layout))
     in_specs = (by_stage, by_stage, _specs(layout), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
     region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(layout), check_vma=False)
     return partial(region, columns, numbers)

@@ -95,9 +95,9 @@ class ModelLayout:
         return self.shard.mesh.shape["pipeline"]
 
     @property
-    def identity(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether all stacked parameters have their layers in model order in memory, too."""
-        return all(stack.identity for stack in self.stacks.values())
+        return all(stack.is_contiguous for stack in self.stacks.values())
 
     def stack_of(self, name: str) -> StackLayout:
         """The layout of a stacked parameter, or of a sum that has a segment's layers in front."""
@@ -111,7 +111,7 @@ class ModelLayout:
     @property
     def in_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes as the engine has them: stacked parameters by stage, padded where stages have unequal numbers of layers."""
-        rows = {name: (self.stack_of(name).rows, *self.shapes[name].shape[1:]) for name in self.stacked}
+        rows = {name: (self.stack_of(name).padded_rows, *self.shapes[name].shape[1:]) for name in self.stacked}
         return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
 
     @cached_property
@@ -164,7 +164,7 @@ class ModelLayout:
         return self._relaid(tree, kind, to_canonical)
 
     def _relaid(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
-        if self.identity:
+        if self.is_contiguous:
             return tree
         where = self.shardings(kind)
         return {name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x for name, x in tree.items()}
@@ -186,7 +186,7 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
             f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its stack() has no segments); "
             "set mesh.pipeline=1"
         )
-    computed = stack.computed(stages * pipeline.chunks, pipeline.stash == "input")
+    computed = stack.with_recomputation(stages * pipeline.chunks, pipeline.stash == "input")
     return divide(computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance)
 
 

@@ -30,7 +30,7 @@ def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], stack: Sta
 
     Raises ShardingRuleError where the rows are cut over anything but pipeline.
     """
-    if stack.identity:
+    if stack.is_contiguous:
         return sharding
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     cut = [axis for axis in axes_of(spec[0]) if sharding.mesh.shape[axis] > 1]
@@ -47,12 +47,12 @@ def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], stack: Sta
 
 def to_canonical(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
     """[rows, ...], which has this sharding, to [n_layers, ...] with its canonical one, bit for bit. The leaf itself is deleted."""
-    return leaf if stack.identity else _replaced(leaf, _program(stack, sharding, leaf.shape, False))
+    return leaf if stack.is_contiguous else _replaced(leaf, _program(stack, sharding, leaf.shape, False))
 
 
 def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
     """[n_layers, ...] with its canonical sharding to [rows, ...] with this one; padding is zero. The leaf itself is deleted."""
-    return leaf if stack.identity else _replaced(leaf, _program(stack, sharding, (stack.rows, *leaf.shape[1:]), True))
+    return leaf if stack.is_contiguous else _replaced(leaf, _program(stack, sharding, (stack.padded_rows, *leaf.shape[1:]), True))
 
 
 def _replaced(leaf: jax.Array, program: Any) -> jax.Array:
@@ -69,7 +69,7 @@ def _program(stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...]
     local = canonical.shard_shape((stack.n_layers, *shape[1:]))
     layers = stack.layer_of_row().reshape(stack.stages, -1).T
     # [rows of a stage, P]; padding is a layer past the last, which a scatter drops and a gather fills with zero.
-    layers = np.where(layers < 0, stack.n_layers + np.arange(stack.rows).reshape(layers.shape), layers)
+    layers = np.where(layers < 0, stack.n_layers + np.arange(stack.padded_rows).reshape(layers.shape), layers)
 
     def collect(rows: jax.Array) -> jax.Array:
         """A device's part [rows of a stage, ...] to its part [n_layers, ...]."""

@@ -52,7 +52,7 @@ def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]
     left = jax.eval_shape(part.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
     trained = {name: w for name, w in {**part.layers, **part.shared}.items() if name not in part.layout.buffers}
     zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in trained.items()}
-    height = {name: part.layout.stack_of(name).height for name in part.zero_arrays}
+    height = {name: part.layout.stack_of(name).rows_per_stage for name in part.zero_arrays}
     start = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,
         part.layout.constrain(zeros, "params"), part.zero_sums,

@@ -145,7 +145,7 @@ class Part:
     def _sinks(self) -> Params:
         """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
         trained = {name: x for name, x in self.layers.items() if name not in self.layout.buffers}
-        return {name: jnp.zeros((self.layout.stack_of(name).width, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
+        return {name: jnp.zeros((self.layout.stack_of(name).rows_per_pass, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
 
     def _depends_on_x(self, some: Work) -> list[bool]:
         """Of each residual of a pass, whether it depends on x."""
@@ -179,14 +179,15 @@ class Part:
         for segment in self.layout.segments:
             stack = self.layout.stacks[segment.name]
             first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
-            rows = Rows(start if stack.height > stack.width else 0, stack.width, *((skip, count) if stack.padded else ()))
+            start = start if stack.rows_per_stage > stack.rows_per_pass else 0
+            rows = Rows(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
             x, _, sums = fold(model, segment, x, ctx, first, rows, below)
             total = added(total, sums)
         return x, total
 
     def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
         """Of a gradient or an array of sums the rows that a pass makes: [height, ...] to [width, ...]."""
-        width = self.layout.stack_of(name).width
+        width = self.layout.stack_of(name).rows_per_pass
         return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:

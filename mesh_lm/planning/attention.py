@@ -19,7 +19,7 @@ _KERNELS = {"mosaic_gpu": "mosaic", "__cudnn$fmha": "cudnn"}
 """By how the target of the custom call begins."""
 
 
-def served_by(config: TrainConfig, target: str) -> set[str]:
+def attention_implementations(config: TrainConfig, target: str) -> set[str]:
     """The implementations that attention=auto takes on the target, one for each kind of layer; else what the model asks for."""
     model, asked = config.model, getattr(config.model, "attention", "")
     if asked != "auto" or not isinstance(model, DecoderConfig):
@@ -32,9 +32,9 @@ def served_by(config: TrainConfig, target: str) -> set[str]:
     return {choose(describe(q, k, k, window=window, **on)).name for window in model.windows()}
 
 
-def compilable(config: TrainConfig, target: str = "h100") -> TrainConfig:
+def with_compilable_attention(config: TrainConfig, target: str = "h100") -> TrainConfig:
     """The config with an attention that can be compiled here: cuDNN's needs its library, which the extra `aot` leaves out."""
-    if _installed("nvidia", "nvidia.cudnn") or not {"cudnn", "auto"} & served_by(config, target):
+    if _installed("nvidia", "nvidia.cudnn") or not {"cudnn", "auto"} & attention_implementations(config, target):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # pyright: ignore[reportCallIssue]
 
@@ -44,13 +44,13 @@ def _installed(*packages: str) -> bool:
     return all(importlib.util.find_spec(package) for package in packages)
 
 
-def facts(config: TrainConfig, report: Report, target: str) -> tuple[tuple[str, str], ...]:
+def report_facts(config: TrainConfig, report: Report, target: str) -> tuple[tuple[str, str], ...]:
     """A line for the report: the kernel that the compiled program calls, on which shapes, and where the run will take another."""
     if not (asked := getattr(config.model, "attention", "")):
         return ()
     made = "; ".join(dict.fromkeys(_calls(report))) or "xla, no kernel"
-    if getattr(compilable(config, target).model, "attention", "") != asked:
-        made += f": cuDNN is not installed here; the run takes {' and '.join(sorted(served_by(config, target)))}"
+    if getattr(with_compilable_attention(config, target).model, "attention", "") != asked:
+        made += f": cuDNN is not installed here; the run takes {' and '.join(sorted(attention_implementations(config, target)))}"
     return (("attention", made),)
 
 

@@ -13,7 +13,7 @@ from sharding_rules import axes_of
 from sharding_rules.lab import Report
 
 
-def largest(
+def largest_microbatch(
     config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report], *, say: Callable[[str], None], most: int = 4096
 ) -> tuple[tuple[str, str], ...]:
     """How many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.

@@ -17,15 +17,16 @@ from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.planning import stages
-from mesh_lm.planning import state_bytes as held
-from mesh_lm.planning.attention import compilable
+from mesh_lm.planning import stages, state_bytes
+from mesh_lm.planning.attention import with_compilable_attention
+from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import Part, abstract_state, parts
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
-from sharding_rules.lab import Report, compile_report, lower_for
+from sharding_rules.lab import LabError, Report, compile_report, lower_for
 from sharding_rules.lab.flags import auto
+from sharding_rules.lab.report import CompilerMissing
 from sharding_rules.lab.targets import NODE, TARGETS
 
 
@@ -49,8 +50,11 @@ class Program:
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
         """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
         config = check(config, n_devices)
-        mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
-        config = compilable(config, target)
+        try:
+            mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
+        except CompilerMissing as error:
+            raise LabError(f"{error.what}; {INSTALL}") from error
+        config = with_compilable_attention(config, target)
         return cls(config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     @property
@@ -69,7 +73,8 @@ class Program:
         step = train_step(layout, optimizer, config.seed, config.health.outlier)
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=held.kind_of(self.declared), slots=stages.slots(layout, config.train.microbatches),
+            kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
+            vocabulary=VOCABULARY,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

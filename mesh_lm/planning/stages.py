@@ -14,7 +14,7 @@ from sharding_rules.lab import Report
 from sharding_rules.lab.report import Slot
 
 
-def slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
+def pipeline_slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     """Of the conditionals in the engine's tick, by its named scopes (`mesh_lm.parallel.ring`); none without a pipeline."""
     if layout.n_stages == 1:
         return ()
@@ -32,7 +32,7 @@ def slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     return tuple(Slot.of(scope, runs) for scope, runs in skipped.items())
 
 
-def facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
+def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
     """Lines for the report: the schedule's bubble and what is in flight, FLOPs by stage, the bytes of padding and of FSDP's gathers."""
     pipeline, stages, stack = config.pipeline, layout.n_stages, config.model.stack()
     if stages == 1:
@@ -57,7 +57,7 @@ def facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tup
     for name, stack in layout.stacks.items():
         shapes = [s for n, s in layout.shapes.items() if n in layout.stacked and segment_of(n) == name]
         wasted += stack.wasted_bytes(sum(math.prod(s.shape[1:]) * s.dtype.itemsize for s in shapes))
-        rows, layers = rows + stack.rows, layers + stack.n_layers
+        rows, layers = rows + stack.padded_rows, layers + stack.n_layers
     if rows != layers:
         lines.append(("padding", f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} GiB in all"))
     if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
@@ -68,7 +68,7 @@ def facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tup
 
 def _layers(layout: ModelLayout) -> str:
     """On each stage, by segment where there are several."""
-    by_segment = {name: _numbers(stack.count().sum(1), "d") for name, stack in layout.stacks.items()}
+    by_segment = {name: _numbers(stack.chunk_layers().sum(1), "d") for name, stack in layout.stacks.items()}
     return "; ".join(f"{name} {said}" for name, said in by_segment.items()) if len(by_segment) > 1 else next(iter(by_segment.values()))
 
 

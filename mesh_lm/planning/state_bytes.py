@@ -28,7 +28,7 @@ def kind_of(declared: Mapping[str, Part]) -> Callable[[str], str]:
     return kind
 
 
-def facts(declared: Mapping[str, Part]) -> tuple[tuple[str, str], ...]:
+def report_facts(declared: Mapping[str, Part]) -> tuple[tuple[str, str], ...]:
     """A line for the report: the bytes of each part on one device, and the types of its arrays."""
     return (("state", ", ".join(f"{name} {size(part.nbytes)} {_types(part)}" for name, part in declared.items() if part.leaves)),)
 

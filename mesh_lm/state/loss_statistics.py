@@ -10,12 +10,12 @@ MEMORY, ENOUGH = 100, 50
 """Steps over which means and variances forget (they are plain averages until then), and steps before anything counts as an outlier."""
 
 
-def fresh() -> np.ndarray:
+def initial() -> np.ndarray:
     """float32 [2, 3], of the loss and of the log gradient norm each: steps seen, mean, variance. Nothing seen yet: zeros."""
     return np.zeros((2, 3), np.float32)
 
 
-def measured(loss: jax.Array, norm: jax.Array) -> jax.Array:
+def observe(loss: jax.Array, norm: jax.Array) -> jax.Array:
     """float32 [2] of a step: its mean loss in nats per label, and the log of its gradient norm."""
     return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))])
 
@@ -26,7 +26,7 @@ def is_outlier(recent: jax.Array, now: jax.Array, deviations: float) -> jax.Arra
     return jnp.any((seen >= ENOUGH) & (now - mean > deviations * jnp.sqrt(variance)))
 
 
-def updated(recent: jax.Array, now: jax.Array) -> jax.Array:
+def update(recent: jax.Array, now: jax.Array) -> jax.Array:
     """`recent` after a step whose numbers are good."""
     seen, mean, variance = recent.T
     share = jnp.maximum(1 / (seen + 1), 1 / MEMORY)

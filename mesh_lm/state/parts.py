@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from mesh_lm.optim import Leaf, Optimizer
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
-from mesh_lm.state import loss_statistics as recent
+from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
 
@@ -101,11 +101,11 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     return state
 
 
-def fresh_recent() -> np.ndarray:
+def initial_statistics() -> np.ndarray:
     """The state's "recent" before any step, and that of a checkpoint without one (format 1): float32 zeros [2, 3]."""
-    return recent.fresh()
+    return loss_statistics.initial()
 
 
 def counters() -> State:
     """Those of a state at step 0, on the host."""
-    return {"step": np.int32(0), "skipped": np.int32(0), "recent": fresh_recent()}
+    return {"step": np.int32(0), "skipped": np.int32(0), "recent": initial_statistics()}

@@ -42,7 +42,7 @@ def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> Tra
         Heartbeat(Phases(), environment).send({"nodes": enough})
         raise distributed.FewerNodes
     if nodes < whole:
-        distributed.say(f"elastic: {nodes} of {whole} nodes: {found.mesh}, train.microbatches={found.train.microbatches}")
+        distributed.print_on_process0(f"elastic: {nodes} of {whole} nodes: {found.mesh}, train.microbatches={found.train.microbatches}")
     return found
 
 

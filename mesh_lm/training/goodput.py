@@ -38,7 +38,7 @@ class Goodput:
         self._kept = -_EVERY
         self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """The run goes on from this step: another life of the same process. To be called while the phases still have the last one."""
         self.keep(now=True)
         self._first, spent = step, self._phases.seconds()

@@ -72,15 +72,15 @@ class Monitor:
         self._late = self._told
         return told
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Forgets what came after this step: the run goes on from there."""
         if self._goodput:
-            self._goodput.go_back(step)
+            self._goodput.roll_back(step)
         self._told = self._late = None
         self._phases.step = step
-        self._progress.go_back(step)
+        self._progress.roll_back(step)
         try:
-            self._writer.go_back(step)
+            self._writer.roll_back(step)
         except OSError as error:
             self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 

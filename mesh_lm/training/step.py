@@ -14,8 +14,7 @@ from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
 from mesh_lm.parallel.engine import region
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import MASTER, State, masters, parts, state_shardings, weights_of
-from mesh_lm.state import loss_statistics as recent
+from mesh_lm.state import MASTER, State, loss_statistics, masters, parts, state_shardings, weights_of
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
@@ -42,17 +41,17 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
-            now = recent.measured(sums["loss"] / sums["weight"], norm)
+            now = loss_statistics.observe(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:
-                good &= ~recent.is_outlier(state["recent"], now, outlier)
+                good &= ~loss_statistics.is_outlier(state["recent"], now, outlier)
             # The update runs where the moments live, so that ZeRO gathers each new weight once.
             held = layout.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
             old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"]
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
             buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
-            new = *new, buffers, recent.updated(state["recent"], now)
+            new = *new, buffers, loss_statistics.update(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
             params = {name: held[name] for name in plain} | flat.used(master)

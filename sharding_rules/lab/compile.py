@@ -21,17 +21,20 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_rules.lab import hlo
-from sharding_rules.lab.assembler import unassembled
+from sharding_rules.lab.aborts import explain_abort
+from sharding_rules.lab.assembler import gpu_in_use, unassembled
+from sharding_rules.lab.child import Aborted, compile_in_child, server
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
-from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.targets import TARGETS, request_of
 from sharding_rules.lab.timeline import estimates, replay
+from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
-_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "places", "report", "targets", "timeline")
+_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "provenance", "report", "targets", "timeline", "vocabulary")
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _ONE_AT_A_TIME = threading.Lock()
@@ -61,6 +64,7 @@ def compile_report(
     cache: str | os.PathLike[str] | None = None,
     kind_of: Callable[[str], str] = kind_of_argument,
     slots: Sequence[Slot] = (),
+    vocabulary: Vocabulary = NEUTRAL,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -72,11 +76,14 @@ def compile_report(
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
       kind_of: the class of an argument (params, moments, batch, other) from its path.
       slots: how often conditionals run; what is in others is counted as if it always ran.
+      vocabulary: the names that the program's trainer uses; the report keeps it, for lint and for what shows reports.
 
     Raises LabError where XLA cannot compile it, or slots differ in their stages; what tracing raises passes through.
     """
     if len({len(slot.stages) for slot in slots}) > 1:
         raise LabError(f"slots with different numbers of stages: {', '.join(f'{s.scope} {len(s.stages)}' for s in slots)}")
+    if request_of(mesh.devices.flat[0]):
+        server()  # gets ready while the program is traced
     jitted = step if hasattr(step, "lower") else jax.jit(step)
     lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
     options = dict(options or {})
@@ -87,6 +94,7 @@ def compile_report(
         "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
         "options": options,
         "slots": tuple(slots),
+        "vocabulary": vocabulary,
     }
     arguments = _arguments(step, args, kind_of)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -104,21 +112,29 @@ def compile_report(
 
 
 def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
-    with tempfile.TemporaryDirectory(prefix="sharding_lab_") as dump:
-        asked = estimates(TARGETS.get(about["target"])) | unassembled(mesh.devices.flat[0], f"{dump}/cuda")
+    device = mesh.devices.flat[0]
+    with tempfile.TemporaryDirectory(prefix="sharding_lab_") as folder:
+        asked = estimates(TARGETS.get(about["target"])) | unassembled(device, f"{folder}/cuda")
+        options = {**asked, "xla_dump_to": f"{folder}/dump", **about["options"]}
+        (Path(folder) / "dump").mkdir()
         begin = time.monotonic()
-        with _ONE_AT_A_TIME, _standard_error() as said, _unkept():
-            try:
-                compiled = lowered.compile(compiler_options={**asked, "xla_dump_to": dump, **about["options"]})
-            except jax.errors.JaxRuntimeError as error:
-                raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
+        try:
+            if (request := request_of(device)) and not gpu_in_use():
+                text, stats, log = compile_in_child(lowered, options, request, Path(folder))
+            else:
+                text, stats, log = _compile_here(lowered, options)
+        except Aborted as error:
+            raise LabError(
+                explain_abort(about["name"], str(error), error.log, lowered.as_text(debug_info=True), about["vocabulary"])
+            ) from error
+        except (LabError, jax.errors.JaxRuntimeError) as error:
+            raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
         seconds = time.monotonic() - begin
         kinds = ("buffer-assignment", "live-range")
-        assignment, live = ("".join(path.read_text() for path in Path(dump).glob(f"*-{kind}.txt")) for kind in kinds)
-    text = compiled.as_text()
+        assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
     module = hlo.parse(text, about["slots"])
-    places = Places(module)
-    sent = collectives(module, places, mesh)
+    provenance = Provenance(module, about["vocabulary"])
+    sent = collectives(module, provenance, mesh)
     target = TARGETS.get(about["target"])
     return Report(
         **about,
@@ -126,18 +142,25 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=sent,
-        memory=memory(module, places, compiled.memory_analysis(), assignment, live, arguments),
+        memory=memory(module, provenance, stats, assignment, live, arguments),
         arguments=arguments,
-        flops=flops_by_phase(module, places),
+        flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
-        copies=copies(module, places),
-        kernels=kernels(module, places),
-        warnings=(*(line for line in said if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
-        timeline=replay(module, places, sent, target) if target else None,
+        copies=copies(module, provenance),
+        kernels=kernels(module, provenance),
+        warnings=(*(line for line in log if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
+        timeline=replay(module, provenance, sent, target) if target else None,
         instructions=sum(map(len, module.computations.values())),
         text_bytes=len(text),
         compile_seconds=seconds,
     )
+
+
+def _compile_here(lowered: Any, options: dict[str, Any]) -> tuple[str, Any, list[str]]:
+    """As `compile_in_child`, for devices that are in this process, or that XLA compiles for with the help of a GPU that is."""
+    with _ONE_AT_A_TIME, _standard_error() as log, _unkept():
+        compiled = lowered.compile(compiler_options=options)
+    return compiled.as_text(), compiled.memory_analysis(), log
 
 
 def _unknown_loops(module: hlo.Module) -> Iterator[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from sharding_rules.lab import lint_pipeline, lint_reductions
 from sharding_rules.lab.hlo import arrays
-from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where
-from sharding_rules.lab.subject import LARGE_MEMORY, OWN_WAY, SUMS, Finding, LogicalAxes, Subject, customary, short
+from sharding_rules.lab.report import SCALAR, Argument, Collective, Location, Report
+from sharding_rules.lab.subject import LARGE_MEMORY, SUMS, Finding, LogicalAxes, Subject, customary, short
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of, row_of
@@ -30,7 +30,7 @@ def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = 
 
     Args:
       rules: those that the program was written for. Without them promises are read from how the arguments are cut.
-      axes: logical axes of each parameter by name (mesh_lm's `layout.axes`). With them findings name the row of the rules.
+      axes: logical axes of each parameter by name (a trainer knows them: {name: axes}). With them findings name the row of the rules.
     """
     subject = Subject(report, rules, axes or {})
     found = (found for check in CHECKS for found in check(subject))
@@ -47,7 +47,7 @@ def _reshard(subject: Subject, one: Collective, array: Any) -> tuple[str, str] |
     along, axes = " and ".join(one.axes), set(one.axes)
     here = one.where.source or one.where.part or "its maker"
     pin = f"pin the array before and after {here} to one row of rules.activations: shard(x, ...)"
-    if axes & OWN_WAY or not axes:
+    if axes & subject.manual_axes or not axes:
         return None
     if one.partial:
         return f"{one.kind} of {array} between a part of the devices along {along}", f"{pin}, whose cut the sizes divide"
@@ -73,15 +73,18 @@ def _reshard(subject: Subject, one: Collective, array: Any) -> tuple[str, str] |
 def rematerializations(subject: Subject) -> Iterator[Finding]:
     """The partitioner gave up: it replicates an array and cuts it again."""
     for line in dict.fromkeys(line for line in subject.report.warnings if "rematerialization" in line):
-        fix = "pin that array (shard(x, ...)); a lookup in a cut table is done by hand, as in mesh_lm/model/embedding.py"
-        yield Finding("rematerialization", 0, Where(), line.strip()[:400], fix)
+        neutral = "pin that array (jax.lax.with_sharding_constraint); look a sharded table up by hand, in a shard_map"
+        fix = subject.vocabulary.fix("rematerialization", neutral)
+        yield Finding("rematerialization", 0, Location(), line.strip()[:400], fix)
 
 
 def unknown_loops(subject: Subject) -> Iterator[Finding]:
     """A loop whose trips XLA does not know: what it sends and computes is counted once."""
     for line in subject.report.warnings:
         if "how often this loop runs" in line:
-            yield Finding("unknown-loop", 0, Where(), line, "a loop of fixed length: lax.scan, or fori_loop with Python bounds", "notice")
+            yield Finding(
+                "unknown-loop", 0, Location(), line, "a loop of fixed length: lax.scan, or fori_loop with Python bounds", "notice"
+            )
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
@@ -99,7 +102,7 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
         text = f"rules.{kind}[{row!r}] = {entry!r} cuts nothing: no parameter has a dimension {row!r}"
         text += f"; {_names(held)} stay whole" if held else ""
         wasted = sum(a.bytes for a in held) * (ways - 1) // ways
-        yield Finding("dead-rule", wasted, Where(), text, f"did you mean rules.{kind}[{near[0]!r}]?")
+        yield Finding("dead-rule", wasted, Location(), text, f"did you mean rules.{kind}[{near[0]!r}]?")
 
 
 def replicated(subject: Subject) -> Iterator[Finding]:
@@ -121,7 +124,7 @@ def replicated(subject: Subject) -> Iterator[Finding]:
         table = f"rules.params[{row!r}] and rules.activations[{row!r}]" if row else "a row of rules.params"
         fix = "give the array the sharding of its rules (rules.sharding)" if promised else f"put {axis!r} into {table}"
         text = f"{_names(held)} {'is' if len({short(a) for a in held}) == 1 else 'are'} whole along {axis}{says}"
-        yield Finding("replicated", wasted, Where(), text, fix, "error" if row else "notice")
+        yield Finding("replicated", wasted, Location(), text, fix, "error" if row else "notice")
 
 
 def _could_cut(subject: Subject, a: Argument, axis: str) -> str | None:
@@ -130,7 +133,7 @@ def _could_cut(subject: Subject, a: Argument, axis: str) -> str | None:
     n = subject.report.mesh[axis]
     if not logical:
         # What is outside of the layers (embedding, head) is whole on every stage.
-        return "" if axis != "pipeline" and any(d % n == 0 and d >= 1024 * n for d in a.shape) else None
+        return "" if axis != subject.vocabulary.pipeline_axis and any(d % n == 0 and d >= 1024 * n for d in a.shape) else None
     column = subject.rules.column("params" if a.kind == "params" else "optimizer") if subject.rules else {}
     usual = customary("params") | (customary("optimizer") if a.kind == "moments" else set())
     for row, size in zip(logical, a.shape, strict=False):
@@ -198,7 +201,7 @@ def wide_collectives(subject: Subject) -> Iterator[Finding]:
 def microbatch_reductions(subject: Subject) -> Iterator[Finding]:
     """Sums of gradients inside the loop over microbatches, along an axis that cuts no parameter: one after the loop would do."""
     M = subject.microbatches
-    whole = {axis for axis in subject.cuts_batch - subject.cuts_params if axis not in OWN_WAY}
+    whole = {axis for axis in subject.cuts_batch - subject.cuts_params if axis not in subject.manual_axes}
 
     def inside(subject: Subject, one: Collective, array: Any) -> tuple[str, str] | None:
         axes = [axis for axis in one.axes if axis in whole]
@@ -228,7 +231,7 @@ def global_kernels(subject: Subject) -> Iterator[Finding]:
         for found, row in ((batch, "batch"), (heads, "heads")):
             if found:
                 text = f"{target} runs on {', '.join(map(str, found))}: the whole {row}, which rules.activations[{row!r}] cuts"
-                fix = f"call it on local shards: shard.local(kernel, in_specs, out_specs) at {where.source or where.part}"
+                fix = f"call it on local shards: shard.shard_map(kernel, in_specs, out_specs) at {where.source or where.part}"
                 yield Finding("global-kernel", sum(array.bytes for array in found), where, text, fix)
 
 
@@ -250,8 +253,9 @@ def idle_axes(subject: Subject) -> Iterator[Finding]:
             continue
         does = f"only stores ({_names(cut)}): all devices along it compute the same" if cut else "cuts nothing"
         name = subject.rules.name if subject.rules else "of yours"
-        fix = f"set mesh.{axis}=1, or name it in rules {name!r}: in activations['batch'], or in rows of params and activations"
-        yield Finding("idle-axis", report.memory.arguments * (n - 1) // n, Where(), f"mesh axis {axis} ({n}) {does}", fix)
+        neutral = "give {axis} one device, or name it in rules {rules!r}: in activations['batch'], or in rows of params and activations"
+        fix = subject.vocabulary.fix("idle-axis", neutral, axis=axis, rules=name)
+        yield Finding("idle-axis", report.memory.arguments * (n - 1) // n, Location(), f"mesh axis {axis} ({n}) {does}", fix)
 
 
 def placement(subject: Subject) -> Iterator[Finding]:
@@ -268,10 +272,12 @@ def placement(subject: Subject) -> Iterator[Finding]:
         if spans > least:
             text = f"groups of {n} along {axis} span {spans} nodes; {least} would hold them"
             fix = "order the devices by node, innermost mesh axis fastest: sharding_rules.make_mesh does"
-            yield Finding("device-order", bytes, Where(), text, fix)
-        elif axis == "tensor" and spans > 1:
-            text = f"tensor={n} leaves its node of {node}: each matmul pair waits for the network between nodes"
-            yield Finding("leaves-nvlink", bytes, Where(), text, f"mesh.tensor={node} at most; give the rest to mesh.fsdp")
+            yield Finding("device-order", bytes, Location(), text, fix)
+        elif axis == subject.vocabulary.tensor_axis and spans > 1:
+            text = f"{axis}={n} leaves its node of {node}: each matmul pair waits for the network between nodes"
+            neutral = "at most {node} devices along {axis}; give the rest to an axis that shards the batch"
+            fix = subject.vocabulary.fix("leaves-nvlink", neutral, node=node, axis=axis)
+            yield Finding("leaves-nvlink", bytes, Location(), text, fix)
 
 
 def exposed(subject: Subject) -> Iterator[Finding]:
@@ -287,7 +293,8 @@ def exposed(subject: Subject) -> Iterator[Finding]:
         share = span.duration * one.times / report.timeline.step
         if share >= _LONG:
             text = f"{one.kind} over {' and '.join(one.axes)} takes {share:.0%} of the predicted step with no matmul to hide behind"
-            fix = "more work per reduction (train.microbatches, train.global_batch), or a smaller mesh axis between nodes"
+            neutral = "more work per reduction (a larger batch, fewer sums), or a smaller mesh axis between nodes"
+            fix = subject.vocabulary.fix("exposed-reduction", neutral)
             yield Finding("exposed-reduction", int(one.times * one.wire), one.where, text, fix, "notice")
 
 
@@ -299,7 +306,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 def _grouped(
     subject: Subject, check: Callable[[Subject, Collective, Any], tuple[str, str] | None]
-) -> Iterator[tuple[tuple[Where, str, str], int]]:
+) -> Iterator[tuple[tuple[Location, str, str], int]]:
     """What `check` says of every array of every collective, the same said of several arrays once, and only of many bytes."""
     total: dict[Hashable, float] = {}
     for one, array, bytes in subject.pieces():

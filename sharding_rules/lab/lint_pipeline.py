@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sharding_rules.lab.report import SCALAR, Copy, Where
+from sharding_rules.lab.report import SCALAR, Copy, Location
 from sharding_rules.lab.subject import Finding, Subject
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import MEMORY
@@ -19,26 +19,29 @@ def stage_branches(subject: Subject) -> Iterator[Finding]:
         if not one.conditional:
             continue
         what = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in a branch"
-        fix = "run both branches and select the result (pipeline.idle='mask'), or move it out of the conditional"
+        neutral = "run both branches and select the result, or move it out of the conditional"
+        fix = subject.vocabulary.fix("branch-collective", neutral)
         if one.kind == "collective-permute":
             text = f"{what}: all devices meet for it, and not all of them come"
             yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
-        elif "pipeline" in one.axes:
+        elif subject.vocabulary.pipeline_axis in one.axes:
             text = f"{what}: its groups span stages, which do not all take it"
             yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
 
 
 def exposed_hops(subject: Subject) -> Iterator[Finding]:
     """Sends from stage to stage with no matmul between their start and their done: at best they lie beside writes of a stash."""
+    axis = subject.vocabulary.pipeline_axis
     for one in subject.report.collectives:
-        if one.kind != "collective-permute" or "pipeline" not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
+        if one.kind != "collective-permute" or axis not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
             continue
         if not one.flops_hidden_behind:
             text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind no matmul"
-            fix = (
-                "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline); where the "
-                "peak is above XLA's limit, 76 % of the memory, it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
+            neutral = (
+                "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is above XLA's limit, 76 % of the memory, "
+                "it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
             )
+            fix = subject.vocabulary.fix("exposed-hop", neutral)
             yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
 
 
@@ -47,7 +50,7 @@ def copies(subject: Subject) -> Iterator[Finding]:
     report = subject.report
     if report.timeline is None or report.target not in TARGETS:
         return
-    hops = {shape for one in report.select("collective-permute", "pipeline") for shape in one.shapes}
+    hops = {shape for one in report.select("collective-permute", subject.vocabulary.pipeline_axis) for shape in one.shapes}
     found: dict[str, list[Copy]] = {}
     for one in report.copies:
         if one.shape not in hops:  # one microbatch between two stages
@@ -65,7 +68,7 @@ def useless_slots(subject: Subject) -> Iterator[Finding]:
     for line in subject.report.warnings:
         if line.startswith("slot "):
             fix = "scope: that of jax.named_scope around the conditional; stages: a letter for each trip of the loop"
-            yield Finding("slot", 0, Where(), line, fix, "notice")
+            yield Finding("slot", 0, Location(), line, fix, "notice")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (stage_branches, exposed_hops, copies, useless_slots)

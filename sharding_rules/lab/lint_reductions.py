@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from sharding_rules.lab.hlo import Array
-from sharding_rules.lab.report import SCALAR, Argument, Collective, Report, Where
+from sharding_rules.lab.report import SCALAR, Argument, Collective, Location, Report
 from sharding_rules.lab.subject import SUMS, Finding, Subject, short
 from sharding_rules.lab.summary import size
 from sharding_rules.rules import Rules
@@ -20,7 +20,7 @@ _SMALL = 0.02
 
 def gradient_sums(subject: Subject) -> Iterator[tuple[Collective, Array, float]]:
     """Every array of every sum over devices that have other parts of the batch, with its share of the wire bytes of a step."""
-    tokens = subject.cuts_batch | {"sequence"}
+    tokens = subject.cuts_batch | {subject.vocabulary.sequence_axis}
     for one, array, bytes in subject.pieces():
         if one.kind in SUMS and tokens & set(one.axes) and array.bytes > SCALAR and subject.is_gradient(array):
             yield one, array, bytes
@@ -37,7 +37,7 @@ def reduction_dtype(subject: Subject) -> Iterator[Finding]:
 
 def _too_narrow(subject: Subject, asked: str) -> Iterator[Finding]:
     """Of what auto asks for only sums after all loops can be told: those in a loop are the microbatches', in the type of the matmul."""
-    total: dict[tuple[Where, str, tuple[str, ...], str], float] = {}
+    total: dict[tuple[Location, str, tuple[str, ...], str], float] = {}
     for one, array, bytes in gradient_sums(subject):
         if array.dtype in _HALF and (asked == "float32" or (_once(subject, one) and not one.loops)):
             key = (one.where, _names(subject.weights(one.axes, array)), one.axes, array.dtype)

@@ -10,7 +10,7 @@ from pathlib import Path
 from sharding_rules.lab.charts import Share, colours, legend, schedule, stack, swatch
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
-from sharding_rules.lab.report import KINDS, Report, Where, place
+from sharding_rules.lab.report import KINDS, Location, Report, location_text
 from sharding_rules.lab.schedule import Piece, pieces
 from sharding_rules.lab.summary import (
     GIB,
@@ -183,7 +183,7 @@ def _collectives(listed: Sequence[Row]) -> str:
     lines, tags = [], []
     for row in listed:
         one = row.one
-        every = "\n".join(f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {place(c.where)}" for c in row.collectives[:12])
+        every = "\n".join(f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {location_text(c.where)}" for c in row.collectives[:12])
         lines.append(
             (
                 escape(over(one.axes)), link(row.nodes), escape(one.kind) + (" (part of the axis)" if one.partial else ""),
@@ -252,7 +252,7 @@ def _matmuls(report: Report) -> str:
 def _findings(report: Report, findings: Sequence[Finding]) -> str:
     items = []
     for one in findings:
-        where = place(one.where) if one.where != Where() else ""
+        where = location_text(one.where) if one.where != Location() else ""
         cls = ' class="notice"' if one.severity == "notice" else ""
         cost = f"<b>{size(one.bytes)}</b>" if one.bytes else ""
         fix = f'<p class="fix">{escape(one.fix)}</p>' if one.fix else ""

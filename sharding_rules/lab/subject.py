@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import Literal
 
 from sharding_rules.lab.hlo import Array, arrays
-from sharding_rules.lab.report import Argument, Collective, Report, Where, place
+from sharding_rules.lab.report import Argument, Collective, Location, Report, location_text
+from sharding_rules.lab.vocabulary import Vocabulary
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of
 
 SUMS = ("all-reduce", "reduce-scatter")
 LogicalAxes = Mapping[str, Sequence[str | None]]
-OWN_WAY = frozenset({"pipeline", "expert", "sequence"})
-"""Mesh axes whose strategies move activations by hand: stages, experts and rings permute and exchange, and the rules do not say when."""
 LARGE_WIRE = 0.01
 """Of the step's wire bytes: with less, a collective is not worth a finding."""
 LARGE_MEMORY = 0.05
@@ -32,7 +31,7 @@ class Finding:
     """Which of `lint.CHECKS` found it."""
     bytes: int
     """Of a step on one device: sent along the network, or of memory for nothing."""
-    where: Where
+    where: Location
     text: str
     fix: str
     """The rule or line to change."""
@@ -40,7 +39,7 @@ class Finding:
     """A notice may be the price of what was asked for."""
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.check}: {self.text}\n    in {place(self.where)}\n    fix: {self.fix}"
+        return f"{self.severity}: {self.check}: {self.text}\n    in {location_text(self.where)}\n    fix: {self.fix}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,6 +50,16 @@ class Subject:
     rules: Rules | None
     axes: LogicalAxes
     """Of each parameter, by its own name; empty where the caller does not know them."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The names that the program's trainer uses."""
+        return self.report.vocabulary
+
+    @cached_property
+    def manual_axes(self) -> set[str]:
+        """Mesh axes whose strategies move activations by hand: stages, experts and rings permute and exchange, and no rule says when."""
+        return set(self.vocabulary.manual_axes)
 
     @cached_property
     def large(self) -> float:
@@ -70,8 +79,8 @@ class Subject:
 
     @property
     def staged(self) -> bool:
-        """Devices along the axis `pipeline` run different layers, and take different branches."""
-        return self.report.mesh.get("pipeline", 1) > 1
+        """Devices along the pipeline's axis run different layers, and take different branches."""
+        return self.report.mesh.get(self.vocabulary.pipeline_axis, 1) > 1
 
     def each_microbatch(self, one: Collective) -> bool:
         """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch that runs in some of them."""
@@ -86,10 +95,11 @@ class Subject:
 
     @cached_property
     def local_batch(self) -> tuple[int, int]:
-        """The part of it on one device. The sequence is cut by the axis `sequence` alone."""
+        """The part of it on one device. The sequence is sharded by its own axis alone."""
+        sequence = {self.vocabulary.sequence_axis}
         cut = {a for a in self._tokens.axes if a in self.report.mesh} if self._tokens else set()
-        rows = self.ways(cut - {"sequence"})
-        return self.batch[0] // rows, self.batch[1] // self.ways(cut & {"sequence"})
+        rows = self.ways(cut - sequence)
+        return self.batch[0] // rows, self.batch[1] // self.ways(cut & sequence)
 
     @cached_property
     def width(self) -> int:
@@ -119,14 +129,14 @@ class Subject:
     def depth(self) -> dict[str, int]:
         """By parameter, how many layers' weights a device holds: what a loop of as many trips takes slices of."""
         trips = {loop for one in self.report.collectives for loop in one.loops[-1:]}
-        stages = {a.name: self.ways({"pipeline"} & set(a.axes)) for a in self.params}
+        stages = {a.name: self.ways({self.vocabulary.pipeline_axis} & set(a.axes)) for a in self.params}
         named = {a.name: a.shape[self.logical(a).index("layers")] // stages[a.name] for a in self.params if "layers" in self.logical(a)}
         firsts = {a.name: a.shape[0] // stages[a.name] for a in self.params if len(a.shape) > 1}
         return named if self.axes else {a.name: n if (n := firsts.get(a.name, 1)) in trips else 1 for a in self.params}
 
     def stacked(self, argument: Argument) -> bool:
         """Holds weights of several layers; a device may have one of them."""
-        return self.depth.get(argument.name, 1) > 1 or "pipeline" in argument.axes
+        return self.depth.get(argument.name, 1) > 1 or self.vocabulary.pipeline_axis in argument.axes
 
     def logical(self, argument: Argument) -> Sequence[str | None]:
         """Names of its dimensions; none where they are not known."""
@@ -173,7 +183,7 @@ class Subject:
     @cached_property
     def cuts_batch(self) -> set[str]:
         named = set(axes_of(self.rules.activations["batch"])) if self.rules else set()
-        return self._real(named or set(self._tokens.axes if self._tokens else ()) - {"sequence"})
+        return self._real(named or set(self._tokens.axes if self._tokens else ()) - {self.vocabulary.sequence_axis})
 
     @cached_property
     def gathers_weights(self) -> set[str]:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, place
+from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, location_text
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ def whose(buffer: Buffer) -> str:
     if buffer.axes is not None:
         return f"{path(buffer.name)}, " + (f"cut by {over(buffer.axes)}" if buffer.axes else "replicated")
     known = buffer.where.part or buffer.where.phase or buffer.where.source or buffer.where.op
-    return place(buffer.where) if known else buffer.name
+    return location_text(buffer.where) if known else buffer.name
 
 
 @dataclasses.dataclass(frozen=True)

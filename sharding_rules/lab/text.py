@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
-from sharding_rules.lab.report import SCALAR, Report, Where, place
+from sharding_rules.lab.report import SCALAR, Location, Report, location_text
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
@@ -74,7 +74,7 @@ class _Screen:
         tables = (report.memory.buffers, rows(report, by_axes))
         n_buffers, n_rows = _share(left - of_advice - 2, len(alike(tables[0])), len(tables[1]))
         yield Group(head, "", memory, "", _buffers(report, n_buffers), "", _collectives(tables[1], width, n_rows), sums, "")
-        yield from _until(advice, lines, of_advice)
+        yield from _until(advice, lines, of_advice, report.vocabulary.page_option)
         yield foot
 
 
@@ -84,10 +84,11 @@ def _share(lines: int, buffers: int, collectives: int) -> tuple[int, int]:
     return first, max(3, lines - first)
 
 
-def _until(parts: Sequence[RenderableType], lines: Any, most: int) -> RenderResult:
+def _until(parts: Sequence[RenderableType], lines: Any, most: int, page_option: str) -> RenderResult:
+    hint = f" on the page: {page_option}" if page_option else ""
     for i, part in enumerate(parts):
         if (most := most - lines(part)) < (i < len(parts) - 1):
-            yield Text(f"  and {sum(not isinstance(one, Text) for one in parts[i:])} more on the page: --plan=report.html", style="dim")
+            yield Text(f"  and {sum(not isinstance(one, Text) for one in parts[i:])} more{hint}", style="dim")
             return
         yield part
 
@@ -213,7 +214,7 @@ def _headed(title: str, none: str, items: Any) -> list[RenderableType]:
 
 
 def _finding(one: Finding) -> RenderableType:
-    where = f"  in {place(one.where)}" if one.where != Where() else ""
+    where = f"  in {location_text(one.where)}" if one.where != Location() else ""
     check = (f"{one.check}{' (notice)' if one.severity == 'notice' else ''}: ", "yellow")
     return _hanging(
         size(one.bytes) if one.bytes else "", Text.assemble(check, one.text, (where, "dim"), f"  fix: {one.fix}" if one.fix else "")

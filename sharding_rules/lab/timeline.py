@@ -4,7 +4,7 @@ A second opinion, not a measurement: nothing runs. Against an analytic model cal
 were within 3 % on two of five layouts and 20-35 % off on the others: compare layouts with it, and believe no single number. Left out are
 copies to and from the host, kernels that run side by side, stragglers, congestion, and the tuning of matmuls, which needs a GPU.
 
-Where `estimates` ask for it, XLA writes an estimate called `sol` (speed of light) into the program. For kernels
+Location `estimates` ask for it, XLA writes an estimate called `sol` (speed of light) into the program. For kernels
 bound by memory it is bytes / peak bandwidth. For matmuls it is a measured table where operands and result are bf16 (750 TFLOP/s for
 large ones on an H100) and nonsense elsewhere: a bf16 matmul with an f32 result comes out 60 times too slow. So a matmul that XLA calls more
 than twice as slow as its roofline gets the roofline. Collectives are priced here, because XLA assumes another network and stops at 5 ms.
@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any
 
 from sharding_rules.lab.hlo import Instruction, Module
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Span, Timeline
 from sharding_rules.lab.targets import Target
 
@@ -53,7 +53,7 @@ def estimates(target: Target | None) -> dict[str, Any]:
     return {"xla_gpu_collect_cost_model_stats": True} if target and target.capability >= (9, 0) else {}
 
 
-def replay(module: Module, places: Places, sent: Iterable[Collective], target: Target) -> Timeline:
+def replay(module: Module, provenance: Provenance, sent: Iterable[Collective], target: Target) -> Timeline:
     """The program's timeline on `target`: one compute stream, one of collectives, in the order they are started, and one of permutes.
 
     sent: the program's collectives, as `ledger.collectives` finds them.
@@ -62,7 +62,7 @@ def replay(module: Module, places: Places, sent: Iterable[Collective], target: T
     show one, and time as if it were the only one), conditionals their dearest branch. Where slots say which stages run a conditional in
     which trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead. The most frequent is shown.
     """
-    run = _Run(_Prices(module, places, target, {one.name: one for one in sent}), spans=[])
+    run = _Run(_Prices(module, provenance, target, {one.name: one for one in sent}), spans=[])
     run.computation(module.entry, ())
     run.wait(max(run.network_free.values()))
     return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS))
@@ -90,7 +90,7 @@ class _Prices:
     """Microseconds of single instructions."""
 
     module: Module
-    places: Places
+    provenance: Provenance
     target: Target
     collectives: dict[str, Collective]
     """By name."""
@@ -247,7 +247,7 @@ class _Run:
             if not sent.asynchronous:
                 self.wait(self.ends[one.name])
         elif one.opcode not in _FREE:
-            where = self.prices.places.of(one)
+            where = self.prices.provenance.of(one)
             kind, us = self.prices.kernel(one, where.phase)
             self._record(Span(one.name, "compute", kind, self.clock, us, loops, where))
             self.clock += us

@@ -64,7 +64,7 @@ def weight_table() -> str:
 
     kinds: tuple[Kind, ...] = ("params", "gathered", "gradients", "optimizer")
     rows = [[f"`{name}`", *(spec(rules, kind) for kind in kinds), cell(rules.activations["batch"])] for name, rules in PRESETS.items()]
-    return table(["preset", "stored", "used by a layer", "its gradient", "its moments", "the batch is cut over"], rows)
+    return table(["preset", "stored", "used by a layer", "its gradient", "its moments", "the batch is sharded over"], rows)
 
 
 @pytest.mark.parametrize("render", [preset_table, weight_table])

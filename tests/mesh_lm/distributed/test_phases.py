@@ -201,7 +201,7 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
 
     spend("step", 20.0, 10)
     spend("restore", 3.0, 10)
-    kept.go_back(6)
+    kept.roll_back(6)
     spend("step", 12.0, 12)
     found = kept.total()
     assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(24 / 35)

@@ -202,7 +202,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
 def test_sequences_are_cut_nowhere() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     whole = whole_sequences(layout)
-    assert whole.shard.cut("seq_resid") == () and layout.shard.cut("seq_resid") == ("tensor",)
+    assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)
     assert whole.shardings("params") == layout.shardings("params")
 
 

@@ -55,7 +55,7 @@ def programs(entry: Entry) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct
         flat = jax.ShapeDtypeStruct(entry.vector.leaf.shape, entry.dtype, sharding=entry.vector.sharding)
         yield "out", unflat._out(entry.vector, entry.matrix, entry.where), [flat], 1
         yield "into", unflat._into(entry.vector, entry.matrix, entry.where), [flat, memory], 1
-    if entry.stack and not entry.stack.identity:
+    if entry.stack and not entry.stack.is_contiguous:
         kept = int(not entry.vector)
         yield "to canonical", relayout._program(entry.stack, entry.where, in_memory, False), [memory], kept
         yield "to memory", relayout._program(entry.stack, entry.where, in_memory, True), [disk], kept

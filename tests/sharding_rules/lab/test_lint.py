@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules import preset
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint import CHECKS, Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.report import Argument, Collective, Memory, Report, Span, Timeline, Where
+from sharding_rules.lab.report import Argument, Collective, Location, Memory, Report, Span, Timeline
 from sharding_rules.lab.summary import size
 
 MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 4}
@@ -25,7 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 SIZES = {"vocab": V, "embed": D, "layers": L, "mlp": F, "heads": N, "head_dim": H, "norm": D}
 RULES = preset("hsdp+megatron_sp")
-LAYER = Where("layers/mlp", "forward", "model.py:10", "dot_general")
+LAYER = Location("layers/mlp", "forward", "model.py:10", "dot_general")
 LOOPS = (M, L)
 
 
@@ -61,11 +62,11 @@ LAWFUL = (
     collective("all-gather", "tensor", f"bf16[4,{S},{D}]"),
     collective("reduce-scatter", "tensor", f"bf16[4,{S},{D}]"),
     collective("all-gather", "fsdp", f"bf16[{D},{F // 4}] bf16[{D},{N // 4},{H}]"),
-    collective("all-gather", "fsdp", f"bf16[{D},{F // 4}] bf16[{D},{N // 4},{H}]", where=Where("layers/mlp", "recompute")),
-    collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Where("embed", "forward")),
-    collective("reduce-scatter", "fsdp", f"f32[{V // 4},{D}]", loops=(M,), where=Where("embed+loss", "backward")),
-    collective("reduce-scatter", "fsdp", f"bf16[{D},{F // 4}]", where=Where("layers/mlp", "backward")),
-    collective("all-reduce", "data", "f32[4000000]", loops=(), where=Where("layers", "backward"), nodes=2),
+    collective("all-gather", "fsdp", f"bf16[{D},{F // 4}] bf16[{D},{N // 4},{H}]", where=Location("layers/mlp", "recompute")),
+    collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Location("embed", "forward")),
+    collective("reduce-scatter", "fsdp", f"f32[{V // 4},{D}]", loops=(M,), where=Location("embed+loss", "backward")),
+    collective("reduce-scatter", "fsdp", f"bf16[{D},{F // 4}]", where=Location("layers/mlp", "backward")),
+    collective("all-reduce", "data", "f32[4000000]", loops=(), where=Location("layers", "backward"), nodes=2),
 )
 
 
@@ -74,7 +75,7 @@ def report(*more: Collective, **changes: Any) -> Report:
         "name": "step", "target": "h100", "hbm": 80 << 30, "mesh": MESH, "axis_nodes": {**dict.fromkeys(MESH, 1), "data": 2},
         "collectives": (*LAWFUL, *more), "memory": Memory(100 << 20, 0, 0, 160 << 20, ()), "arguments": arguments(), "flops": {},
         "kernels": (), "warnings": (), "timeline": None, "instructions": 0, "text_bytes": 0, "compile_seconds": 0.0, "versions": {},
-        "options": {},
+        "options": {}, "vocabulary": VOCABULARY,
     }  # fmt: skip
     return Report(**known | changes)
 
@@ -126,7 +127,7 @@ def test_ways_that_the_rules_do_not_describe_are_left_alone() -> None:
 
 
 def test_zero_gathers_new_weights_after_the_update() -> None:
-    gather = collective("all-gather", "data", f"f32[4,{S},{D}]", loops=(), where=Where("optimizer", "optimizer"))
+    gather = collective("all-gather", "data", f"f32[4,{S},{D}]", loops=(), where=Location("optimizer", "optimizer"))
     assert lint(report(gather), preset("zero1+hsdp+megatron_sp"), AXES) == ()
 
 
@@ -172,13 +173,13 @@ def test_what_a_strategy_replicates_on_purpose() -> None:
 
 
 def test_gathered_twice() -> None:
-    again = collective("all-gather", "fsdp", f"bf16[{D},{F // 4}]", where=Where("layers/mlp", "backward", "model.py:3"))
+    again = collective("all-gather", "fsdp", f"bf16[{D},{F // 4}]", where=Location("layers/mlp", "backward", "model.py:3"))
     found = only(lint(report(again), RULES, AXES))
     assert found.check == "gathered-twice" and found.text == "blocks.up gathered 16 times over fsdp in the backward, 8 would do"
     assert found.bytes == again.times * again.wire
-    head = collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Where("loss", "forward"))
+    head = collective("all-gather", "fsdp", f"bf16[{V // 4},{D}]", loops=(M,), where=Location("loss", "forward"))
     assert lint(report(head), RULES, AXES) == ()  # the tied head: another part uses it again
-    both = collective("all-gather", "fsdp", " ".join(2 * [f"bf16[{V // 4},{D}]"]), loops=(M,), where=Where("embed+loss", "forward"))
+    both = collective("all-gather", "fsdp", " ".join(2 * [f"bf16[{V // 4},{D}]"]), loops=(M,), where=Location("embed+loss", "forward"))
     assert lint(report(collectives=(*LAWFUL[:4], both)), RULES, AXES) == ()
 
 
@@ -189,7 +190,7 @@ def test_gathered_twice() -> None:
         (collective("reduce-scatter", "tensor", f"f32[4,{S},{D}]"), "reduce-scatter of activation f32[4,512,1024] in f32 over tensor"),
         (collective("all-gather", "fsdp", f"f32[{F},{D}]", loops=(M,)), "all-gather of blocks.up in f32 over fsdp"),
         (collective("reduce-scatter", "fsdp", f"f32[{D},{F}]"), ""),  # a gradient
-        (collective("all-gather", "fsdp", f"f32[{V},{D}]", loops=(), where=Where("optimizer", "optimizer")), ""),
+        (collective("all-gather", "fsdp", f"f32[{V},{D}]", loops=(), where=Location("optimizer", "optimizer")), ""),
     ],
 )
 def test_f32_on_the_wire(one: Collective, text: str) -> None:
@@ -200,7 +201,7 @@ def test_f32_on_the_wire(one: Collective, text: str) -> None:
 
 
 def test_reductions_of_each_microbatch() -> None:
-    each = collective("all-reduce", "data fsdp", f"bf16[{3 * D * D}]", where=Where("layers/mlp", "backward", "model.py:3"))
+    each = collective("all-reduce", "data fsdp", f"bf16[{3 * D * D}]", where=Location("layers/mlp", "backward", "model.py:3"))
     found = only(lint(report(each), RULES, AXES))
     assert found.check == "microbatch-reduction" and "summed over data in each of 4 microbatches" in found.text
     assert lint(report(dataclasses.replace(each, axes=("fsdp",))), RULES, AXES) == ()  # fsdp cuts parameters: by nature
@@ -245,7 +246,7 @@ def test_the_types_in_words() -> None:
     table, layers, once = (size(one.times * one.wire) for one in LAWFUL[5:])
     words = f"f32 ({once}) over data, f32 ({table}) and bf16 ({layers}) over fsdp"
     assert reduced(report(), RULES) == reduced(report()) == words
-    norms = collective("all-reduce", "fsdp tensor", "f32[6144]", where=Where("layers/mlp", "backward"))
+    norms = collective("all-reduce", "fsdp tensor", "f32[6144]", where=Location("layers/mlp", "backward"))
     activation = collective("all-reduce", "fsdp", f"bf16[4,{S},{F}]")
     assert reduced(report(norms, activation), RULES) == words, "vectors are too small, and activations are no gradients"
     assert reduced(report(collectives=LAWFUL[:5])) == ""

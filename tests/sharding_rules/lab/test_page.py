@@ -18,9 +18,9 @@ from lab_report import GIB, MIB
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.page import page
-from sharding_rules.lab.report import Report, Where
+from sharding_rules.lab.report import Location, Report
 
-FINDING = Finding("f32 collective", 402 * MIB, Where("loss", "forward", "loss.py:31"), "moves f32 in a bf16 program", "cast it before")
+FINDING = Finding("f32 collective", 402 * MIB, Location("loss", "forward", "loss.py:31"), "moves f32 in a bf16 program", "cast it before")
 VOID = {"meta", "br", "link"}
 HOSTILE = "\"'><script>alert(1)</script>&lt;"
 
@@ -117,9 +117,9 @@ def test_hostile_names_stay_text() -> None:
             return [spoil(one) for one in value]
         return value + HOSTILE if isinstance(value, str) and name != "stream" else value
 
-    plain = lab_report.report(kernels=(("k", ("f32[1]",), Where("p", "forward")),), warnings=("w",), options={"o": 1})
+    plain = lab_report.report(kernels=(("k", ("f32[1]",), Location("p", "forward")),), warnings=("w",), options={"o": 1})
     report = Report.from_json(json.dumps(spoil(json.loads(plain.to_json()))))
-    finding = Finding(HOSTILE, 1, Where(HOSTILE), HOSTILE, HOSTILE)
+    finding = Finding(HOSTILE, 1, Location(HOSTILE), HOSTILE, HOSTILE)
     text = page(report, [finding], [Fix(HOSTILE, HOSTILE, report, 1, 1.0)], [(HOSTILE, HOSTILE)])
     tree = Tree(text)
     assert len(tree.of("script")) == 1 and "<script>alert" not in text and tree.text.count("alert(1)") > 100

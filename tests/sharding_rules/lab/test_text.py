@@ -13,11 +13,11 @@ from rich.console import Console
 
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
-from sharding_rules.lab.report import Report, Where
+from sharding_rules.lab.report import Location, Report
 from sharding_rules.lab.summary import duration, flop, percent, size
 from sharding_rules.lab.text import LINES, screen
 
-FINDING = Finding("f32 collective", 402 * MIB, Where("loss", "forward", "loss.py:31"), "moves f32 in a bf16 program", "cast it before")
+FINDING = Finding("f32 collective", 402 * MIB, Location("loss", "forward", "loss.py:31"), "moves f32 in a bf16 program", "cast it before")
 
 
 def shown(report: Report, width: int = 110, *, colours: bool = False, **other: Any) -> str:
@@ -98,7 +98,7 @@ def test_unknown_devices_have_no_limit() -> None:
 
 def test_names_are_no_markup() -> None:
     report = lab_report.report(name="[bold]a[/bold]")
-    nasty = dataclasses.replace(report.collectives[0], where=Where("[red]x[/red]", "forward"))
+    nasty = dataclasses.replace(report.collectives[0], where=Location("[red]x[/red]", "forward"))
     text = shown(dataclasses.replace(report, collectives=(nasty,)), findings=[dataclasses.replace(FINDING, text="[link]y")])
     for word in ("[bold]a[/bold]", "red]", "[link]y"):
         assert word in text

@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
-from sharding_rules.lab.places import Places
-from sharding_rules.lab.report import Collective, Slot, Timeline, Where
+from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, replay
 
 H100 = TARGETS["h100"]
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
 GATHER = Collective(
-    "g", "all-gather", ("tensor",), 8, 1, ("bf16[8388608]",), "bf16", 1 << 24, 7 / 8 * (1 << 24), (), False, Where(), True, 0
+    "g", "all-gather", ("tensor",), 8, 1, ("bf16[8388608]",), "bf16", 1 << 24, 7 / 8 * (1 << 24), (), False, Location(), True, 0
 )
 GATHER_US = collective_us(GATHER, H100)
 START = f"%ag = (bf16[1048576]{{0}}, bf16[8388608]{{0}}) all-gather-start(%p), {ALL}"
@@ -40,8 +40,8 @@ def replayed(*entry: str, slots: tuple[Slot, ...] = (), **computations: tuple[st
         body = "".join(f"  {line}\n" for line in lines)
         text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
     module = hlo.parse(text, slots)
-    places = Places(module)
-    return replay(module, places, collectives(module, places, Mesh(np.array(jax.devices()), ("tensor",))), H100)
+    provenance = Provenance(module)
+    return replay(module, provenance, collectives(module, provenance, Mesh(np.array(jax.devices()), ("tensor",))), H100)
 
 
 def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:

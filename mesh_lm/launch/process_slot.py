@@ -24,7 +24,7 @@ _PORTS = range(61_440, 65_536)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessSlot:
     """One process among several."""
 
     coordinator: str
@@ -41,7 +41,7 @@ class Place:
         return host_and_port(self.coordinator)
 
     @classmethod
-    def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
+    def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> ProcessSlot | None:
         """The place that flags give, else variables, else Slurm; None where the run has one process.
 
         Raises ConfigError for an incomplete or impossible place.
@@ -57,7 +57,7 @@ class Place:
         return cls._slurm(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else None
 
     @classmethod
-    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> Place | None:
+    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> ProcessSlot | None:
         if missing := [names[field] for field, value in given.items() if not value]:
             have = ", ".join(f"{names[field]}={value}" for field, value in given.items() if value)
             raise ConfigError(f"{have} is given without {' and '.join(missing)}; a process of several needs all three")
@@ -73,7 +73,7 @@ class Place:
         return cls(coordinator, count, index, devices) if count > 1 else None
 
     @classmethod
-    def _slurm(cls, environment: Mapping[str, str]) -> Place:
+    def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
         """A task of `srun`. One task a node takes all its GPUs; several share them in equal parts (JAX alone would take one GPU a task)."""
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
         return cls(

@@ -9,7 +9,7 @@ from mesh_lm.commands.launch import _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.place import Place, first_host, gpus_here, tasks_here
+from mesh_lm.launch.process_slot import ProcessSlot, first_host, gpus_here, tasks_here
 
 VARIABLES = {"MESH_LM_COORDINATOR": "node1:99", "MESH_LM_PROCESSES": "4", "MESH_LM_PROCESS_INDEX": "3"}
 SLURM = {
@@ -19,17 +19,17 @@ SLURM = {
 
 
 def test_one_process_is_the_default() -> None:
-    assert Place.of(LaunchConfig(), {}) is None
-    assert Place.of(LaunchConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) is None, "a batch script without srun is one process"
-    assert Place.of(LaunchConfig(coordinator="a:1", processes=1, index=0), {}) is None
+    assert ProcessSlot.of(LaunchConfig(), {}) is None
+    assert ProcessSlot.of(LaunchConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) is None, "a batch script without srun is one process"
+    assert ProcessSlot.of(LaunchConfig(coordinator="a:1", processes=1, index=0), {}) is None
 
 
 def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     everywhere = VARIABLES | SLURM
-    assert Place.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == Place("[::1]:7", 2, 0)
-    assert Place.of(LaunchConfig(), everywhere) == Place("node1:99", 4, 3)
-    assert Place("[::1]:7", 2, 0).address == ("::1", 7)
-    assert Place.of(LaunchConfig(), VARIABLES | {"MESH_LM_LOCAL_DEVICES": "2,3"}) == Place("node1:99", 4, 3, (2, 3))
+    assert ProcessSlot.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == ProcessSlot("[::1]:7", 2, 0)
+    assert ProcessSlot.of(LaunchConfig(), everywhere) == ProcessSlot("node1:99", 4, 3)
+    assert ProcessSlot("[::1]:7", 2, 0).address == ("::1", 7)
+    assert ProcessSlot.of(LaunchConfig(), VARIABLES | {"MESH_LM_LOCAL_DEVICES": "2,3"}) == ProcessSlot("node1:99", 4, 3, (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     ],
 )
 def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks: int, mine: tuple[int, ...] | None) -> None:
-    place = Place.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
-    assert place is not None and place.local_devices == mine
-    assert (place.count, place.index, place.address[0]) == (2, 1, "n1") and 61_440 <= place.address[1] < 65_536
+    slot = ProcessSlot.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
+    assert slot is not None and slot.local_devices == mine
+    assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1") and 61_440 <= slot.address[1] < 65_536
 
 
 def test_two_steps_of_a_job_use_two_ports() -> None:
-    places = [Place.of(LaunchConfig(), SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
-    assert len({place.address[1] for place in places if place}) == 3
+    slots = [ProcessSlot.of(LaunchConfig(), SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
+    assert len({slot.address[1] for slot in slots if slot}) == 3
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_tasks_here() -> None:
 )
 def test_an_impossible_place(config: dict, environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Place.of(LaunchConfig(**config), environment)
+        ProcessSlot.of(LaunchConfig(**config), environment)
     assert message in str(caught.value)
 
 
