@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The decoder's shape: its fields make it GPT-2, GPT-3, Llama or Qwen."""
-=======
-"""The config of the decoder: its fields make it GPT-2, GPT-3, Llama or Qwen."""
->>>>>>> words-b
 
 from __future__ import annotations
 
