@@ -148,6 +148,7 @@ def _read(stash: Any, slot: jax.Array) -> Any:
     return jax.tree.map(lambda held: lax.dynamic_index_in_dim(held, slot, keepdims=False), stash)
 
 
+@jax.named_scope("stash")
 def _write(stash: Any, value: Any, slot: jax.Array) -> Any:
     def one(held: jax.Array, x: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0)

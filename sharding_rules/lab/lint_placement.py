@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from sharding_rules.lab.lint_context import EXCHANGES, SUMS, Finding, LintContext, names_of
-from sharding_rules.lab.report import SCALAR, Collective, Location, Span
+from sharding_rules.lab.report import SCALAR, Collective, Location
 from sharding_rules.lab.targets import TARGETS
 
 _LONG = 0.1
@@ -65,16 +64,15 @@ def exposed(context: LintContext) -> Iterator[Finding]:
     report = context.report
     if report.timeline is None or report.timeline.step <= 0:
         return
-    waits = _exposed(report.timeline.spans)
     found: dict[tuple[tuple[str, ...], str], list[Collective]] = {}
     for one in report.collectives:
-        if one.nodes > 1 and waits.get(one.name):
+        if one.nodes > 1 and one.exposed > 0:
             found.setdefault((one.axes, _when(one)), []).append(one)
     for (axes, when), each in found.items():
-        share = sum(waits[one.name] for one in each) / report.timeline.step
+        share = sum(one.exposed for one in each) / report.timeline.step
         if share >= _LONG:
             kinds = ", ".join(dict.fromkeys(one.kind for one in each))
-            largest = max(each, key=lambda one: waits[one.name])
+            largest = max(each, key=lambda one: one.exposed)
             text = f"compute waits {share:.0%} of the predicted step for {kinds} over {' and '.join(axes)} {when}"
             neutral = "more work per reduction (a larger batch, fewer sums), or a smaller mesh axis between nodes"
             fix = context.vocabulary.fix("exposed-communication", neutral)
@@ -88,27 +86,6 @@ def _when(one: Collective) -> str:
     if not one.loops:
         return "once in a step"
     return f"in the {one.where.phase}" if one.where.phase else "in its loops"
-
-
-def _exposed(spans: Sequence[Span]) -> dict[str, float]:
-    """By collective, the microseconds of a step in which it runs and compute does not. Collectives at the same time share them."""
-    compute = sorted((span.start, span.start + span.duration) for span in spans if span.stream == "compute")
-    network = [span for span in spans if span.stream == "network"]
-    ends = [0.0]
-    for _, end in compute:
-        ends.append(max(ends[-1], end))
-    found: dict[str, float] = {}
-    for span in network:
-        begin, end = span.start, span.start + span.duration
-        first = bisect.bisect_left(ends, begin, lo=1) - 1
-        busy = 0.0
-        for start, stop in compute[first:]:
-            if start >= end:
-                break
-            busy += max(0.0, min(stop, end) - max(start, begin))
-        beside = sum(1 for other in network if other.start < end and other.start + other.duration > begin)
-        found[span.name] = found.get(span.name, 0.0) + (end - begin - busy) / beside * math.prod(span.loops)
-    return found
 
 
 CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (idle_axes, placement, exposed)

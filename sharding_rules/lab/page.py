@@ -15,6 +15,7 @@ from sharding_rules.lab.schedule import Piece, pieces
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
+    UPPER_BOUND,
     Row,
     alike,
     by_meaning,
@@ -178,7 +179,7 @@ def _network(report: Report, parts: dict[str, str]) -> str:
 
 
 def _collectives(listed: Sequence[Row]) -> str:
-    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", "GiB sent", "hidden"]
+    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", "GiB sent", "ms", "ms exposed"]
     most = max(row.wire for row in listed) or 1
     lines, tags = [], []
     for row in listed:
@@ -187,19 +188,27 @@ def _collectives(listed: Sequence[Row]) -> str:
         lines.append(
             (
                 escape(over(one.axes)), link(row.nodes), escape(one.kind) + (" (part of the axis)" if one.partial else ""),
-                _code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), _Number(row.times),
+                _code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), _Number(row.times, before="≤ " * row.bounded),
                 _Number(one.payload / 2**20, 1),
-                _Number(row.wire / GIB, 2, bar=row.wire / most), _Number(100 * row.hidden, 0, " %"),
+                _Number(row.wire / GIB, 2, bar=row.wire / most),
+                _Number(row.busy / 1e3, 1), _Number(row.exposed / 1e3, 1),
             )
         )  # fmt: skip
         tags.append(f'data-axis="{escape(over(one.axes))}" data-tip="{escape(every)}"')
-    foot = (*[""] * 6, _Number(sum(r.times for r in listed)), "", _Number(sum(r.wire for r in listed) / GIB, 2), "")
+    foot = (
+        *[""] * 6,
+        _Number(sum(r.times for r in listed)),
+        "",
+        _Number(sum(r.wire for r in listed) / GIB, 2),
+        _Number(sum(r.busy for r in listed) / 1e3, 1),
+        _Number(sum(r.exposed for r in listed) / 1e3, 1),
+    )
     return _table(names, lines, tags=tags, foot=foot, cls="sortable") + _NOTE
 
 
 _NOTE = (
     '<p class="note">Payload: the whole array, once. Sent: by one device in a step, in a ring. '
-    "Hidden: share of the bytes whose collective has a matmul between its start and its done.</p>"
+    f"The milliseconds are {PREDICTED}: those of the network, and those of them during which compute waits. {UPPER_BOUND.capitalize()}.</p>"
 )
 
 
@@ -324,8 +333,8 @@ class _Number(str):
     value: float
     bar: float | None
 
-    def __new__(cls, value: float, digits: int = 0, unit: str = "", bar: float | None = None) -> _Number:
-        self = super().__new__(cls, f"{value:,.{digits}f}{unit}")
+    def __new__(cls, value: float, digits: int = 0, before: str = "", bar: float | None = None) -> _Number:
+        self = super().__new__(cls, f"{before}{value:,.{digits}f}")
         self.value, self.bar = value, bar
         return self
 

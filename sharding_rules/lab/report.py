@@ -101,7 +101,7 @@ class Collective:
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there on the stage that has the most."""
     conditional: bool
-    """In a branch that may not be taken. Without a Slot it counts like any other, so that sums are upper bounds where there are such."""
+    """In a branch that may not be taken."""
     where: Location
     asynchronous: bool
     flops_hidden_behind: int
@@ -114,6 +114,12 @@ class Collective:
     """By array, the arguments whose values it holds, gathered, cast or sliced, with a space between; "" where anything else goes in."""
     beside: tuple[str, ...] = ()
     """Parameters that the matmuls next to it multiply with: those that make what it sends, and those that take what it returns."""
+    bounded: bool = False
+    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is an upper bound."""
+    duration: float = 0.0
+    """Predicted microseconds of one run alone; 0 where the target is not known."""
+    exposed: float = 0.0
+    """Predicted microseconds in a step, all runs together, during which compute waits for it."""
 
     @property
     def times(self) -> int:
@@ -169,8 +175,9 @@ class Buffer:
     """Mesh axes that cut it, where that is known (arguments)."""
 
 
-KINDS = ("params", "moments", "gradients", "weights in use", "activations", "logits", "batch", "other", "fragmentation")
-"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `fragmentation`: the heap's holes at the peak."""
+KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
+"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `residuals`: what the forward pass stores for the
+backward pass, row by row of a loop over layers, or in a pipeline's stash. `fragmentation`: the heap's holes at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +229,8 @@ class Timeline:
     exposed: float
     """Of the network's time, what compute waits for."""
     spans: tuple[Span, ...]
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`exposed` by the name of the collective that the network is busy with while compute waits."""
 
 
 @dataclasses.dataclass(frozen=True)

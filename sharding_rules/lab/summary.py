@@ -24,6 +24,9 @@ PREDICTED = "predicted, never measured"
 """Said wherever a step's time is first shown, as long as no GPU has confirmed one (benchmarks/gpu_truth.py)."""
 
 
+UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
+
+
 def duration(microseconds: float) -> str:
     """18.4 s, 56.1 ms, 3.2 µs."""
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
@@ -120,10 +123,24 @@ class Row:
         return sum(c.times * c.wire for c in self.collectives)
 
     @property
-    def hidden(self) -> float:
-        """Share, 0 to 1, of those bytes whose collective has a matmul scheduled between its start and its done."""
-        behind = sum(c.times * c.wire for c in self.collectives if c.asynchronous and c.flops_hidden_behind)
-        return behind / self.wire if self.wire else 0.0
+    def busy(self) -> float:
+        """Predicted microseconds in a step during which the network carries them."""
+        return sum(c.times * c.duration for c in self.collectives)
+
+    @property
+    def exposed(self) -> float:
+        """Predicted microseconds in a step during which compute waits for them."""
+        return sum(c.exposed for c in self.collectives)
+
+    @property
+    def bounded(self) -> bool:
+        """Some are in branches of which nothing is known, so that times, bytes and microseconds are upper bounds."""
+        return any(c.bounded for c in self.collectives)
+
+    @property
+    def count(self) -> str:
+        """How often they run in a step: 1,024, or ≤ 1,024 where that is an upper bound."""
+        return f"{'≤ ' * self.bounded}{self.times:,}"
 
     @property
     def nodes(self) -> int:

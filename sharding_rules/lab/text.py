@@ -18,6 +18,7 @@ from sharding_rules.lab.report import SCALAR, Location, Report, location_text
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
+    UPPER_BOUND,
     alike,
     by_axes,
     duration,
@@ -167,7 +168,7 @@ def _buffers(report: Report, most: int) -> RenderableType:
 
 def _collectives(all_rows: Sequence[Any], width: int, most: int) -> RenderableType:
     narrow = width < _NARROW
-    columns = [("over", {}), ("collective", {}), ("times", _NUMBER), ("payload", _NUMBER), ("GiB sent", _NUMBER), ("hidden", _NUMBER)]
+    columns = [("over", {}), ("collective", {}), ("times", _NUMBER), ("payload", _NUMBER), ("GiB sent", _NUMBER), ("exposed", _NUMBER)]
     table = _table(*(c for c in columns if not (narrow and c[0] == "payload")), ("in", {"ratio": 1}))
     shown = all_rows if len(all_rows) <= most else all_rows[: most - 1]
     before = None
@@ -177,8 +178,8 @@ def _collectives(all_rows: Sequence[Any], width: int, most: int) -> RenderableTy
         before = one.axes
         cells = {
             "over": f"{over(one.axes)}, {link(row.nodes)}" if first else "", "collective": f"{one.kind} {one.dtype}",
-            "times": f"{row.times:,}", "payload": f"{row.payload / GIB:,.2f}", "GiB sent": f"{row.wire / GIB:,.2f}",
-            "hidden": percent(row.hidden, 1), "in": row.places or shapes(one.shapes),
+            "times": row.count, "payload": f"{row.payload / GIB:,.2f}", "GiB sent": f"{row.wire / GIB:,.2f}",
+            "exposed": duration(row.exposed) if row.busy else "", "in": row.places or shapes(one.shapes),
         }  # fmt: skip
         _add(table, *(cells[str(column.header)] for column in table.columns))
     if rest := all_rows[len(shown) :]:
@@ -201,6 +202,8 @@ def _sums(report: Report) -> RenderableType:
     phases = [f"{phase or 'other'} {flop(n)}" for phase, n in report.flops.items() if n]
     whole = f"; {flop(sum(report.flops.values()))} in all" if len(phases) > 1 else ""
     _add(table, "matmuls", ", ".join(phases) + whole + stages_words(report) or "none")
+    if any(one.bounded for one in report.collectives):
+        _add(table, "times", UPPER_BOUND)
     if line := report.timeline:
         said = f"{duration(line.step)} {PREDICTED}: compute {duration(line.compute)}, network {duration(line.network)}"
         _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)})")

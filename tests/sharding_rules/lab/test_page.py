@@ -102,6 +102,23 @@ def test_the_table_adds_up_to_the_wire() -> None:
     assert sum(map(float, cells)) == pytest.approx(sent / GIB)
 
 
+def test_upper_bounds_are_marked() -> None:
+    report = lab_report.report()
+    bounded = dataclasses.replace(report.collectives[0], conditional=True, bounded=True)
+    assert "≤ 384" in Tree(whole(dataclasses.replace(report, collectives=(bounded,)))).text
+    assert "≤ 384" not in Tree(whole()).text
+
+
+def test_each_row_has_its_time() -> None:
+    """384 runs of 1 ms, of which 250 µs in a step are exposed: in the row, and with those of all others in the foot."""
+    text = Tree(whole()).text
+    assert re.search(r"attention forward 384 96\.0 31\.50 384\.0 0\.2", text), text[3000:5000]
+    report = lab_report.report()
+    n = len(report.collectives) - 1
+    total = sum(one.times for one in report.collectives if one.payload > 4)
+    assert f"{total:,.1f} {0.25 * n:.1f}" in text
+
+
 def test_nothing_is_fetched() -> None:
     text = whole()
     assert not re.search(r"https?:|src=|url\(|@import|<link", text)

@@ -41,13 +41,21 @@ def test_one_screen_says_it_all() -> None:
     assert "state.params.blocks.mlp.up.weight, cut by fsdp+tensor" in text
     assert row["tensor,"].split()[:3] == ["tensor,", "NVLink", "all-gather"] and "2,304" in row["tensor,"] and "189.00" in row["tensor,"]
     assert "attention, mlp: fwd+recompute+bwd" in row["tensor,"]
-    assert row["data,"].split()[1:] == ["network", "all-reduce", "f32", "1", "5.00", "8.75", "100", "%", "optimizer"]
-    assert "1,536   144.00    126.00     0 %  attention, mlp: fwd+bwd" in text  # nothing to hide behind
+    assert row["data,"].split()[1:] == ["network", "all-reduce", "f32", "1", "5.00", "8.75", "250", "µs", "optimizer"]
+    assert "1,536   144.00    126.00     1 ms  attention, mlp: fwd+bwd" in text  # of four collectives
     assert "335.0 TFLOP in all" in row["matmuls"]
     assert "6.01 s predicted, never measured: compute 4.51 s" in row["step"] and "1.5 s exposed (25 %)" in row["step"]
     assert "f32 collective: moves f32 in a bf16 program" in text and "fix: cast it before" in text
     assert "--config.model.remat=full  8.30 GiB at the peak, step x 1.21, fits" in text
     assert "compiled in 14.7 s" in text and "jax 0.10.2" in text
+
+
+def test_upper_bounds_are_marked() -> None:
+    report = lab_report.report()
+    bounded = dataclasses.replace(report.collectives[0], conditional=True, bounded=True)
+    text = shown(dataclasses.replace(report, collectives=(bounded, *report.collectives[1:])))
+    assert "≤ 2,304" in text and "≤: in a branch of a conditional, counted as if it always ran" in text
+    assert "≤" not in shown(report)
 
 
 def test_stages_that_differ_are_told_of() -> None:
