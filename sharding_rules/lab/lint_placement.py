@@ -11,6 +11,7 @@ from sharding_rules.lab.targets import TARGETS
 
 _LONG = 0.1
 """Of the predicted step: how much of it collectives along some mesh axes must leave compute waiting to be worth a finding."""
+_ONCE = "once in a step"
 
 
 def idle_axes(context: LintContext) -> Iterator[Finding]:
@@ -67,24 +68,27 @@ def exposed(context: LintContext) -> Iterator[Finding]:
     found: dict[tuple[tuple[str, ...], str], list[Collective]] = {}
     for one in report.collectives:
         if one.nodes > 1 and one.exposed > 0:
-            found.setdefault((one.axes, _when(one)), []).append(one)
+            found.setdefault((one.axes, _when(context, one)), []).append(one)
     for (axes, when), each in found.items():
         share = sum(one.exposed for one in each) / report.timeline.step
         if share >= _LONG:
             kinds = ", ".join(dict.fromkeys(one.kind for one in each))
             largest = max(each, key=lambda one: one.exposed)
             text = f"compute waits {share:.0%} of the predicted step for {kinds} over {' and '.join(axes)} {when}"
-            neutral = "more work per reduction (a larger batch, fewer sums), or a smaller mesh axis between nodes"
-            fix = context.vocabulary.fix("exposed-communication", neutral)
+            fewer = (
+                "fewer and larger microbatches, each of which sends it again" if largest.loops else "a larger batch, which sends as much"
+            )
+            neutral = f"more work for as many bytes ({fewer}), or a smaller mesh axis between nodes"
+            fix = context.vocabulary.fix("exposed-in-loops" if largest.loops else "exposed-communication", neutral)
             bytes = int(sum(one.times * one.wire for one in each))
             names = tuple(one.name for one in each)
             yield Finding("exposed-communication", bytes, largest.where, text, fix, "notice", names)
 
 
-def _when(one: Collective) -> str:
-    """In words: what is sent once in a step, after the last microbatch, hides behind nothing else than what is sent in its loops."""
-    if not one.loops:
-        return "once in a step"
+def _when(context: LintContext, one: Collective) -> str:
+    """In words. What is sent once in a step, after the last microbatch, may take a layer at a time; it hides behind nothing else."""
+    if not one.loops or (context.microbatches > 1 and not context.each_microbatch(one)):
+        return _ONCE
     return f"in the {one.where.phase}" if one.where.phase else "in its loops"
 
 

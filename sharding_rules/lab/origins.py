@@ -30,6 +30,11 @@ def with_origins(module: Module, arguments: Sequence[Argument], sent: Sequence[C
     return tuple(dataclasses.replace(one, **graph.origins(one)) for one in sent)
 
 
+def _is_call(path: str) -> bool:
+    """Whether a path of scopes ends in a collective of JAX."""
+    return bool(_PRIMITIVES.fullmatch(path.rpartition("/")[2]))
+
+
 class _Graph:
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
         self._module = module
@@ -54,16 +59,17 @@ class _Graph:
     def _by_hand(self, start: Instruction) -> bool:
         wrapped = (line for name in start.called for line in self._module.computations.get(name, ()))
         inside = next((line for line in wrapped if line.opcode in COLLECTIVES), start) if start.opcode == "async-start" else start
-        names = [start.op_name or inside.op_name]
+        if own := start.op_name or inside.op_name:
+            return all(map(_is_call, alternatives(own)))
         # Where XLA has joined several in one, their names are left on what takes the results apart.
-        todo = [] if names[0] else [start]
+        todo, names = [start], []
         for one in todo:
             for user in self._users[one.name] if len(todo) < _FAR else ():
                 if user.op_name:
                     names.append(user.op_name)
                 else:
                     todo.append(user)
-        return any(_PRIMITIVES.fullmatch(path.rpartition("/")[2]) for name in names for path in alternatives(name))
+        return any(_is_call(path) for name in names for path in alternatives(name))
 
     def _next(self, start: Instruction, step: Callable[[Instruction], Iterator[Instruction]]) -> Iterator[str]:
         """Parameters that the nearest matmuls in one direction multiply with."""
