@@ -331,7 +331,7 @@ def test_a_stack_that_no_segment_has_is_refused() -> None:
             return model
 
     config = Lost(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
-    message = "model.lost has layers in front, but 'lost' is no segment: its config's stack() has 'dense', 'moe'"
+    message = "model.lost has a leading axis layers, but 'lost' is not a segment: its config's stack() has 'dense', 'moe'"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         ModelLayout.of(config, shard_on(rules("ddp")))
 
