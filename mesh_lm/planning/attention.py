@@ -50,7 +50,7 @@ def report_facts(config: TrainConfig, report: Report, target: str) -> tuple[tupl
         return ()
     made = "; ".join(dict.fromkeys(_calls(report))) or "xla, no kernel"
     if getattr(with_compilable_attention(config, target).model, "attention", "") != asked:
-        made += f": cuDNN is not installed here; the run takes {' and '.join(sorted(attention_implementations(config, target)))}"
+        made += f": cuDNN is not installed here; the run will use {' and '.join(sorted(attention_implementations(config, target)))}"
     return (("attention", made),)
 
 
