@@ -20,7 +20,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import stages, state_bytes
 from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
-from mesh_lm.state import Part, abstract_state, parts
+from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
@@ -62,7 +62,7 @@ class Program:
         return Optimizer(self.config.optimizer, self.config.train.steps)
 
     @cached_property
-    def declared(self) -> dict[str, Part]:
+    def declared(self) -> dict[str, StatePart]:
         """The parts of the training state. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
         return parts(self.layout, self.optimizer)
 
