@@ -63,7 +63,7 @@ def test_who_is_where() -> None:
         1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
     }
     assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in PAGE
-    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
+    found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 
 
