@@ -340,7 +340,7 @@ def autotune(seconds: float, table: str, dry_run: bool) -> None:
         emit(autotune=f"not there: {error}")
         return
     if not tuner.CANDIDATES.exists():
-        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.attention.autotune makes it, without a GPU")
+        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")
         return
     shutil.copy(tuning.PATH, table)
     tuning.PATH = Path(table)  # that of the package is not written to by a benchmark

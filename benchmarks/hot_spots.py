@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from record import Record, Row, options
 
 from mesh_lm.config import files
-from mesh_lm.model import DecoderConfig, layers
+from mesh_lm.model import DecoderConfig, attention, layers, mlp
 from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
 from sharding_rules.lab import TARGETS, h100, hlo
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.timeline import _FREE, ATTENTION, ATTENTION_BACKWARD, MATMUL, MEMORY, _Prices
 
 TOKENS = 8192
@@ -97,7 +97,7 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
     compiled = jax.jit(function).lower(*placed).compile()
     module = hlo.parse(compiled.as_text() or "")
-    prices = _Bytes(module, Places(module), TARGETS["h100"], {})
+    prices = _Bytes(module, Provenance(module), TARGETS["h100"], {})
     kernels, matmuls = [], []
     for visit in module.visits():
         for one in () if visit.fused else module.computations[visit.computation]:
@@ -146,20 +146,20 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
         heads = tuple(of(B, S, n, config.d_head) for n in (config.n_heads, config.kv_heads))
 
         def rotary(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            angles = layers.rope_table(config, jnp.arange(S))
-            return layers.rotate(q, angles), layers.rotate(k, angles)
+            angles = attention.rope_table(config, jnp.arange(S))
+            return attention.rotate(q, angles), attention.rotate(k, angles)
 
         found["rotary, q and k"] = Spot((rotary, heads), gradient(rotary, *heads))
     if config.activation == "swiglu":
-        found["SwiGLU"] = Spot((layers._swiglu, (up := of(B, S, 2, F),)), gradient(layers._swiglu, up))
+        found["SwiGLU"] = Spot((mlp.swiglu, (up := of(B, S, 2, F),)), gradient(mlp.swiglu, up))
     else:
 
         def bias_gelu(raw: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
             up = layers.add_bias(raw, bias)
-            return up, layers._gelu(up)
+            return up, mlp.gelu(up)
 
         def back(up: jax.Array, dh: jax.Array) -> Any:
-            (dup,) = jax.vjp(layers._gelu, up)[1](dh)
+            (dup,) = jax.vjp(mlp.gelu, up)[1](dh)
             return jax.vjp(layers.add_bias, up, jnp.zeros(F))[1](dup)
 
         found["bias and GELU"] = Spot((bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up)))

@@ -1,4 +1,4 @@
-"""A model of one's own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
+"""A model of your own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
 
 Train it with `python train.py --config=docs/custom_model.py`; docs/custom_model.md walks through it.
 Sizes: B batch, S sequence, D embed, G gates, E recurrent state.

@@ -60,7 +60,7 @@ def test_the_table_of_presets() -> None:
         flat = rules.column("optimizer").get(FLAT) is not None  # then gradients reach the optimizer as what it keeps is cut
         for kind, cell in (("params", weights), ("optimizer" if flat else "gradients", gradients), ("optimizer", moments)):
             used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}  # in every preset
-            assert cell == (" x ".join(sorted(used)) or "whole"), f"{name}: {kind}"
+            assert cell == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"
         assert batch == " x ".join(axes_of(rules.activations["batch"]))
 
 

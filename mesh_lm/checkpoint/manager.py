@@ -21,8 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from mesh_lm import distributed
-from mesh_lm.checkpoint.node_local import Local
-from mesh_lm.checkpoint.reader import FORMAT, Damaged, Saved, array_handler, certificate, described, seal, steps_in
+from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
+from mesh_lm.checkpoint.reader import FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, seal, steps_in
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
@@ -60,7 +60,7 @@ class Checkpoints:
             raise ConfigError(f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
         _open(self.directory)
-        self._local = Local(self.policy, self.directory)
+        self._local = NodeLocalCheckpoints(self.policy, self.directory)
         self._saver = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler())
         )
@@ -79,7 +79,7 @@ class Checkpoints:
             return f"no checkpoint in {self.directory}, and checkpoint.resume=required; set the output of a run"
         if policy.resume == "never" and self._saved is not None:
             return f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; set another output"
-        if self._saved is None and distributed.from_first(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
+        if self._saved is None and distributed.broadcast_from_process0(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
             return self._nothing_whole()
         return None
 
@@ -88,17 +88,22 @@ class Checkpoints:
         fix = "repair one and take .damaged from its name, or set another output to begin anew"
         return f"no checkpoint in {self.directory} is whole: {left}; {fix}"
 
-    def newest(self) -> Saved | None:
-        """The newest checkpoint's descriptions; None where there is none. Raises Damaged."""
-        return None if self._saved is None else Saved.read(self.directory, self._saved)
+    def newest(self) -> SavedCheckpoint | None:
+        """The newest checkpoint's descriptions; None where there is none. Raises DamagedCheckpoint."""
+        return None if self._saved is None else SavedCheckpoint.read(self.directory, self._saved)
 
-    def restore(self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
-        """The newest checkpoint that is what was saved, and its state; (None, None) where the run has none. All processes get the same.
+    def restore(
+        self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None
+    ) -> tuple[SavedCheckpoint, State] | tuple[None, None]:
+        """Returns the newest intact checkpoint and its state, or (None, None) for a run without checkpoints; the same on all processes.
 
-        One that is damaged is named, with the leaves or files, put aside as `N.damaged`, and the one before it is taken. before: only steps
-        below this one.
+        A damaged checkpoint is reported with its leaves or files and renamed to `N.damaged`, and the one before it is tried.
 
-        Raises ConfigError for a checkpoint of another model, and where there are checkpoints and none is whole: never a silent new start.
+        Args:
+          before: consider only steps below this one.
+
+        Raises:
+          ConfigError: the checkpoint is of another model, or there are checkpoints but none is intact: a run never silently starts over.
         """
         self._phases.at("restore")
         steps = [step for step in self._steps() if before is None or step < before]
@@ -109,10 +114,10 @@ class Checkpoints:
             return found
         for step in reversed(steps):
             try:
-                saved = Saved.read(self.directory, step)
+                saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
-            except Damaged as damage:
-                distributed.say(f"warning: {damage}\nput aside as {step}.damaged; the checkpoint before it is taken")
+            except DamagedCheckpoint as damage:
+                distributed.print_on_process0(f"warning: {damage}\nput aside as {step}.damaged; the checkpoint before it is taken")
                 self._put_aside(step, "damaged")
                 continue
             self._committed(max(self._steps()))
@@ -121,7 +126,7 @@ class Checkpoints:
             raise ConfigError(self._nothing_whole())
         return None, None
 
-    def go_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State]:
+    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
         """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
         `N.passed`. Raises ConfigError without one."""
         self._settle(before)
@@ -187,12 +192,12 @@ class Checkpoints:
         """Called after every step, on all processes: notes what became of the save in flight."""
         if self._writing is None or (jax.process_count() > 1 and step % _ASK_EVERY):
             return
-        outcomes = distributed.from_all(self._outcome())
+        outcomes = distributed.gather_from_all(self._outcome())
         if _WRITING not in outcomes:
             self._conclude(step, failed=_FAILED in outcomes)
 
     def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
-        distributed.say(f"saving step {step} ({certificate(metadata, data)})")
+        distributed.print_on_process0(f"saving step {step} ({certificate(metadata, data)})")
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
@@ -226,7 +231,7 @@ class Checkpoints:
                 self._saver.wait_until_finished()
             except Exception as error:
                 self._error = error
-        self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.from_all(self._outcome())), last=last)
+        self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), last=last)
 
     def _conclude(self, step: int, *, failed: bool, last: bool = False) -> None:
         writing, self._writing = self._writing, None
@@ -245,7 +250,7 @@ class Checkpoints:
         reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         loud = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose all since then: {newest}. "
-        distributed.say(
+        distributed.print_on_process0(
             f"{loud if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
             f"{reason}" + ("" if last else f"; training goes on, and tries again after step {self._retry}")
         )
@@ -257,7 +262,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """As process 0 sees them."""
-        return distributed.from_first(steps_in(self.directory) if jax.process_index() == 0 else None)
+        return distributed.broadcast_from_process0(steps_in(self.directory) if jax.process_index() == 0 else None)
 
     def _put_aside(self, step: int, why: str) -> None:
         if jax.process_index() == 0:
@@ -322,7 +327,7 @@ def _quiet() -> None:
 
 def _open(directory: Path) -> None:
     _quiet()
-    with distributed.together():
+    with distributed.collective_errors():
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (probe := directory / f".probe-{jax.process_index()}").touch()

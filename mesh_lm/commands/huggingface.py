@@ -13,7 +13,7 @@ from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mesh_lm.inference.trained import Trained
+    from mesh_lm.inference.trained import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def run_export(options: Export) -> int:
 
     trained = _load(options.checkpoint, options, options.config)
     save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
-    distributed.say(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
+    distributed.print_on_process0(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
     return 0
 
 
@@ -104,9 +104,9 @@ def run_import(options: Import) -> int:
         state = fresh_state(trained.layout, optimizer, trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
         checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
-    distributed.say(f"wrote the weights of {options.input} to {options.output} as step 0")
+    distributed.print_on_process0(f"wrote the weights of {options.input} to {options.output} as step 0")
     return 0
 
 
-def _load(path: str, options: Export | Import, config: str = "") -> Trained:
+def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:
     return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, config=config, compile_cache="").load()

@@ -16,8 +16,8 @@ from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules import custom, gantt, trace
 from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight, stash_bytes, timeline
-from mesh_lm.schedules.schedule import NAMES, Schedule, schedule
-from mesh_lm.schedules.table import table
+from mesh_lm.schedules.schedule import NAMES, Schedule, make_schedule
+from mesh_lm.schedules.table import compile_table
 
 DESCRIPTION = "Draws a pipeline schedule, says how much of it is waiting and what it keeps in memory, and compares it with the others."
 _COMPARED = ("1f1b", "gpipe", "classic_1f1b", "zb_h1")
@@ -63,9 +63,9 @@ class Arguments:
     def found(self) -> Schedule:
         """The schedule asked for. Raises ConfigError."""
         if Path(self.schedule).suffix in custom.SUFFIXES:
-            return custom.find(self.schedule, self.stages, self.microbatches, self.chunks)
+            return custom.find_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
         stages = self.stages or 4
-        return schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
+        return make_schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
 
     def timed(self, one: Schedule, clock: Clock | None = None) -> Timeline:
         durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
@@ -109,7 +109,7 @@ def _comparable(chosen: Schedule) -> list[Schedule]:
     found = []
     for name, chunks in able:
         with contextlib.suppress(ConfigError):  # one's own schedule may have sizes that a named one cannot have
-            found.append(schedule(name, chosen.stages, chosen.microbatches, chunks))
+            found.append(make_schedule(name, chosen.stages, chosen.microbatches, chunks))
     return found
 
 
@@ -139,7 +139,7 @@ def _show(console: Console, one: Timeline, options: Arguments) -> None:
 def _slots(made: Schedule, options: Arguments) -> str:
     if "W" in made.kinds:
         return "for study: the engine runs no schedule that splits the backward pass"
-    slots = table(made, drop_last_forward=options.drop_last_forward)
+    slots = compile_table(made, drop_last_forward=options.drop_last_forward)
     size = f": {stash_bytes(slots, round(options.input_mib * 2**20)) / 2**20:,.0f} MiB" if options.input_mib else ""
     residuals = (
         f"; {slots.n_residuals} for residuals, where they are stashed" if slots.n_residuals and not options.drop_last_forward else ""
@@ -156,7 +156,7 @@ def _comparison(others: list[Schedule], options: Arguments) -> Rows:
     best = min(line[options.clock].span for line in lines)
     for other, line in zip(others, lines, strict=True):
         time = line[options.clock].span
-        slots = table(other, drop_last_forward=options.drop_last_forward) if "W" not in other.kinds else None
+        slots = compile_table(other, drop_last_forward=options.drop_last_forward) if "W" not in other.kinds else None
         rows.add_row(
             other.name, str(other.chunks), str(other.n_ticks), *(f"{line[clock].bubble:.2%}" for clock in CLOCKS),
             f"{time:.4g} {time / best - 1:+.1%}", str(max(in_flight(other))),

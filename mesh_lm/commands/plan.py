@@ -20,10 +20,9 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, stages
-from mesh_lm.planning import state_bytes as held
+from mesh_lm.planning import attention, stages, state_bytes
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
 from sharding_rules import Rules, ShardingRuleError
 from sharding_rules.lab import LabError, Report
@@ -32,7 +31,7 @@ from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, whose
+from sharding_rules.lab.summary import alike, flop, whose
 from sharding_rules.lab.text import screen
 
 
@@ -59,9 +58,13 @@ def show(plan: Plan, config: TrainConfig) -> int:
         report = program.compile(options(flags))
         findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.layout, report))
+        facts = (
+            *_facts(config, report),
+            *state_bytes.report_facts(program.declared),
+            *stages.report_facts(program.config, program.layout, report),
+        )
         if plan.max_microbatch:
-            facts += largest(config, n_devices, compiled, say=say)
+            facts += largest_microbatch(config, n_devices, compiled, say=say)
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
@@ -84,9 +87,6 @@ def refusal(report: Report, fixes: Sequence[Fix]) -> str:
 
 def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     model, train = config.model, config.train
-    per_token = model.flops_per_token()
-    tokens = train.global_batch * model.seq_len
-    theirs = per_token * tokens / report.n_devices
     facts = [
         ("rules", config.rules.name),
         ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
@@ -95,10 +95,10 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
         facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
     if n_params := getattr(model, "n_params", None):
         facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
-    if theirs:
+    if report.model_flops:
         compiled = sum(report.flops.values())
-        facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
-    return (*facts, *attention.facts(config, report, report.target))
+        facts.append(("matmuls", f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x the model's"))
+    return (*facts, *attention.report_facts(config, report, report.target))
 
 
 def _write(

@@ -66,7 +66,7 @@ class Stack:
                 found.append(f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}")
         return found
 
-    def computed(self, virtual: int, repeats: bool) -> Stack:
+    def with_recomputation(self, virtual: int, repeats: bool) -> Stack:
         """With the costs of what so many virtual stages compute, not only of what the model needs.
 
         repeats: a backward slot repeats the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no forward slot of

@@ -28,63 +28,63 @@ class StackLayout:
 
     stages: int
     """P, the size of the mesh axis pipeline."""
-    counts: tuple[int, ...]
+    layer_counts: tuple[int, ...]
     """Layers of the segment on each of the P * V virtual stages, in model order."""
 
     @property
     def chunks(self) -> int:
         """V, the virtual stages on one stage."""
-        return len(self.counts) // self.stages
+        return len(self.layer_counts) // self.stages
 
     @property
     def n_layers(self) -> int:
-        return sum(self.counts)
+        return sum(self.layer_counts)
 
     @property
-    def width(self) -> int:
+    def rows_per_pass(self) -> int:
         """Rows that a pass through one virtual stage reads."""
-        return max(self.counts)
+        return max(self.layer_counts)
 
     @property
-    def height(self) -> int:
+    def rows_per_stage(self) -> int:
         """Rows of one stage."""
-        return int(self.count().sum(1).max())
+        return int(self.chunk_layers().sum(1).max())
 
     @property
-    def rows(self) -> int:
+    def padded_rows(self) -> int:
         """Rows of a stacked leaf in memory."""
-        return self.stages * self.height
+        return self.stages * self.rows_per_stage
 
     @property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         """Whether some pass reads a row that is not one of its own layers."""
-        return min(self.counts) < self.width
+        return min(self.layer_counts) < self.rows_per_pass
 
     @property
-    def identity(self) -> bool:
+    def is_contiguous(self) -> bool:
         """True where the rows in memory are the layers in model order, none padding."""
         return np.array_equal(self.layer_of_row(), np.arange(self.n_layers))
 
-    def count(self) -> np.ndarray:
+    def chunk_layers(self) -> np.ndarray:
         """int32 [P, V]: layers of each chunk of each stage."""
-        return self._by_stage(self.counts)
+        return self._by_stage(self.layer_counts)
 
-    def first(self) -> np.ndarray:
+    def chunk_first_layers(self) -> np.ndarray:
         """int32 [P, V]: the number in the segment of each chunk's first layer."""
-        return self._by_stage(np.cumsum((0, *self.counts[:-1])))
+        return self._by_stage(np.cumsum((0, *self.layer_counts[:-1])))
 
-    def start(self) -> np.ndarray:
+    def chunk_start_rows(self) -> np.ndarray:
         """int32 [P, V]: the row of a stage from which a pass through a chunk reads `width` rows."""
-        return np.minimum(self._offset(), self.height - self.width).astype(np.int32)
+        return np.minimum(self._row_offsets(), self.rows_per_stage - self.rows_per_pass).astype(np.int32)
 
-    def skip(self) -> np.ndarray:
+    def chunk_skipped_rows(self) -> np.ndarray:
         """int32 [P, V]: how many of those rows belong to the chunk before."""
-        return (self._offset() - self.start()).astype(np.int32)
+        return (self._row_offsets() - self.chunk_start_rows()).astype(np.int32)
 
     def layer_of_row(self) -> np.ndarray:
         """int32 [rows]: the layer of the segment that a row in memory holds; -1 where it is padding."""
-        layers, offset, first = np.full((self.stages, self.height), -1, np.int32), self._offset(), self.first()
-        for (stage, chunk), count in np.ndenumerate(self.count()):
+        layers, offset, first = np.full((self.stages, self.rows_per_stage), -1, np.int32), self._row_offsets(), self.chunk_first_layers()
+        for (stage, chunk), count in np.ndenumerate(self.chunk_layers()):
             begin, layer = offset[stage, chunk], first[stage, chunk]
             layers[stage, begin : begin + count] = range(layer, layer + count)
         return layers.ravel()
@@ -97,29 +97,29 @@ class StackLayout:
 
     def wasted_bytes(self, bytes_per_layer: float) -> float:
         """Bytes that the padding takes, over all stages."""
-        return (self.rows - self.n_layers) * bytes_per_layer
+        return (self.padded_rows - self.n_layers) * bytes_per_layer
 
-    def _offset(self) -> np.ndarray:
-        return np.cumsum(self.count(), 1) - self.count()
+    def _row_offsets(self) -> np.ndarray:
+        return np.cumsum(self.chunk_layers(), 1) - self.chunk_layers()
 
     def _by_stage(self, of_virtual: Sequence[int] | np.ndarray) -> np.ndarray:
         return np.asarray(of_virtual, np.int32).reshape(self.chunks, self.stages).T
 
 
-Layout = dict[str, StackLayout]
+StackLayouts = dict[str, StackLayout]
 """By the name of the segment, in model order."""
 
 
-def flops(layout: Layout, stack: Stack) -> np.ndarray:
+def flops(layout: StackLayouts, stack: Stack) -> np.ndarray:
     """float64 [P]: what each stage does for one token. The embedding is on the first virtual stage, the head on the last."""
-    each = [layout[segment.name].count() * segment.cost for segment in stack.segments]
+    each = [layout[segment.name].chunk_layers() * segment.cost for segment in stack.segments]
     stages, chunks = each[0].shape
     return np.sum(each, 0).sum(1) + _ends(stack, stages * chunks).reshape(chunks, stages).sum(0)
 
 
 def divide(
     stack: Stack, stages: int, chunks: int = 1, *, layers: Sequence[int] = (), balance: Literal["equal", "flops"] = "equal"
-) -> Layout:
+) -> StackLayouts:
     """Gives every virtual stage at least one layer, and of every segment whole periods.
 
     Args:
@@ -161,7 +161,7 @@ def _unequal(stack: Stack, virtual: int, what: str, cut: Segment | None) -> str:
     return f"model.n_layers={n_layers} does not divide into {what}{whole}; {would}set pipeline.balance=flops or pipeline.layers"
 
 
-def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> Layout:
+def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> StackLayouts:
     wrong = []
     if len(layers) != virtual:
         wrong.append(f"has {len(layers)} entries; it needs one for each of {what}, in model order")
@@ -177,12 +177,12 @@ def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, 
     return layout
 
 
-def _cut(layout: Layout, stack: Stack) -> Segment | None:
+def _cut(layout: StackLayouts, stack: Stack) -> Segment | None:
     """The first segment of which some virtual stage holds a part of a period."""
-    return next((s for s in stack.segments if any(count % s.period for count in layout[s.name].counts)), None)
+    return next((s for s in stack.segments if any(count % s.period for count in layout[s.name].layer_counts)), None)
 
 
-def _layout(layers: Sequence[int], stack: Stack, stages: int) -> Layout:
+def _layout(layers: Sequence[int], stack: Stack, stages: int) -> StackLayouts:
     """The layers of each virtual stage, whatever their segments, as layers of each segment."""
     bounds, layout = list(itertools.accumulate(layers, initial=0)), {}
     for segment in stack.segments:

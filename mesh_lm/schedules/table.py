@@ -45,7 +45,7 @@ class Table:
     """`COLUMNS`, each int32 [ticks, stages]. forward_input and backward_input -1: from the embedding. backward_grad -1: from the head."""
 
 
-def table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
+def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     """The table of a valid schedule, with as few slots as its ticks allow.
 
     drop_last_forward: the last virtual stage has no F where its B computes it again, as every B does with a stash of inputs only.
@@ -53,7 +53,7 @@ def table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     Raises ConfigError for a schedule that splits the backward pass: the engine has no slot for weight gradients.
     """
     if "W" in schedule.kinds:
-        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients apart (W); the engine runs F and B only")
+        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients separately (W); the engine runs F and B only")
     at, last, stages = schedule.ticks, schedule.n_virtual - 1, schedule.stages
     backward = "B" in schedule.kinds
     if backward and drop_last_forward:

@@ -15,7 +15,7 @@ import jax
 
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.checkpoint.reader import Saved
+from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
@@ -34,7 +34,7 @@ from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replicas import require_equal
 from mesh_lm.training.run import Run
-from mesh_lm.training.skip_guard import Sick
+from mesh_lm.training.skip_guard import SkipGuard
 from mesh_lm.training.step import Step, train_step
 from mesh_lm.training.watchdog import Watchdog
 from sharding_rules import Shard, make_mesh
@@ -64,7 +64,7 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
     step = train_step(layout, optimizer, config.seed, config.health.outlier)
 
     with (
-        Watchdog(config.health, phases, distributed.prefix()),
+        Watchdog(config.health, phases, distributed.log_prefix()),
         distributed.StopOnSigterm() as stop,
         Checkpoints(config, phases) as checkpoints,
     ):
@@ -80,7 +80,7 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
         run = Run(config, layout, optimizer, saved.step if saved else 0, restored)
 
         # 4. The loop, and what it came to: the held-out loss, a plot and a text.
-        with distributed.together():
+        with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, layout, corpus, phases, run.step)
         with monitor, closing(batches.train()) as training:
@@ -96,18 +96,19 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: Saved | None) -> tuple[Any, Batches]:
+def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
     """The corpus and its batches, from where the checkpoint left off. The position in them is one number."""
-    with distributed.together(), distributed.first_before_others("data"):
-        corpus = prepare(config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.say)
+    with distributed.collective_errors(), distributed.process0_first("data"):
+        vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
+        corpus = prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"
-    distributed.agree("the data", str(batches.state(batches.position)), fix)
+    distributed.assert_equal_across_processes("the data", str(batches.state(batches.position)), fix)
     return corpus, batches
 
 
-def _resumed(saved: Saved, run: Run, batches: Batches) -> str:
+def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
     """Where the run goes on, or that it is finished, and what is no longer as it was when the checkpoint was saved."""
     changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
     if run.unfinished:
@@ -116,7 +117,7 @@ def _resumed(saved: Saved, run: Run, batches: Batches) -> str:
 
 
 class Between:
-    """What happens between two steps: skipped steps and rewinds, the user's callbacks, signals, saving, evaluation."""
+    """What happens between two steps: skipped steps and roll-backs, the user's callbacks, signals, saving, evaluation."""
 
     def __init__(
         self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
@@ -124,7 +125,7 @@ class Between:
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
         self._phases, self._stop, self._callbacks = phases, stop, callbacks
-        self._sick = Sick(run.config.health, monitor.note)
+        self._guard = SkipGuard(run.config.health, monitor.note)
         self._evaluation = jax.jit(evaluate(run.layout))
         self._position: int | None = None
 
@@ -132,13 +133,14 @@ class Between:
         """After a step was dispatched. position: in the data, behind its batch. Returns the state that the next step is to take."""
         run, checkpoints = self._run, self._checkpoints
         run.state, n, self._position = state, run.step, position
-        if began := self._sick.step(self._monitor.step(n, metrics)):  # too many steps skipped in a row: back, and on with the next batches
-            return self._go_back(began)
+        if began := self._guard.step(self._monitor.step(n, metrics)):  # too many skipped steps: roll back, and skip their batches
+            return self._roll_back(began)
         self.call("on_step", metrics)
         checkpoints.poll(n)
         last = n == run.config.train.steps or run.stopping
         stopping = self._stop.poll()  # read once: a signal from here on is for the next step
-        saving = last or stopping or (checkpoints.due(n) and not self._sick.row)  # what a row may go back to is not pushed out by it
+        # During a streak of skipped steps nothing is saved: retention must not delete the checkpoint to roll back to.
+        saving = last or stopping or (checkpoints.due(n) and not self._guard.consecutive_skips)
         self._compare_replicas(saving)
         if saving:
             self._save(last=last or stopping)
@@ -156,7 +158,7 @@ class Between:
         before = self._phases.phase
         self._phases.at("evaluate")  # the watchdog gives it health.patience
         try:
-            with distributed.together():
+            with distributed.collective_errors():
                 for callback in self._callbacks:
                     getattr(callback, hook, lambda *about: None)(self._run, *about)
         except Exception:
@@ -170,11 +172,11 @@ class Between:
             run, data = self._run, self._batches.state(self._position)
             run.state = self._checkpoints.save(run.step, run.state, data, run.layout, run.optimizer, last=last)
 
-    def _go_back(self, before: int) -> State:
+    def _roll_back(self, before: int) -> State:
         run = self._run
-        saved, run.state = self._checkpoints.go_back(before, run.state, run.layout, run.optimizer)
+        saved, run.state = self._checkpoints.roll_back(before, run.state, run.layout, run.optimizer)
         run.step = saved.step
-        self._monitor.go_back(saved.step)
+        self._monitor.roll_back(saved.step)
         return run.state
 
     def _compare_replicas(self, saving: bool) -> None:
@@ -200,7 +202,7 @@ class Between:
         """Evaluates what was trained, unless that is on record. Whether it came to its end; if not, the run counts as preempted."""
         self._phases.at("evaluate")
         step = int(self._run.state["step"])
-        if not distributed.from_first(self._monitor.has_heldout(step)):
+        if not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
             self._evaluate(step)
         self._run.preempted = self._stop.requested
         return not self._stop.requested

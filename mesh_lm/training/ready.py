@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError, listed
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.report.weights_and_biases import require_login
 
 
@@ -22,8 +22,8 @@ def _problems(config: TrainConfig) -> Iterator[str]:
             "it has no data: set data.path to a text, such as my_text.jsonl, or data.blend to tokenized files. To try a config, "
             "data.path=stdlib gives it 10 MB of Python source code, which a large model would soon know by heart"
         )
-    place = Place.of(config.launch)
-    if config.wandb and (place is None or place.index == 0):  # the process that writes the metrics
+    slot = ProcessSlot.of(config.launch)
+    if config.wandb and (slot is None or slot.index == 0):  # the process that writes the metrics
         try:
             require_login(config.wandb)
         except ConfigError as error:

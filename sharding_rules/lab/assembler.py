@@ -27,7 +27,7 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
     will run; where JAX has a GPU, on which XLA then tries kernels for the one that is not here; and where pip installed no CUDA: XLA then
     looks for one itself.
     """
-    if device.client.local_device_count() or _gpu() or not (toolkit := _toolkit()):
+    if device.client.local_device_count() or gpu_in_use() or not (toolkit := _toolkit()):
         return {}
     here = Path(folder)
     (here / "bin").mkdir(parents=True)
@@ -39,7 +39,7 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
     return {"xla_gpu_cuda_data_dir": folder}
 
 
-def _gpu() -> bool:
+def gpu_in_use() -> bool:
     """Whether JAX has one, asked as its own compiler asks (jax._src.compiler._get_cross_compile_backend)."""
     try:
         return bool(jax.devices("cuda"))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from sharding_rules.lab.report import Span, place
+from sharding_rules.lab.report import Span, location_text
 from sharding_rules.lab.schedule import Piece
 from sharding_rules.lab.summary import duration
 
@@ -103,7 +103,7 @@ def legend(colour: Mapping[str, str], none: str) -> str:
 
 def _of(span: Span) -> str:
     often = " x ".join(f"{n:,}" for n in span.loops)
-    lines = [span.name, f"{span.kind}, {duration(span.duration)}" + (f", {often} times" if often else ""), place(span.where)]
+    lines = [span.name, f"{span.kind}, {duration(span.duration)}" + (f", {often} times" if often else ""), location_text(span.where)]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from sharding_rules.lab.report import LabError, Report, Where, place
+from sharding_rules.lab.report import LabError, Location, Report, location_text
 from sharding_rules.lab.summary import PREDICTED, SCALAR, by_meaning, duration, flop, mesh_words, over, rows, size, wire_by_axes
 
 
@@ -132,7 +132,7 @@ def explain(golden: str, now: str) -> str:
 def _ledger(report: Report) -> list[Line]:
     found = []
     for row in rows(report, by_meaning):
-        where = place(Where(row.one.where.part, row.one.where.phase))
+        where = location_text(Location(row.one.where.part, row.one.where.phase))
         found.append(Line(row.one.kind, over(row.one.axes), " ".join(sorted(row.one.shapes)), where, row.times, round(row.wire)))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import groups
 from sharding_rules.lab.hlo import Array, Instruction, Module, Visit
-from sharding_rules.lab.places import COLLECTIVES, Places
-from sharding_rules.lab.report import Collective, Copy, Where
+from sharding_rules.lab.provenance import COLLECTIVES, Provenance
+from sharding_rules.lab.report import Collective, Copy, Location
 
 _KINDS = {kind + end: kind for kind in COLLECTIVES for end in ("", "-start")}
 _LARGE = 2**20
@@ -22,7 +23,7 @@ _TRIVIA = re.compile(
 )
 
 
-def collectives(module: Module, places: Places, mesh: Mesh) -> tuple[Collective, ...]:
+def collectives(module: Module, provenance: Provenance, mesh: Mesh) -> tuple[Collective, ...]:
     """Every collective, once for each place that its computation is run from: the entry's first, then those of each loop in it.
 
     Wire bytes are those of ring algorithms (NCCL's documentation, "Performance reported by NCCL tests").
@@ -31,22 +32,21 @@ def collectives(module: Module, places: Places, mesh: Mesh) -> tuple[Collective,
     for visit in module.visits():
         lines = module.computations.get(visit.computation, ())
         for one in lines if visit.computation not in wrapped else ():
-            inside = _inside(module, one)
             if one.opcode == "async-start":
                 wrapped.update(one.called)
-            if inside is not None and 0 not in visit.loops:
-                found.append(_collective(module, places, mesh, visit, one, inside))
+            if 0 not in visit.loops:
+                found += [_collective(module, provenance, mesh, visit, one, inside) for inside in started(module, one)]
     return tuple(found)
 
 
-def flops_by_phase(module: Module, places: Places) -> dict[str, int]:
+def flops_by_phase(module: Module, provenance: Provenance) -> dict[str, int]:
     """Of matmuls, on the mean device: with the trips of the loops around them; of a conditional without a slot the branch with the most.
 
     Without a known phase: "".
     """
     totals: dict[str, int] = {}
     for dot, visit in _dots(module):
-        phase = places.of(dot).phase
+        phase = provenance.of(dot).phase
         totals[phase] = totals.get(phase, 0) + sum(map(math.prod, visit.stages)) * module.flops(dot)
     return {phase: n // module.n_stages for phase, n in totals.items()}
 
@@ -60,7 +60,7 @@ def flops_by_stage(module: Module) -> tuple[int, ...]:
     return tuple(totals)
 
 
-def copies(module: Module, places: Places) -> tuple[Copy, ...]:
+def copies(module: Module, provenance: Provenance) -> tuple[Copy, ...]:
     """Whole arrays that a loop of conditionals changes and that are copied in it, those of less than _LARGE bytes left out."""
     bodies = [module.computations[one.body] for one in module.by_name.values() if one.opcode == "while"]
     ticks = [body for body in bodies if any(one.opcode == "conditional" for one in body)]
@@ -69,7 +69,7 @@ def copies(module: Module, places: Places) -> tuple[Copy, ...]:
     for visit in module.visits():
         for one in module.computations.get(visit.computation, ()) if visit.loops and not visit.fused else ():
             if one.opcode in ("copy", "copy-start") and (array := one.arrays[0]).bytes >= _LARGE and str(array) in carried:
-                found.append(Copy(one.name, str(array), array.bytes, visit.loops, places.of(one)))
+                found.append(Copy(one.name, str(array), array.bytes, visit.loops, provenance.of(one)))
     return tuple(found)
 
 
@@ -81,7 +81,7 @@ def _changed(module: Module, body: Sequence[Instruction]) -> Iterator[Array]:
             yield from one.arrays
 
 
-def kernels(module: Module, places: Places) -> tuple[tuple[str, tuple[str, ...], Where], ...]:
+def kernels(module: Module, provenance: Provenance) -> tuple[tuple[str, tuple[str, ...], Location], ...]:
     """Target, operand shapes and place of the custom calls that compute: attention, cuDNN, Pallas; matmuls (cuBLAS) left out.
 
     A call with the attribute `kernel` has it after its target: "mosaic_gpu_v2: attention forward".
@@ -92,20 +92,23 @@ def kernels(module: Module, places: Places) -> tuple[tuple[str, tuple[str, ...],
             if one.opcode == "custom-call" and one.target and not _TRIVIA.fullmatch(one.target):
                 shapes = tuple(str(array) for array in _operands(module, one))
                 name = one.attributes.get("kernel", "")
-                found.append((f"{one.target}: {name}" if name else one.target, shapes, places.of(one)))
+                found.append((f"{one.target}: {name}" if name else one.target, shapes, provenance.of(one)))
     return tuple(found)
 
 
-def _collective(module: Module, places: Places, mesh: Mesh, visit: Visit, start: Instruction, inside: Instruction) -> Collective:
+def _collective(module: Module, provenance: Provenance, mesh: Mesh, visit: Visit, start: Instruction, inside: Instruction) -> Collective:
     """`inside` is the collective, `start` what stands in the schedule for it; the same unless it is wrapped."""
     kind = _KINDS[inside.opcode]
     along = groups.parse(inside.text, mesh.devices.size)
     whole = _whole(kind, inside, _operands(module, inside), along.size)
     payload = sum(array.bytes for array in whole)
     asynchronous = start.opcode.endswith("-start") and '"is_sync":true' not in start.text
-    where = places.of(start)
+    where = provenance.of(start)
+    alone = len(started(module, start)) == 1
+    if not alone:
+        where = dataclasses.replace(where, **{k: v for k, v in dataclasses.asdict(provenance.of(inside)).items() if v})
     return Collective(
-        name=start.name,
+        name=start.name if alone else inside.name,
         kind=kind,
         axes=along.axes(mesh),
         group=along.size,
@@ -116,21 +119,21 @@ def _collective(module: Module, places: Places, mesh: Mesh, visit: Visit, start:
         wire=_wire(kind, payload, along.size) if along.members.size else 0.0,
         loops=visit.loops,
         conditional=visit.conditional,
-        where=where if where.part or inside is start else places.of(inside),
+        where=where if where.part or inside is start else provenance.of(inside),
         asynchronous=asynchronous,
         flops_hidden_behind=sum(map(module.flops, _between(module, visit.computation, start))) if asynchronous else 0,
         partial=along.partial(mesh),
+        bounded=visit.bounded,
     )
 
 
-def _inside(module: Module, one: Instruction) -> Instruction | None:
-    """The collective that an instruction of a schedule starts, itself or in the computation that it wraps."""
+def started(module: Module, one: Instruction) -> tuple[Instruction, ...]:
+    """The collectives that an instruction of a schedule starts: itself, or those in the computation that it wraps, which may be several."""
     if one.opcode in _KINDS:
-        return one
+        return (one,)
     if one.opcode == "async-start":
-        lines = (line for name in one.called for line in module.computations.get(name, ()))
-        return next((line for line in lines if line.opcode in _KINDS), None)
-    return None
+        return tuple(line for name in one.called for line in module.computations.get(name, ()) if line.opcode in _KINDS)
+    return ()
 
 
 def _operands(module: Module, one: Instruction) -> list[Array]:

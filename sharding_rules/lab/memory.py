@@ -17,8 +17,8 @@ from typing import Any
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.lineage import Lineage
-from sharding_rules.lab.places import Places
-from sharding_rules.lab.report import KINDS, Argument, Buffer, Memory, Where
+from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.report import KINDS, Argument, Buffer, Location, Memory
 
 SMALL = 2**20
 """Buffers of fewer bytes are merged, one for each kind."""
@@ -27,8 +27,6 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(.*)$")
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d, ]*)\})? (?:\(phi\) )?@\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d, ]*)\}:(\d+)-(\d+)$", re.M)
 _PLACE = re.compile(r"^\s+\d+:([\w.\-]+)$", re.M)
-_TABLES = ("embed", "head", "vocab", "wte", "output")
-_LOSS = {"loss", "head", "logits"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,7 @@ class _Value:
 
 
 def memory(
-    module: hlo.Module, places: Places, stats: Any, assignment: str, live_ranges: str, arguments: tuple[Argument, ...]
+    module: hlo.Module, provenance: Provenance, stats: Any, assignment: str, live_ranges: str, arguments: tuple[Argument, ...]
 ) -> Memory:  # fmt: skip
     """The memory of one device, with all that is live at the peak.
 
@@ -55,12 +53,12 @@ def memory(
       live_ranges: XLA's dump `*live-range.txt`. Without the two, all temporaries are one buffer.
       arguments: of the program; those that the program does not use take no memory.
     """
-    namer = _Namer(module, places, arguments, _PLACE.findall(live_ranges.partition("BufferLiveRange:")[0]))
+    namer = _Namer(module, provenance, arguments, _PLACE.findall(live_ranges.partition("BufferLiveRange:")[0]))
     temporaries = _at_peak(_heaps(assignment, _ranges(live_ranges)))
     found = [*namer.arguments(), *(namer.buffer(value, size) for value, size in temporaries)]
     peak = int(stats.peak_memory_in_bytes)
     if not temporaries:
-        found.append(Buffer("temporaries", "other", "", peak - sum(b.bytes for b in found), Where()))
+        found.append(Buffer("temporaries", "other", "", peak - sum(b.bytes for b in found), Location()))
     return Memory(
         arguments=int(stats.argument_size_in_bytes),
         outputs=int(stats.output_size_in_bytes - stats.alias_size_in_bytes),
@@ -118,15 +116,17 @@ def _complete(found: list[Buffer], peak: int) -> tuple[Buffer, ...]:
     rest = peak - sum(b.bytes for b in found)
     # XLA counts some scalars once that two values hold, so that a few bytes may be missing.
     merged["fragmentation" if rest > 0 else "other"] += rest
-    small = (Buffer(f"small {kind}" if kind != "fragmentation" else kind, kind, "", size, Where()) for kind, size in merged.items() if size)
+    small = (
+        Buffer(f"small {kind}" if kind != "fragmentation" else kind, kind, "", size, Location()) for kind, size in merged.items() if size
+    )
     return tuple(sorted([*(b for b in found if b.bytes >= SMALL), *small], key=lambda b: -b.bytes))
 
 
 class _Namer:
     """Buffers from values: what each is for, and where in the model."""
 
-    def __init__(self, module: hlo.Module, places: Places, arguments: tuple[Argument, ...], order: list[str]) -> None:
-        self._module, self._places = module, places
+    def __init__(self, module: hlo.Module, provenance: Provenance, arguments: tuple[Argument, ...], order: list[str]) -> None:
+        self._module, self._provenance = module, provenance
         self._given = {argument.name: argument for argument in arguments}
         self._inputs = [one for one in module.computations[module.entry] if one.opcode == "parameter"]
         weights = [
@@ -134,40 +134,45 @@ class _Namer:
         ]
         self._lineage = Lineage(module, (given.name for given, _ in weights))
         self._forms = {form for given, local in weights for form in _forms(given.shape, local)}
-        self._vocabulary = {size for given, local in weights for size in _vocabulary(given, local)}
+        names = provenance.vocabulary
+        self._loss, self._stash = set(names.loss_parts), set(names.stash_parts)
+        self._vocabulary = {size for given, local in weights for size in _vocabulary(given, local, names.tables)}
         self._outer = _outer(order, module)
 
     def arguments(self) -> Iterator[Buffer]:
         for one in self._inputs:
             given = self._given.get(one.op_name)
             axes = given.axes if given else None
-            yield Buffer(one.op_name or one.name, given.kind if given else "other", str(one.arrays[0]), one.bytes, Where(), axes)
+            yield Buffer(one.op_name or one.name, given.kind if given else "other", str(one.arrays[0]), one.bytes, Location(), axes)
 
     def buffer(self, value: _Value, size: int) -> Buffer:
         label = value.name + (f"{{{','.join(map(str, value.index))}}}" if value.index else "")
         name = value.name if value.name in self._module.by_name else self._outer.get(value.name, "")
         if not name:
-            return Buffer(label, "other", value.shape, size, Where())
+            return Buffer(label, "other", value.shape, size, Location())
         index = value.index if name == value.name else ()
         writer, _ = self._lineage.writer(name, index)
         made_of = self._lineage.weights(name, index)
         # What XLA itself makes of a weight before the program's first line has no place in the model.
         outside = made_of and not writer.op_name and self._module.home[writer.name] == self._module.entry
-        where = Where(op="layout") if outside else self._places.of(writer)
+        where = Location(op="layout") if outside else self._provenance.of(writer)
         return Buffer(
             label + (f" of {', '.join(sorted(made_of))}" if made_of else ""), self._kind(value, where, made_of), value.shape, size, where
         )
 
-    def _kind(self, value: _Value, where: Where, made_of: frozenset[str] | None) -> str:
+    def _kind(self, value: _Value, where: Location, made_of: frozenset[str] | None) -> str:
         if value.shape == "tuple":
             return "other"
         if made_of:
             return "weights in use"
         dims, parts = hlo.arrays(value.shape)[0].dims, set(where.part.split("/"))
         # A loss may make its gradients in the forward.
-        if _form(dims) in self._forms and (where.phase in ("backward", "") or parts & _LOSS):
+        if _form(dims) in self._forms and (where.phase in ("backward", "") or parts & self._loss):
             return "gradients"
-        if parts & _LOSS and self._vocabulary & set(dims):
+        stored = where.op == "dynamic_update_slice" and where.phase in ("forward", "recompute") and len(dims) > 2
+        if parts & self._stash or stored:
+            return "residuals"
+        if parts & self._loss and self._vocabulary & set(dims):
             return "logits"
         return "activations" if where.phase in ("forward", "recompute", "backward") else "other"
 
@@ -190,9 +195,9 @@ def _forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int
                     yield _form((math.prod(dims[:at]), math.prod(dims[at:])))
 
 
-def _vocabulary(given: Argument, local: tuple[int, ...]) -> Iterator[int]:
+def _vocabulary(given: Argument, local: tuple[int, ...], tables: tuple[str, ...]) -> Iterator[int]:
     """Sizes of the vocabulary, whole and cut, where the parameter is an embedding table or a head: the larger of its two dimensions."""
-    if len(local) == 2 and "bias" not in given.name and any(word in given.name.lower() for word in _TABLES):
+    if len(local) == 2 and "bias" not in given.name and any(word in given.name.lower() for word in tables):
         at = given.shape.index(max(given.shape))
         yield from {given.shape[at], local[at]}
 

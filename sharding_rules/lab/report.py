@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any, Literal
 
+from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
+
 Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
 """Where a training step is; empty: none of them, or XLA does not say."""
 
@@ -23,6 +25,14 @@ SCALAR = 1024
 
 class LabError(ValueError):
     """A program that cannot be compiled or does not keep its budget. The text is the whole message."""
+
+
+class CompilerMissing(LabError):
+    """XLA's compiler for CUDA is not installed. `what` is missing; the message adds what to install."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what = what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class Location:
     """The place of an instruction in the model that was traced."""
 
     part: str = ""
@@ -91,13 +101,25 @@ class Collective:
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there on the stage that has the most."""
     conditional: bool
-    """In a branch that may not be taken. Without a Slot it counts like any other, so that sums are upper bounds where there are such."""
-    where: Where
+    """In a branch that may not be taken."""
+    where: Location
     asynchronous: bool
     flops_hidden_behind: int
     """Of the matmuls scheduled between its start and its done, once."""
     partial: bool = False
     """The group is a part of its axes."""
+    by_hand: bool = False
+    """The program's author called it (lax.psum and its like); the others are those that XLA's partitioner inserts."""
+    made_of: tuple[str, ...] = ()
+    """By array, the arguments whose values it holds, gathered, cast or sliced, with a space between; "" where anything else goes in."""
+    beside: tuple[str, ...] = ()
+    """Parameters that the matmuls next to it multiply with: those that make what it sends, and those that take what it returns."""
+    bounded: bool = False
+    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is an upper bound."""
+    duration: float = 0.0
+    """Predicted microseconds of one run alone; 0 where the target is not known."""
+    exposed: float = 0.0
+    """Predicted microseconds in a step, all runs together, during which compute waits for it."""
 
     @property
     def times(self) -> int:
@@ -113,7 +135,7 @@ class Copy:
     bytes: int
     """Of the array; as many are read, and as many written."""
     loops: tuple[int, ...]
-    where: Where
+    where: Location
 
     @property
     def times(self) -> int:
@@ -135,6 +157,8 @@ class Argument:
     """On one device."""
     axes: tuple[str, ...]
     """Mesh axes that cut it."""
+    used_ways: int = 1
+    """Of an array that every device holds whole: so many different slices of it are used, one on each device. 1: all of it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +170,14 @@ class Buffer:
     """One of KINDS."""
     shape: str
     bytes: int
-    where: Where
+    where: Location
     axes: tuple[str, ...] | None = None
     """Mesh axes that cut it, where that is known (arguments)."""
 
 
-KINDS = ("params", "moments", "gradients", "weights in use", "activations", "logits", "batch", "other", "fragmentation")
-"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `fragmentation`: the heap's holes at the peak."""
+KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
+"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `residuals`: what the forward pass stores for the
+backward pass, row by row of a loop over layers, or in a pipeline's stash. `fragmentation`: the heap's holes at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +212,7 @@ class Span:
     """Microseconds, one time."""
     loops: tuple[int, ...]
     """The timeline shows one trip of each loop; these are the trip counts around the span, in a Slot those in which it is waited for."""
-    where: Where
+    where: Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +229,8 @@ class Timeline:
     exposed: float
     """Of the network's time, what compute waits for."""
     spans: tuple[Span, ...]
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`exposed` by the name of the collective that the network is busy with while compute waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +251,7 @@ class Report:
     arguments: tuple[Argument, ...]
     flops: dict[str, int]
     """Of matmuls, those in kernels included, by phase, on the mean device; "" where XLA does not say which."""
-    kernels: tuple[tuple[str, tuple[str, ...], Where], ...]
+    kernels: tuple[tuple[str, tuple[str, ...], Location], ...]
     """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
     warnings: tuple[str, ...]
     """What the partitioner complained of while it compiled."""
@@ -241,6 +268,12 @@ class Report:
     stage_flops: tuple[int, ...] = ()
     """Of matmuls, on a device of each stage; one number where there are no slots."""
     copies: tuple[Copy, ...] = ()
+    model_flops: float = 0.0
+    """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
+    peak_flops: float = 0.0
+    """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
+    vocabulary: Vocabulary = NEUTRAL
+    """The names that the program's trainer uses."""
 
     @property
     def n_devices(self) -> int:
@@ -274,6 +307,26 @@ class Report:
         return sum(one.times * one.payload for one in self.select(kind, axis, **where))
 
     @property
+    def mfu(self) -> float | None:
+        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores could do in the predicted step."""
+        return self._utilisation(self.model_flops)
+
+    @property
+    def utilisation(self) -> float | None:
+        """The same of all FLOPs that the program's matmuls do, those that recompute included."""
+        return self._utilisation(sum(self.flops.values()))
+
+    def _utilisation(self, flops: float) -> float | None:
+        if not (flops and self.peak_flops and self.timeline and self.timeline.step > 0):
+            return None
+        return flops / (self.timeline.step / 1e6 * self.peak_flops)
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share, 0 to 1, of the predicted step during which compute waits for the network."""
+        return self.timeline.exposed / self.timeline.step if self.timeline and self.timeline.step > 0 else None
+
+    @property
     def fits(self) -> bool:
         return not self.hbm or self.peak_bytes <= self.hbm
 
@@ -297,7 +350,7 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
     for axis, limit in wire_bytes.items():
         if (sent := report.wire_bytes(axis)) > limit:
             largest = sorted(report.select(axis=axis), key=lambda one: -one.times * one.wire)[:3]
-            lines = [f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in {place(one.where)}" for one in largest]
+            lines = [f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in {location_text(one.where)}" for one in largest]
             over.append(f"{axis}: {sent:.4g} bytes sent, {limit:.4g} allowed; most of them by{''.join(lines)}")
     if peak_bytes is not None and report.peak_bytes > peak_bytes:
         over.append(f"memory: {report.peak_bytes} bytes at the peak, {peak_bytes} allowed")
@@ -305,7 +358,7 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
         raise LabError(f"{report.name} is over its budget\n" + "\n".join(f"  - {line}" for line in over))
 
 
-def place(where: Where) -> str:
+def location_text(where: Location) -> str:
     """In words: backward of layers/attention (model/layers.py:107)."""
     words = " of ".join(dict.fromkeys(filter(None, [where.phase, where.part]))) or where.op or "?"
     return words + (f" ({where.source})" if where.source else "")
@@ -313,10 +366,12 @@ def place(where: Where) -> str:
 
 def _build(cls: type, data: dict[str, Any]) -> Any:
     """A dataclass of this file from its asdict."""
-    nested = {"where": Where, "memory": Memory, "timeline": Timeline}
+    nested = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
     items = {"collectives": Collective, "arguments": Argument, "buffers": Buffer, "spans": Span, "slots": Slot, "copies": Copy}
     values = {}
     for field in dataclasses.fields(cls):
+        if field.name not in data and (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
+            continue  # kept before the field existed
         value = data[field.name]
         if field.name in nested and value is not None:
             value = _build(nested[field.name], value)
@@ -325,7 +380,7 @@ def _build(cls: type, data: dict[str, Any]) -> Any:
             if element and not (cls is Memory and field.name == "arguments"):
                 value = tuple(_build(element, each) for each in value)
             elif field.name == "kernels":
-                value = tuple((name, tuple(shapes), _build(Where, where)) for name, shapes, where in value)
+                value = tuple((name, tuple(shapes), _build(Location, where)) for name, shapes, where in value)
             else:
                 value = tuple(value)
         values[field.name] = value

@@ -5,14 +5,13 @@ Compute and memory figures are the vendor's data sheets' (dense, without sparsit
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sharding_rules.lab.report import LabError
+from sharding_rules.lab.report import CompilerMissing, LabError
 from sharding_rules.mesh import AXES, MeshConfig, make_mesh
 from sharding_rules.rules import did_you_mean
 
@@ -31,9 +30,9 @@ MEMORY_FRACTION = 0.92
 
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
-_INSTALL = "run: pip install 'mesh_lm[aot]'"
+_PACKAGES = ("jax-cuda13-plugin=={jax}", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-runtime>=13,<14")
+"""The least that compiles for GPUs that are not here: XLA's plugin, ptxas, libdevice."""
 _DEVICES = Path("/dev")
-_UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,46 +141,73 @@ def devices(target: Target | str, n_devices: int) -> list[Any]:
         target = TARGETS[target]
     if n_devices < 1 or (n_devices > target.node and n_devices % target.node):
         raise LabError(f"{n_devices} devices do not fill whole nodes of {target.node} {target.name}; take a multiple of {target.node}")
-    return list(_topology(target.config(), n_devices, min(n_devices, target.node)))
+    return list(topology_of(TopologyRequest(target.config(), n_devices, min(n_devices, target.node))))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyRequest:
+    """What JAX is asked for: enough to get equal devices in another process."""
+
+    config: str
+    """XLA's GpuTargetConfigProto in text format."""
+    n_devices: int
+    node: int
+    """Devices in a node."""
+
+
+def request_of(device: Any) -> TopologyRequest | None:
+    """The request that a device came from; None for a device that is here, or that another library described."""
+    return _REQUESTS.get(id(device.client))
+
+
+_REQUESTS: dict[int, TopologyRequest] = {}
+"""By the client of the devices, which the cache of `topology_of` keeps alive."""
 
 
 @functools.cache
-def _topology(config: str, n_devices: int, node: int) -> tuple[Any, ...]:
-    """One process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+def topology_of(request: TopologyRequest) -> tuple[Any, ...]:
+    """The devices, where one process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+    made = _describe(request)
+    _REQUESTS[id(made[0].client)] = request
+    return made
+
+
+def _describe(request: TopologyRequest) -> tuple[Any, ...]:
     plugin = _compiler()
-    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config)
-    shape = f"1x{n_devices // node}x{node}"
+    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=request.config)
+    shape = f"1x{request.n_devices // request.node}x{request.node}"
     try:
-        with _without_libraries():
-            try:
-                return tuple(describe(topology=shape).devices)
-            except NotImplementedError:  # JAX looked for devices before, and the plugin did not pass its check then
-                importlib.import_module(plugin).initialize()
-                return tuple(describe(topology=shape).devices)
+        _compile_without_cudnn()
+        try:
+            return tuple(describe(topology=shape).devices)
+        except NotImplementedError:  # JAX looked for devices before this file was imported, and the plugin did not pass its check then
+            importlib.import_module(plugin).initialize()
+            return tuple(describe(topology=shape).devices)
     except jax.errors.JaxRuntimeError as error:
         raise LabError(f"XLA does not take this target: {error}") from error
     except RuntimeError as error:
         raise LabError(
             f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it needs CUDA's libraries even where it only "
-            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'mesh_lm[cuda13]'"
+            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'jax[cuda13]'"
         ) from error
 
 
-@contextlib.contextmanager
-def _without_libraries() -> Iterator[None]:
-    """Where no NVIDIA GPU is, the plugin starts without cuDNN and its like, which run programs and which the extra `aot` leaves out.
+def _install() -> str:
+    return f"run: pip install {' '.join(package.format(jax=jax.__version__) for package in map(repr, _PACKAGES))}"
 
-    The alternative, jax_platforms="cpu", also passes the plugin's check, but is the user's choice for a whole process, and comes too late
-    once JAX has used a device.
+
+def _compile_without_cudnn() -> None:
+    """Tells JAX's plugin for CUDA, where no NVIDIA GPU is, to start without cuDNN and its like.
+
+    Those libraries run programs; nothing here runs one, and an installation that only compiles does not have them. Without this the plugin
+    prints a traceback when JAX first looks for devices, and offers no GPUs to compile for. The alternative, jax_platforms="cpu", passes
+    the check too, but it is the user's choice for a whole process.
     """
-    if any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")) or _UNCHECKED in os.environ:
-        yield
-        return
-    os.environ[_UNCHECKED] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_UNCHECKED, None)
+    if not any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+_compile_without_cudnn()  # on import: whatever JAX does first after it, the plugin has nothing to complain of
 
 
 def _compiler() -> str:
@@ -191,15 +217,13 @@ def _compiler() -> str:
     """
     plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
     if not plugins:
-        raise LabError(
-            f"compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed; {_INSTALL} "
-            "(a CPU is enough to run it, no driver is needed)"
-        )
+        what = "compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
+        raise CompilerMissing(what, _install())
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
         name = plugins[0].replace("_", "-")
         raise LabError(f"{name} {found} does not go with jax {jax.__version__}; run: pip install '{name}=={jax.__version__}'")
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place) / part / "bin/ptxas" for place in (nvidia and nvidia.submodule_search_locations) or () for part in _PTXAS]
     if not (shutil.which("ptxas") or any(place.exists() for place in places)):
-        raise LabError(f"XLA's compiler for CUDA needs ptxas and libdevice, which are not installed; {_INSTALL}")
+        raise CompilerMissing("XLA's compiler for CUDA needs ptxas and libdevice, which are not installed", _install())
     return plugins[0].replace("jax_", "jax_plugins.xla_").removesuffix("_plugin")

@@ -15,7 +15,7 @@ from mesh_lm.commands.plan_options import Plan, parse, parse_either
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import devices_for
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
@@ -135,10 +135,10 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
     tried: list[int] = []
     config = load("configs/gpt2_124m.py")
     if peak(1) > limit:
-        (_, found), *more = largest(config, 1, compiled, say=lambda text: None)
+        (_, found), *more = largest_microbatch(config, 1, compiled, say=lambda text: None)
         assert found.startswith("none: one sequence on each device needs ") and not more
         return
-    (_, found), *_ = largest(config, 1, compiled, say=lambda text: None)
+    (_, found), *_ = largest_microbatch(config, 1, compiled, say=lambda text: None)
     b = int(found.split()[0])
     assert peak(b) <= limit < peak(b + 1) and {b, b + 1} <= set(tried)
     assert len(tried) <= 5 or bend
@@ -156,7 +156,7 @@ def test_the_largest_microbatch_in_stages() -> None:
         return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
 
     counts: set[int] = set()
-    facts = dict(largest(config, n_devices, compiled, say=lambda text: None))
+    facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
     assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
     field, advised = facts["for this batch"].split(":")[0].split("=")
     assert field == "--config.train.microbatches"

@@ -159,7 +159,7 @@ ENDS = """
 import sys
 from mesh_lm import distributed
 def main(argv):
-    distributed.say("a line")
+    distributed.print_on_process0("a line")
     return 1 // int(argv[0]) - 1
 sys.exit(distributed.run(main, sys.argv[1:]))
 """

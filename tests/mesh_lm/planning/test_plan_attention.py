@@ -9,13 +9,13 @@ import pytest
 
 from mesh_lm.config import DataConfig, LaunchConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.planning.attention import compilable, facts, served_by
+from mesh_lm.planning.attention import attention_implementations, report_facts, with_compilable_attention
 from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
-from sharding_rules.lab.report import Where
+from sharding_rules.lab.report import Location
 
 COMPILE_BUDGET = 4
 
@@ -44,31 +44,31 @@ def with_model(documents: str = "joined", **changes) -> TrainConfig:
     ],
 )
 def test_what_serves_it_on_the_target(target: str, fields: dict, names: set[str]) -> None:
-    assert served_by(with_model(**fields), target) == names
+    assert attention_implementations(with_model(**fields), target) == names
 
 
 def test_what_cannot_be_compiled_here_is_compiled_as_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: False)
     config = with_model()
-    assert compilable(config, "h100") is config
-    assert compilable(config, "a100").model.attention == "xla"
+    assert with_compilable_attention(config, "h100") is config
+    assert with_compilable_attention(config, "a100").model.attention == "xla"
     report = lab_report.report()
-    assert facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run takes cudnn"),)
-    assert facts(config, report, "h100") == (("attention", "xla, no kernel"),)
+    assert report_facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run will use cudnn"),)
+    assert report_facts(config, report, "h100") == (("attention", "xla, no kernel"),)
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: True)
-    assert compilable(config, "a100") is config
+    assert with_compilable_attention(config, "a100") is config
 
 
 def test_a_line_says_the_kernel_and_what_it_sees() -> None:
     q, k = "bf16[1,2048,12,128]", "bf16[1,2048,4,128]"
-    where = Where("layers/attention", "forward")
+    where = Location("layers/attention", "forward")
     kernels = (
         ("mosaic_gpu_v2: attention forward", (q, k, k, "s32[1]"), where),
         ("mosaic_gpu_v2: attention forward", (q, k, k, "s32[1]"), dataclasses.replace(where, phase="recompute")),
         ("mosaic_gpu_v2: attention backward", (k, q, q, q), dataclasses.replace(where, phase="backward")),
         ("mosaic_gpu_v2: norm", ("bf16[8,8]",), where),
     )
-    said = facts(with_model(attention="mosaic"), lab_report.report(kernels=kernels), "h100")
+    said = report_facts(with_model(attention="mosaic"), lab_report.report(kernels=kernels), "h100")
     assert said == (("attention", "mosaic kernel, q [1, 2048, 12, 128] k [1, 2048, 4, 128] on each device"),)
 
 
@@ -104,7 +104,7 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
     gathered = [shape for one in report.select("all-gather") for shape in one.shapes if shape.endswith(",64]") and "1024," in shape]
     assert not gathered
     assert not [finding for finding in lint(report, config.rules) if finding.severity == "error"]
-    assert facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
+    assert report_facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
 
 
 @pytest.mark.slow

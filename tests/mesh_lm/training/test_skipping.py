@@ -13,8 +13,7 @@ from support import GPT, host_batch, on_devices, shard_on
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import State, abstract_state, fresh_recent
-from mesh_lm.state import loss_statistics as recent
+from mesh_lm.state import State, abstract_state, initial_statistics, loss_statistics
 from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 3
@@ -133,7 +132,7 @@ def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> Non
 def test_old_steps_are_forgotten() -> None:
     """Each step counts 1 %, so that after 300 steps at another level 5 % of the statistics are of the time before."""
     state = np.array([[1000, 5.0, 0.01]] * 2, np.float32)
-    update = jax.jit(recent.updated)
+    update = jax.jit(loss_statistics.update)
     for n in range(300):
         state = update(state, np.array([3.0 + 0.2 * (-1) ** n] * 2, np.float32))
     old = 0.99**300
@@ -153,5 +152,5 @@ def test_the_same_on_a_mesh() -> None:
 
 def test_the_leaf_lives_everywhere() -> None:
     where = trainer("hsdp", data=2, fsdp=2).abstract()["recent"]
-    assert where.sharding.is_fully_replicated and (where.shape, where.dtype) == (fresh_recent().shape, fresh_recent().dtype)
-    assert not fresh_recent().any()
+    assert where.sharding.is_fully_replicated and (where.shape, where.dtype) == (initial_statistics().shape, initial_statistics().dtype)
+    assert not initial_statistics().any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab_report import GIB, MIB, collective
 
 from sharding_rules.lab.diff import diff, explain, ledger_text
-from sharding_rules.lab.report import LabError, Report, Where
+from sharding_rules.lab.report import LabError, Location, Report
 
 A = lab_report.report()
 EXTRA = collective("all-gather", ("tensor",), "bf16[12288,6144]", 144 * MIB, "layers/mlp", "recompute", loops=(96,))
@@ -128,7 +128,7 @@ def test_another_text(text: str, message: str) -> None:
 
 
 def test_a_place_that_xla_does_not_say() -> None:
-    unknown = with_(dataclasses.replace(EXTRA, where=Where(), axes=()))
+    unknown = with_(dataclasses.replace(EXTRA, where=Location(), axes=()))
     text = ledger_text(unknown)
     assert "all-gather over none of bf16[12288,6144] in ?: 96 x," in text
     assert explain(ledger_text(A), text).startswith("+ all-gather of bf16[12288,6144] over none, 96 x, in ?: +")

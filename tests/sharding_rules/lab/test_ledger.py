@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import hlo
-from sharding_rules.lab.ledger import Places, collectives, flops_by_phase, kernels
-from sharding_rules.lab.places import alternatives, merged, read
-from sharding_rules.lab.report import Collective, Where
+from sharding_rules.lab.ledger import Provenance, collectives, flops_by_phase, kernels
+from sharding_rules.lab.provenance import alternatives, merged, read
+from sharding_rules.lab.report import Collective, Location
 from tests.sharding_rules.lab.test_groups import MESH, mesh_of
 from tests.sharding_rules.lab.test_hlo import CUTS
 
@@ -21,33 +22,34 @@ BOTH = "layers/attention+mlp"
 @pytest.mark.parametrize(
     ("path", "where"),
     [
-        ("jit(step)/jvp(layers)/while/body/closed_call/attention/add", Where("layers/attention", "forward", "", "add")),
+        ("jit(step)/jvp(layers)/while/body/closed_call/attention/add", Location("layers/attention", "forward", "", "add")),
         ("jit(step)/shard_map/while/body/eval_jaxpr/transpose(jvp(layers))/while/body/eval_jaxpr/checkpoint/mlp/bsf,fd->bsd/dot_general",
-         Where("layers/mlp", "backward", "", "dot_general")),
-        ("jit(f)/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/checkpoint/mul", Where("layers/mlp", "recompute", "", "mul")),
-        ("jit(step)/transpose(jvp(jvp()))/checkpoint/mul", Where("", "backward", "", "mul")),
-        ("jit(step)/jvp(decoder/layers)/jit(_where)/select_n", Where("decoder/layers", "forward", "", "select_n")),
-        ("jit(step)/vmap(transpose(jvp(experts)))/branch_1_fun/custom_vjp_call/dot", Where("experts", "backward", "", "dot")),
-        ("jit(step)/optimizer/jit(clip)/min", Where("optimizer", "optimizer", "", "min")),
-        ("jit(step)/shard_map/psum", Where("", "", "", "psum")),
+         Location("layers/mlp", "backward", "", "dot_general")),
+        ("jit(f)/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/checkpoint/mul",
+         Location("layers/mlp", "recompute", "", "mul")),
+        ("jit(step)/transpose(jvp(jvp()))/checkpoint/mul", Location("", "backward", "", "mul")),
+        ("jit(step)/jvp(decoder/layers)/jit(_where)/select_n", Location("decoder/layers", "forward", "", "select_n")),
+        ("jit(step)/vmap(transpose(jvp(experts)))/branch_1_fun/custom_vjp_call/dot", Location("experts", "backward", "", "dot")),
+        ("jit(step)/optimizer/jit(clip)/min", Location("optimizer", "optimizer", "", "min")),
+        ("jit(step)/shard_map/psum", Location("", "", "", "psum")),
     ],
 )  # fmt: skip
-def test_a_path_of_scopes(path: str, where: Where) -> None:
+def test_a_path_of_scopes(path: str, where: Location) -> None:
     assert read(path) == where
 
 
 def test_combined_paths() -> None:
     assert alternatives("a/(b:jvp(c)/d:e)") == ["a/b", "a/jvp(c)/d", "a/e"]
     assert alternatives("jit(f)/(a/(b:c):d)/e") == ["jit(f)/a/b/e", "jit(f)/a/c/e", "jit(f)/d/e"]
-    places = [read(path) for path in alternatives("jit(f)/(jvp(loss)/shard_map/reduce_scatter:transpose(jvp(embed))/reduce_scatter)")]
-    assert merged(places) == Where("embed+loss", "backward", "", "reduce_scatter")
-    three = [Where("layers/mlp/up", "forward"), Where("layers/attention"), Where("layers/attention+moe", "recompute"), Where()]
-    assert merged(three) == Where("layers/attention+mlp+moe", "recompute")
+    locations = [read(path) for path in alternatives("jit(f)/(jvp(loss)/shard_map/reduce_scatter:transpose(jvp(embed))/reduce_scatter)")]
+    assert merged(locations) == Location("embed+loss", "backward", "", "reduce_scatter")
+    three = [Location("layers/mlp/up", "forward"), Location("layers/attention"), Location("layers/attention+moe", "recompute"), Location()]
+    assert merged(three) == Location("layers/attention+mlp+moe", "recompute")
 
 
 def found(version: str) -> dict[str, Collective]:
     module = CUTS[version]
-    return {one.name: one for one in collectives(module, Places(module), MESH)}
+    return {one.name: one for one in collectives(module, Provenance(module), MESH)}
 
 
 EXPECTED = {
@@ -109,7 +111,7 @@ def program(body: str, computations: str = "") -> hlo.Module:
 
 
 def of(module: hlo.Module, **sizes: int) -> Any:
-    return collectives(module, Places(module), mesh_of(node=2, **sizes))
+    return collectives(module, Provenance(module), mesh_of(node=2, **sizes))
 
 
 DOT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -152,8 +154,51 @@ def test_a_permute_between_nodes_in_a_branch() -> None:
     )
     (one,) = of(module, pipeline=2, data=2)
     assert (one.axes, one.group, one.nodes, one.payload, one.wire) == (("pipeline",), 2, 2, 256, 256)
-    assert one.conditional and not one.asynchronous
-    assert flops_by_phase(module, Places(module)) == {"forward": 2 * 8**3}
+    assert one.conditional and one.bounded and not one.asynchronous
+    assert flops_by_phase(module, Provenance(module)) == {"forward": 2 * 8**3}
+
+
+GROUP = """%wrapped (p: f32[8,8], q: f32[4,8]) -> (f32[8,8], f32[8,8]) {
+  %p = f32[8,8]{1,0} parameter(0)
+  %q = f32[4,8]{1,0} parameter(1)
+  %sent = f32[8,8]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}, metadata={op_name="jit(f)/ring/ppermute"}
+  %whole = f32[8,8]{1,0} all-gather(%q), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jit(f)/jvp(mlp)/all_gather"}
+  ROOT %both = (f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%sent, %whole)
+}
+"""
+
+
+def test_each_collective_of_a_group_counts() -> None:
+    module = program(
+        """  %half = f32[4,8]{1,0} slice(%x), slice={[0:4], [0:8]}
+  %start = ((f32[8,8]{1,0}, f32[4,8]{1,0}), (f32[8,8]{1,0}, f32[8,8]{1,0}), s32[]) async-start(%x, %half), calls=%wrapped
+  ROOT %done = (f32[8,8]{1,0}, f32[8,8]{1,0}) async-done(%start)""",
+        GROUP,
+    )
+    sent = {one.kind: one for one in of(module, data=2)}
+    assert {kind: (one.name, one.payload, one.where.part) for kind, one in sent.items()} == {
+        "collective-permute": ("sent", 256, "ring"), "all-gather": ("whole", 256, "mlp"),
+    }  # fmt: skip
+    assert all(one.asynchronous for one in sent.values())
+
+
+@pytest.mark.parametrize(("config", "times"), [(', backend_config={"known_trip_count":{"n":"3"}}', 4), ("", 1)])
+def test_a_collective_in_the_condition_of_a_loop_runs_once_more_than_the_body(config: str, times: int) -> None:
+    module = program(
+        f"  ROOT %w = f32[8,8]{{1,0}} while(%x), condition=%test, body=%step{config}",
+        """%test (p: f32[8,8]) -> pred[] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %norm = f32[8,8]{1,0} all-reduce(%p), replica_groups={{0,1}}, metadata={op_name="jit(f)/while/cond/psum"}
+  ROOT %small = pred[] custom-call(%norm), custom_call_target="less"
+}
+
+%step (b: f32[8,8]) -> f32[8,8] {
+  ROOT %b = f32[8,8]{1,0} parameter(0)
+}
+""",
+    )
+    (one,) = of(module, data=2)
+    assert (one.name, one.loops, one.wire, one.bounded) == ("norm", (times,), 256, False)
 
 
 LOOP = """%body (p: (s32[], f32[8,8], f32[8,8])) -> (s32[], f32[8,8], f32[8,8]) {
@@ -179,13 +224,13 @@ AFTER = """  %start = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%x, %x, %x)
 def test_gradients_summed_in_a_loop_keep_their_place() -> None:
     """Reduced after the loop that makes them, their place is that of what made them; what comes after is the optimizer."""
     module = program(AFTER, LOOP)
-    places = Places(module)
-    where = {name: places.of(module.by_name[name]) for name in ("reduced", "copied", "added", "scaled", "mask")}
-    assert where["reduced"] == Where("layers/mlp", "backward", "", "psum")
-    assert where["copied"] == Where("layers/mlp", "backward", "", "dot_general")
+    provenance = Provenance(module)
+    where = {name: provenance.of(module.by_name[name]) for name in ("reduced", "copied", "added", "scaled", "mask")}
+    assert where["reduced"] == Location("layers/mlp", "backward", "", "psum")
+    assert where["copied"] == Location("layers/mlp", "backward", "", "dot_general")
     assert [where[name].phase for name in ("added", "scaled", "mask")] == ["backward", "optimizer", "forward"]
     assert [one.shapes for one in of(module, data=2)] == [("f32[8,8]",), ("f32[8,16]",)]
-    assert flops_by_phase(module, places) == {"backward": 3 * 2 * 8**3}
+    assert flops_by_phase(module, provenance) == {"backward": 3 * 2 * 8**3}
 
 
 def test_a_place_from_users_and_from_the_loop() -> None:
@@ -199,9 +244,9 @@ def test_a_place_from_users_and_from_the_loop() -> None:
 }
 """,
     )
-    places = Places(module)
-    assert places.of(module.by_name["gathered"]) == Where("head", "forward", "", "neg")
-    assert places.of(module.by_name["alone"]) == Where("layers", "forward", "", "while")
+    provenance = Provenance(module)
+    assert provenance.of(module.by_name["gathered"]) == Location("head", "forward", "", "neg")
+    assert provenance.of(module.by_name["alone"]) == Location("layers", "forward", "", "while")
 
 
 JOINED = """%joined (p0: f32[128], p1: f32[128], p2: f32[1]) -> f32[257] {
@@ -224,7 +269,7 @@ def test_a_joined_reduction_is_where_most_of_its_bytes_are() -> None:
   ROOT %sum = f32[257]{0} all-reduce(%all), replica_groups={}""",
         JOINED,
     )
-    assert Places(module).of(module.by_name["sum"]) == Where("mlp", "backward", "", "neg")
+    assert Provenance(module).of(module.by_name["sum"]) == Location("mlp", "backward", "", "neg")
 
 
 def test_a_helper_gives_way_to_its_caller() -> None:
@@ -250,7 +295,8 @@ ENTRY %main (x: f32[]) -> f32[] {{
 """
     module = hlo.parse(text)
     assert list(module.stack(module.by_name["out"]))[1] == "/home/me/mesh_lm/sharding_rules/shard.py:20"
-    assert Places(module).of(module.by_name["out"]).source == "mesh_lm/model/layers.py:10"
+    assert Provenance(module).of(module.by_name["out"]).source == "model/layers.py:10"
+    assert Provenance(module, VOCABULARY).of(module.by_name["out"]).source == "mesh_lm/model/layers.py:10", "the trainer names its root"
 
 
 def test_kernels() -> None:
@@ -270,8 +316,8 @@ def test_kernels() -> None:
             for n, target in enumerate(calls)
         )
     )
-    where = Where("attention", "forward", "", "call")
-    assert kernels(module, Places(module)) == tuple((target, ("f32[8,8]", "f32[8,8]"), where) for target in calls[-2:])
+    where = Location("attention", "forward", "", "call")
+    assert kernels(module, Provenance(module)) == tuple((target, ("f32[8,8]", "f32[8,8]"), where) for target in calls[-2:])
 
 
 def test_kernels_say_their_name_and_flops() -> None:
@@ -280,9 +326,9 @@ def test_kernels_say_their_name_and_flops() -> None:
     path = "jit(f)/transpose(jvp(layers))/attention/shard_map/the_kernel/mpmd_map"
     call = f'  %k = f32[8,8]{{1,0}} custom-call(%x), custom_call_target="mosaic_gpu_v2", {said}, metadata={{op_name="{path}"}}'
     module = program(call)
-    where = Where("layers/attention", "backward", "", "the_kernel")
-    assert kernels(module, Places(module)) == (("mosaic_gpu_v2: attention backward", ("f32[8,8]",), where),)
-    assert flops_by_phase(module, Places(module)) == {"backward": 1000}
+    where = Location("layers/attention", "backward", "", "the_kernel")
+    assert kernels(module, Provenance(module)) == (("mosaic_gpu_v2: attention backward", ("f32[8,8]",), where),)
+    assert flops_by_phase(module, Provenance(module)) == {"backward": 1000}
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,26 @@ from typing import Any
 
 import pytest
 
+from sharding_rules import preset
 from sharding_rules.lab.lint import Finding, lint
-from sharding_rules.lab.report import Argument, Copy, Report, Slot, Timeline, Where
+from sharding_rules.lab.report import Argument, Copy, Location, Report, Slot, Timeline
 from tests.sharding_rules.lab import test_lint as flat
-from tests.sharding_rules.lab.test_lint import AXES, LAYER, RULES, B, D, F, M, S, V, collective, only
+from tests.sharding_rules.lab.test_lint import AXES, LAYER, B, D, F, M, S, V, collective, only
 
 P, TICKS = 2, M + 2
+RULES = preset("hsdp+megatron")
 MESH = flat.MESH | {"pipeline": P}
 SLOTS = (Slot("forward_slot", ("1" * M + "00", "0" + "1" * M + "0")), Slot("backward_slot", ("00" + "1" * M, "0" + "1" * M + "0")))
 IN_STAGE = (M, flat.L // P)
-HOP = collective("collective-permute", "data", f"bf16[4,{S},{D}]", axes=("pipeline",), loops=(TICKS,), where=Where())
-BACK = Where("layers/mlp", "backward", "model.py:3")
+HOP = collective("collective-permute", "data", f"bf16[4,{S},{D}]", axes=("pipeline",), loops=(TICKS,), where=Location())
+BACK = Location("layers/mlp", "backward", "model.py:3")
 GATHER = collective("all-gather", "fsdp", f"bf16[{D},{F // 4}]", loops=IN_STAGE, conditional=True)
 LAWFUL = (
     HOP,
     dataclasses.replace(HOP, name="back"),
     collective("all-reduce", "tensor", f"bf16[4,{S},{D}]", loops=IN_STAGE, conditional=True),
     GATHER,
-    dataclasses.replace(GATHER, where=Where("layers/mlp", "recompute", "model.py:10")),
+    dataclasses.replace(GATHER, where=Location("layers/mlp", "recompute", "model.py:10")),
     dataclasses.replace(GATHER, where=BACK),  # the backward slot runs the stage again, and then goes back through it
     collective("reduce-scatter", "fsdp", f"bf16[{D},{F // 4}]", loops=IN_STAGE, conditional=True, where=BACK),
     collective("all-reduce", "data", "f32[4000000]", loops=(), where=BACK, nodes=2),

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_rules.lab import hlo
 from sharding_rules.lab.compile import compile_report
 from sharding_rules.lab.memory import SMALL, memory
-from sharding_rules.lab.places import Places
+from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import KINDS, Argument, Buffer, Memory
 from sharding_rules.lab.targets import h100
 
@@ -101,7 +101,7 @@ def parts(version: str) -> tuple[hlo.Module, SimpleNamespace, str, str]:
 
 def sample(version: str) -> tuple[Memory, SimpleNamespace]:
     module, stats, assignment, live = parts(version)
-    return memory(module, Places(module), stats, assignment, live, arguments()), stats
+    return memory(module, Provenance(module), stats, assignment, live, arguments()), stats
 
 
 def named(buffers: tuple[Buffer, ...], kind: str, pattern: str = "") -> list[Buffer]:
@@ -137,7 +137,8 @@ def check(found: Memory) -> None:
         (kept,) = (b for b in named(found.buffers, "weights in use", f"'{name}'") if b.where.op == "dynamic_update_slice")
         assert (kept.bytes, kept.where.part, kept.where.phase) == (8 * SMALL, "layers", "forward")
         assert kept.name.endswith(f" of state['params']['{name}']")
-    assert "bf16[4,4,256,1024]" in {b.shape for b in named(found.buffers, "activations")}
+    assert {b.shape for b in named(found.buffers, "residuals")} == {"bf16[4,4,256,1024]"}, "what the scan over layers stores"
+    assert "bf16[4,256,1024]" in {b.shape for b in named(found.buffers, "activations")}
     assert all(b.bytes >= SMALL or b.name.startswith("small ") for b in found.buffers)
 
 
@@ -156,14 +157,14 @@ def test_what_is_live_at_the_peak_adds_up_and_has_a_class_and_a_place(version: s
 def test_memory_that_no_buffer_accounts_for_is_fragmentation(version: str) -> None:
     module, stats, assignment, live = parts(version)
     stats.peak_memory_in_bytes += 10 * SMALL
-    found = memory(module, Places(module), stats, assignment, live, arguments())
+    found = memory(module, Provenance(module), stats, assignment, live, arguments())
     assert 9 * SMALL < found.by_kind["fragmentation"] <= 10 * SMALL
     check(found)
 
 
 def test_without_dumps_temporaries_are_one_buffer() -> None:
     module, stats, _, _ = parts("0.10.2")
-    found = memory(module, Places(module), stats, "", "", arguments())
+    found = memory(module, Provenance(module), stats, "", "", arguments())
     assert found.by_kind.keys() == {"params", "moments", "batch", "other"}
     assert sum(found.by_kind.values()) == found.peak
     assert found.buffers[0].name == "temporaries"
@@ -189,7 +190,7 @@ def test_values_in_the_same_bytes_are_one_buffer_and_the_peak_is_where_most_byte
     sizes = {"peak_memory": 8 * SMALL, "argument_size": SMALL, "output_size": 0, "alias_size": 0, "temp_size": 7 * SMALL}
     stats = SimpleNamespace(**{f"{name}_in_bytes": size for name, size in sizes.items()})
     module = hlo.parse(text)
-    found = memory(module, Places(module), stats, assignment, live, ())
+    found = memory(module, Provenance(module), stats, assignment, live, ())
     assert [(b.name, b.bytes // SMALL) for b in found.buffers] == [("b{1}", 4), ("e", 3), ("x", 1)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import compile_report, h100
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
@@ -26,7 +27,7 @@ TABLE = 2 * TOKENS * D * V // TENSOR
 
 def compiled(reports: str, flags: str, **mistake: bool) -> Report:
     mesh = h100(pipeline=P, data=DATA, tensor=TENSOR)
-    known = {"options": options(flags), "slots": slots(P, M), "cache": reports}
+    known = {"options": options(flags), "slots": slots(P, M), "vocabulary": VOCABULARY, "cache": reports}
     return compile_report(step(mesh, M, **mistake), *arguments(mesh, M), mesh=mesh, **known)
 
 

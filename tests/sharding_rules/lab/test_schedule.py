@@ -8,7 +8,7 @@ import lab_report
 import pytest
 
 from sharding_rules.lab.charts import ticks
-from sharding_rules.lab.report import Span, Timeline, Where
+from sharding_rules.lab.report import Location, Span, Timeline
 from sharding_rules.lab.schedule import pieces
 
 
@@ -33,14 +33,14 @@ def test_the_pieces_are_the_step() -> None:
 
 def test_waits_are_what_compute_does_not_cover() -> None:
     spans = [("network", 0.0, 10.0), ("compute", 2.0, 3.0), ("compute", 4.0, 2.0), ("compute", 9.0, 4.0), ("network", 14.0, 1.0)]
-    line = Timeline(15, 9, 11, 6, tuple(Span("x", stream, "matmul", start, us, (), Where()) for stream, start, us in spans))  # pyright: ignore[reportArgumentType]
+    line = Timeline(15, 9, 11, 6, tuple(Span("x", stream, "matmul", start, us, (), Location()) for stream, start, us in spans))  # pyright: ignore[reportArgumentType]
     (piece,) = pieces(line)
     assert piece.waits == [(0, 2), (6, 9), (14, 15)] and piece.name == "no named part"
 
 
 def test_small_loops_stay_inside_with_all_their_trips() -> None:
     work = [(0.0, 90.0, (4,)), (90.0, 1.0, (4, 10)), (91.0, 9.0, (4,))]
-    line = Timeline(4 * 109, 4 * 109, 0, 0, tuple(Span("x", "compute", "matmul", at, us, loops, Where()) for at, us, loops in work))
+    line = Timeline(4 * 109, 4 * 109, 0, 0, tuple(Span("x", "compute", "matmul", at, us, loops, Location()) for at, us, loops in work))
     (piece,) = pieces(line)
     assert piece.loops == (4,) and piece.duration == 100 and piece.total == line.step
 

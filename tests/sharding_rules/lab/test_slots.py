@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage
 from sharding_rules.lab.lineage import Lineage
-from sharding_rules.lab.places import Places, read
-from sharding_rules.lab.report import LabError, Slot, Where
+from sharding_rules.lab.provenance import Provenance, read
+from sharding_rules.lab.report import LabError, Location, Slot
 from tests.sharding_rules.lab.test_groups import mesh_of
 
 MESH = mesh_of(node=4, pipeline=4, tensor=2)
@@ -124,7 +125,7 @@ MODULE = hlo.parse(PROGRAM, SLOTS)
 
 def loops(*slots: Slot) -> dict[str, tuple[int, ...]]:
     module = hlo.parse(PROGRAM, slots)
-    return {one.name: one.loops for one in collectives(module, Places(module), MESH)}
+    return {one.name: one.loops for one in collectives(module, Provenance(module), MESH)}
 
 
 def test_what_runs_in_a_slot_counts_as_often_as_that() -> None:
@@ -139,21 +140,21 @@ def test_flops_of_each_stage_and_of_the_mean_device() -> None:
     stages = [M * (LAYERS + 2) * ONE] * (P - 1) + [M * (2 + 1) * ONE]
     assert flops_by_stage(MODULE) == tuple(stages)
     phases = {"forward": M * (3 * LAYERS + 1) * ONE // P, "recompute": M * ONE, "backward": M * ONE}
-    assert flops_by_phase(MODULE, Places(MODULE)) == phases and sum(phases.values()) == sum(stages) // P
+    assert flops_by_phase(MODULE, Provenance(MODULE, VOCABULARY)) == phases and sum(phases.values()) == sum(stages) // P
     cheap = f"%p.7 = {X} parameter(0)\n  ROOT %cheap = {X} dot(%p.7, %p.7), {DOT}"
     both = PROGRAM.replace(f"ROOT %p.7 = {X} parameter(0)", cheap)
     assert "%cheap" in both and flops_by_stage(hlo.parse(both)) == (TICKS * (LAYERS + 3) * ONE,), "of unknown branches one"
 
 
 def test_the_ring_is_along_the_pipeline_and_the_rest_within_a_stage() -> None:
-    sent = {one.name: one for one in collectives(MODULE, Places(MODULE), MESH)}
+    sent = {one.name: one for one in collectives(MODULE, Provenance(MODULE, VOCABULARY), MESH)}
     for name, phase in (("sent.1", "backward"), ("sent.2", "forward")):
         one = sent.pop(name)
         assert (one.axes, one.nodes, one.partial, one.conditional, one.wire) == (("pipeline",), 2, False, False, 256)
         assert one.where.phase == phase and one.where.part == ""
-    assert sent["summed"].where == Where("layers/mlp", "forward", "", "dot_general")
+    assert sent["summed"].where == Location("layers/mlp", "forward", "", "dot_general")
     assert {(one.axes, one.partial, one.conditional) for one in sent.values()} == {(("tensor",), False, True)}
-    behind = {one.name: one.flops_hidden_behind for one in collectives(MODULE, Places(MODULE), MESH)}
+    behind = {one.name: one.flops_hidden_behind for one in collectives(MODULE, Provenance(MODULE, VOCABULARY), MESH)}
     assert behind["sent.1"] == LAYERS * ONE and behind["sent.2"] == 0
 
 
@@ -179,25 +180,25 @@ def test_of_several_scopes_the_innermost_counts() -> None:
 def test_phases_of_the_slots() -> None:
     inside = BACKWARD_BRANCH
     paths = {
-        f"{FORWARD_BRANCH}/jvp(layers)/mlp/dot": Where("layers/mlp", "forward", "", "dot"),
-        f"{FORWARD_BRANCH}/embed/cond/branch_1_fun/embed/dot": Where("embed", "forward", "", "dot"),
-        f"{inside}/embed/cond/branch_1_fun/embed/gather": Where("embed", "recompute", "", "gather"),
-        f"{inside}/jvp(layers)/while/body/mlp/dot": Where("layers/mlp", "recompute", "", "dot"),
-        f"{inside}/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/dot": Where("layers/mlp", "recompute", "", "dot"),
-        f"{inside}/transpose(jvp(layers))/while/body/mlp/dot": Where("layers/mlp", "backward", "", "dot"),
-        f"{inside}/loss/cond/branch_1_fun/jvp(loss)/dot": Where("loss", "forward", "", "dot"),
-        f"{inside}/loss/cond/branch_1_fun/transpose(jvp(loss))/dot": Where("loss", "backward", "", "dot"),
-        f"{inside}/add": Where("", "backward", "", "add"),
+        f"{FORWARD_BRANCH}/jvp(layers)/mlp/dot": Location("layers/mlp", "forward", "", "dot"),
+        f"{FORWARD_BRANCH}/embed/cond/branch_1_fun/embed/dot": Location("embed", "forward", "", "dot"),
+        f"{inside}/embed/cond/branch_1_fun/embed/gather": Location("embed", "recompute", "", "gather"),
+        f"{inside}/jvp(layers)/while/body/mlp/dot": Location("layers/mlp", "recompute", "", "dot"),
+        f"{inside}/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/dot": Location("layers/mlp", "recompute", "", "dot"),
+        f"{inside}/transpose(jvp(layers))/while/body/mlp/dot": Location("layers/mlp", "backward", "", "dot"),
+        f"{inside}/loss/cond/branch_1_fun/jvp(loss)/dot": Location("loss", "forward", "", "dot"),
+        f"{inside}/loss/cond/branch_1_fun/transpose(jvp(loss))/dot": Location("loss", "backward", "", "dot"),
+        f"{inside}/add": Location("", "backward", "", "add"),
     }
-    assert {path: read(path) for path in paths} == paths
+    assert {path: read(path, VOCABULARY) for path in paths} == paths
 
 
 def test_whole_arrays_that_are_copied_in_the_loop() -> None:
-    (one,) = copies(MODULE, Places(MODULE))
+    (one,) = copies(MODULE, Provenance(MODULE, VOCABULARY))
     assert (one.name, one.shape, one.bytes, one.times) == ("copied", "f32[1024,1024]", 1 << 22, TICKS)
     handed_on = PROGRAM.replace("tuple(%i, %new, %w, %copied)", "tuple(%i, %new, %w, %held)")
     module = hlo.parse(handed_on, SLOTS)
-    assert copies(module, Places(module)) == (), "of what never changes a copy is a layout, not a loss"
+    assert copies(module, Provenance(module)) == (), "of what never changes a copy is a layout, not a loss"
 
 
 def test_a_value_is_followed_into_the_branch_that_runs() -> None:

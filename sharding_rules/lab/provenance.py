@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from sharding_rules.lab.hlo import Instruction, Module
-from sharding_rules.lab.report import Phase, Where
+from sharding_rules.lab.report import Location, Phase
+from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
@@ -27,60 +28,64 @@ _NOT_SCOPES = re.compile(
 )
 _KERNEL = "mpmd_map"
 """The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10.2 and 0.11.2 have it."""
-_SLOTS = ("forward_slot", "backward_slot")
-"""Scopes of a pipeline's tick (mesh_lm/parallel/ring.py). They are no part of the model."""
-_IN_LOSS = {"loss", "head", "logits"}
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {
     "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate", "async-start", "async-update",
     "async-done",
 }  # fmt: skip
 _MOVES |= {kind + end for kind in COLLECTIVES for end in ("", "-start", "-done")}
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+INSTALLED = ("/site-packages/", "/dist-packages/")
 _HELPERS = ("sharding_rules/shard.py:",)
-_ROOTS = ("mesh_lm/", "sharding_rules/", "pallas_kernels/")
+_OWN_ROOT = "sharding_rules/"
 _FAR = 400
 """Instructions to look at for a place before giving up."""
 
 
-class Places:
-    """Places of a module's instructions: `places.of(instruction)`."""
+class Provenance:
+    """Provenance of a module's instructions: `places.of(instruction)`."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self._known: dict[str, Where] = {}
-        self._read: dict[str, Where | None] = {}
+    def __init__(self, module: Module, vocabulary: Vocabulary = NEUTRAL) -> None:
+        self.module, self.vocabulary = module, vocabulary
+        self._known: dict[str, Location] = {}
+        self._read: dict[str, Location | None] = {}
 
-    def of(self, instruction: Instruction) -> Where:
+    def of(self, instruction: Instruction) -> Location:
         """Part, phase and source line; empty fields where nothing says them."""
         name = instruction.name
         if name not in self._known:
             self._known[name] = self._place(instruction)
         return self._known[name]
 
-    def _place(self, one: Instruction) -> Where:
+    def _place(self, one: Instruction) -> Location:
         own = self._own(one)
         if own and own.phase and own.part:
             return own
         if (own is None or (not own.part and one.opcode in _MOVES)) and (near := self._near(one)):
             own = dataclasses.replace(own, part=near.part, phase=own.phase or near.phase) if own else near
-        own = own or Where(source=_source(self.module, one))
+        own = own or Location(source=self._source(one))
         return own if own.phase else dataclasses.replace(own, phase=self._phase_by_position(one, own))
 
-    def _own(self, one: Instruction) -> Where | None:
+    def _own(self, one: Instruction) -> Location | None:
         """What the instruction's own op_name says; None where there is no path in it."""
         if one.name not in self._read:
             path = one.op_name
             if one.opcode == "parameter" or "/" not in path:
                 self._read[one.name] = None
             else:
-                places = [read(each) for each in alternatives(path)]
-                self._read[one.name] = dataclasses.replace(merged(places), source=_source(self.module, one))
+                locations = [read(each, self.vocabulary) for each in alternatives(path)]
+                self._read[one.name] = dataclasses.replace(merged(locations), source=self._source(one))
         return self._read[one.name]
+
+    def _source(self, one: Instruction) -> str:
+        """The innermost frame outside installed packages and outside the helpers of Shard, from the root of its source folder on."""
+        frames = [frame for frame in self.module.stack(one) if not any(folder in frame for folder in INSTALLED)]
+        frame = next((frame for frame in frames if not any(helper in frame for helper in _HELPERS)), frames[0] if frames else "")
+        begin = max(frame.rfind("/" + root) for root in (_OWN_ROOT, *self.vocabulary.source_roots))
+        return frame[begin + 1 :] if begin >= 0 else "/".join(frame.split("/")[-2:])
 
     # What XLA made itself: the place of what it works on, of what works on its result, of the loop it is in.
 
-    def _near(self, one: Instruction) -> Where | None:
+    def _near(self, one: Instruction) -> Location | None:
         for step in (self._upstream, self._downstream):
             if found := self._search(one, step):
                 return _heaviest(found)
@@ -91,9 +96,9 @@ class Places:
             caller = self._callers.get(self.module.home[caller.name])
         return None
 
-    def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Where]]:
+    def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Location]]:
         """The nearest places on each way from `start`, with the bytes of the arrays there."""
-        found: list[tuple[int, Where]] = []
+        found: list[tuple[int, Location]] = []
         seen, todo = {start.name}, [start]
         while todo and len(seen) < _FAR:
             following: list[Instruction] = []
@@ -147,9 +152,9 @@ class Places:
 
     # Code outside of what is differentiated: before it, or after it.
 
-    def _phase_by_position(self, one: Instruction, own: Where) -> Phase:
+    def _phase_by_position(self, one: Instruction, own: Location) -> Phase:
         """What depends on a backward pass is the optimizer; in the same loop as one (gradients that are summed up) it is backward still."""
-        if "optimizer" in re.split(r"[/+]", own.part):
+        if self.vocabulary.optimizer_part in re.split(r"[/+]", own.part):
             return "optimizer"
         home, looped = self.module.home[one.name], False
         if (slot := self._slot(home)) and (around := self._own(slot)):
@@ -169,7 +174,7 @@ class Places:
     def _slot(self, computation: str | None) -> Instruction | None:
         """The pipeline's slot that a computation is in."""
         while computation and (caller := self._callers.get(computation)):
-            if caller.opcode == "conditional" and any(scope in caller.op_name for scope in _SLOTS):
+            if caller.opcode == "conditional" and any(scope in caller.op_name for scope in self.vocabulary.slots):
                 return caller
             computation = self.module.home[caller.name]
         return None
@@ -201,7 +206,7 @@ class Places:
 
     @staticmethod
     def _inside(one: Instruction) -> set[str]:
-        return {*one.called, *one.branches, one.body}
+        return {*one.called, *one.branches, one.body, one.condition}
 
     # The graph.
 
@@ -219,7 +224,7 @@ class Places:
         return users
 
 
-def read(path: str) -> Where:
+def read(path: str, vocabulary: Vocabulary = NEUTRAL) -> Location:
     """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp.
 
     What a pipeline's backward slot differentiates, its forward slot has computed before, all but the loss.
@@ -227,7 +232,7 @@ def read(path: str) -> Where:
     *scopes, op = _split(path, "/")
     if op == _KERNEL:
         scopes, op = scopes[:-1], "/".join(scopes[-1:])  # a kernel's name comes before it
-    slot = next((scope for scope in scopes if scope in _SLOTS), "")
+    slot = next((scope for scope in scopes if scope in vocabulary.slots), "")
     parts: list[str] = []
     phase: Phase = ""
     for scope in scopes:
@@ -238,15 +243,16 @@ def read(path: str) -> Where:
             phase = "forward"
         if scope == "rematted_computation":
             phase = "recompute"
-        known = [part for part in inner if part not in _SLOTS and not _NOT_SCOPES.fullmatch(part)]
+        known = [part for part in inner if part not in vocabulary.slots and not _NOT_SCOPES.fullmatch(part)]
         parts += known if known != parts[-1:] else []  # around a conditional, and again in its branch
-    if slot == "forward_slot" or (slot and parts and phase in ("", "forward")):
-        phase = "forward" if slot == "forward_slot" or _IN_LOSS & set(parts) else "recompute"
+    forward = bool(slot) and slot == vocabulary.forward_slot
+    if forward or (slot and parts and phase in ("", "forward")):
+        phase = "forward" if forward or set(vocabulary.loss_parts) & set(parts) else "recompute"
     elif slot and not phase:
         phase = "backward"
-    if not phase and "optimizer" in parts:
+    if not phase and vocabulary.optimizer_part in parts:
         phase = "optimizer"
-    return Where("/".join(parts), phase, "", op)
+    return Location("/".join(parts), phase, "", op)
 
 
 def alternatives(path: str) -> list[str]:
@@ -262,7 +268,7 @@ def alternatives(path: str) -> list[str]:
     return [each for choice in choices for each in alternatives(path[:opening] + choice + path[closing + 1 :])]
 
 
-def merged(places: list[Where]) -> Where:
+def merged(places: list[Location]) -> Location:
     """One for several: the scopes that they share and where they part, `layers/attention+mlp`; the latest phase; source of the first."""
     parts = [place.part.split("/") for place in places if place.part]
     shared: list[str] = []
@@ -273,10 +279,10 @@ def merged(places: list[Where]) -> Where:
     ends = {end for part in parts for end in "".join(part[len(shared) : len(shared) + 1]).split("+") if end}
     part = "/".join([*shared, *(["+".join(sorted(ends))] if ends else [])])
     phase = _PHASES[max(_PHASES.index(place.phase) for place in places)]
-    return Where(part, phase, places[0].source, places[0].op)
+    return Location(part, phase, places[0].source, places[0].op)
 
 
-def _heaviest(found: list[tuple[int, Where]]) -> Where:
+def _heaviest(found: list[tuple[int, Location]]) -> Location:
     """One place for several: those of few bytes (scalars that are reduced along) left out, and the phase of most bytes."""
     found = sorted(found, key=lambda each: -each[0])
     places = [where for size, where in found if size * 64 >= found[0][0]]
@@ -307,12 +313,3 @@ def _split(text: str, at: str) -> list[str]:
         else:
             pieces[-1] += letter
     return pieces
-
-
-def _source(module: Module, one: Instruction) -> str:
-    """The innermost frame of neither an installed package nor our own helpers, if there is one, without the machine's part of the path."""
-    frames = [frame for frame in module.stack(one) if not any(folder in frame for folder in _INSTALLED)]
-    frame = next((frame for frame in frames if not any(helper in frame for helper in _HELPERS)), frames[0] if frames else "")
-    if (cut := max(frame.rfind("/" + root) for root in _ROOTS)) >= 0:
-        return frame[cut + 1 :]
-    return "/".join(frame.split("/")[-2:])
