@@ -31,7 +31,7 @@ from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, flop, whose
+from sharding_rules.lab.summary import alike, flop, verdict, whose
 from sharding_rules.lab.text import screen
 
 
@@ -55,7 +55,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         program = Program.of(config, plan.target, n_devices)
+        say(f"compiling the step for {n_devices:,} x {plan.target}")
         report = program.compile(options(flags))
+        say(f"{report.name}: {verdict(report)}" + ("" if report.fits else "; looking for changes that fit"))
         findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
         facts = (

@@ -19,18 +19,18 @@ _REPORT, _OUTPUT = "--plan", "--output"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to plan for."""
+    """The target of a plan, and where its report goes."""
 
     plan: str = ""
     """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines); also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
-    """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
+    """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that hold it."""
     max_microbatch: bool = False
-    """Find by compiling how many sequences a microbatch can have on each device."""
+    """Also compile larger and smaller microbatches, to find the most sequences per device that fit."""
     flags: str = "auto"
-    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the run's own (launch.xla_flags)."""
+    """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run (launch.xla_flags)."""
 
     def __post_init__(self) -> None:
         for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
