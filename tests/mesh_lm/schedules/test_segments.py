@@ -318,7 +318,7 @@ def test_a_segment_order_that_a_stage_cannot_hold() -> None:
         n_layers=8, window=(4, 0), segments=(SegmentConfig("dense", 2), SegmentConfig("moe", 6, "experts")),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(layers=(3, 5)),
     )  # fmt: skip
-    message = "pipeline.layers=3,5 cuts a period of segment 'moe' in two; each entry must hold a multiple of 2 of its layers"
+    message = "pipeline.layers=3,5 divides a period of segment 'moe'; each entry must hold a multiple of 2 of its layers"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, 2)
 

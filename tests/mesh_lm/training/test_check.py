@@ -116,7 +116,7 @@ def test_all_problems_at_once() -> None:
         (["optimizer.name=adamv"], "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?"),
         (
             ["optimizer.name=sgd"],
-            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for one of your own",
+            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a custom one",
         ),
         (
             ["optimizer.name=no_such_file:Sgd"],
