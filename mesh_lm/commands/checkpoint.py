@@ -21,7 +21,7 @@ from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from mesh_lm.checkpoint.listing import Entry
+    from mesh_lm.checkpoint.listing import CheckpointEntry
 
 _DAMAGED = _DIFFERENT = 1
 _CANNOT = 2
@@ -95,12 +95,12 @@ def run(options: Ls | Verify | Diff) -> int:
     """As `main`, for arguments that were read."""
     import jax  # here, so that --help needs no JAX
 
-    from mesh_lm.checkpoint.reader import Damaged
+    from mesh_lm.checkpoint.reader import DamagedCheckpoint
 
     jax.config.update("jax_platforms", "cpu")  # beside a run, its GPUs are not ours to take
     try:
         return {Ls: _ls, Verify: _verify, Diff: _diff}[type(options)](options)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         return _refused(damage, _DAMAGED)
     except ConfigError as error:
         return _refused(error, _CANNOT)
@@ -135,18 +135,18 @@ def _verify(options: Verify) -> int:
     return _DAMAGED if False in found else 0
 
 
-def _verified(entry: Entry) -> bool:
-    from mesh_lm.checkpoint.arrays import Arrays
+def _verified(entry: CheckpointEntry) -> bool:
+    from mesh_lm.checkpoint.arrays import StoredArrays
     from mesh_lm.checkpoint.listing import size
-    from mesh_lm.checkpoint.reader import Damaged
+    from mesh_lm.checkpoint.reader import DamagedCheckpoint
 
     began, count, total, reasons = time.monotonic(), 0, 0, []
     try:
         metadata = entry.descriptions()["metadata"]
-        for nbytes, reason in Arrays(entry.path).verified(metadata):
+        for nbytes, reason in StoredArrays(entry.path).verified(metadata):
             count, total = count + 1, total + nbytes
             reasons += [reason] if reason else []
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         reasons = damage.reasons
     if reasons:
         print("\n  - ".join([f"{entry.path.name}: damaged", *reasons]), flush=True)
@@ -181,15 +181,15 @@ def _diff(options: Diff) -> int:
     return _DIFFERENT if count else 0
 
 
-def _differing(one: Entry, other: Entry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def _differing(one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """A line for each array that is not the same in both."""
-    from mesh_lm.checkpoint.arrays import Arrays
+    from mesh_lm.checkpoint.arrays import StoredArrays
     from mesh_lm.checkpoint.reader import parts_of
 
     ours, theirs = before.get("digests", {}), after.get("digests", {})
     if ours and ours == theirs and parts_of(before) == parts_of(after):
         return
-    a, b = Arrays(one.path), Arrays(other.path)
+    a, b = StoredArrays(one.path), StoredArrays(other.path)
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             yield f"{name}  only in {(a if name in a else b).path}"

@@ -75,10 +75,10 @@ def _text(arguments: Arguments) -> dict[str, Any]:
 
     from mesh_lm import distributed
     from mesh_lm.inference import Scorer
-    from mesh_lm.inference.perplexity import compressors, measure, read
+    from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
     from mesh_lm.inference.text import document_start
 
-    next(read(arguments.text), None)  # first, for what is wrong with the text
+    next(read_texts(arguments.text), None)  # first, for what is wrong with the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
@@ -88,9 +88,9 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     stride = arguments.stride or max(1, seq_len // 2)
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
-    found = measure(scorer, trained.tokenizer, read(arguments.text), stride=stride, start=start)
+    found = measure_perplexity(scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start)
     summary = found.summary()
-    beside = compressors(read(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
+    beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
     distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"

@@ -13,7 +13,7 @@ from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mesh_lm.inference.trained import Trained
+    from mesh_lm.inference.trained import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,5 +108,5 @@ def run_import(options: Import) -> int:
     return 0
 
 
-def _load(path: str, options: Export | Import, config: str = "") -> Trained:
+def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:
     return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, config=config, compile_cache="").load()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from mesh_lm.inference.trained import Trained
+    from mesh_lm.inference.trained import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ModelArguments:
     compile_cache: str = "~/.cache/mesh_lm/xla"
     """Directory of JAX's persistent compilation cache; empty: off."""
 
-    def load(self) -> Trained:
+    def load(self) -> TrainedModel:
         """Sets up JAX and reads the weights, as `mesh_lm.inference.model_arguments.load` does."""
         from mesh_lm.inference.model_arguments import load  # here, so that --help needs no JAX
 

@@ -18,7 +18,7 @@ from typing import Any
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import windows
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from sharding_rules.rules import did_you_mean
 
 _MAX_NEW = 256
@@ -30,7 +30,7 @@ _BOOTSTRAP = 1000
 class Requests:
     """What the harness asks of a model, in terms of token ids and texts. Knows nothing of the harness."""
 
-    def __init__(self, trained: Trained, batch: int, start: int) -> None:
+    def __init__(self, trained: TrainedModel, batch: int, start: int) -> None:
         """start: the token that stands before a text of which nothing else is given."""
         self.trained, self.batch, self.start = trained, batch, start
         self.seq_len = trained.config.model.seq_len
@@ -74,7 +74,7 @@ class Requests:
         return [found[i].text for i in range(len(ids))]
 
 
-def adapter(trained: Trained, *, batch: int, start: int) -> Any:
+def adapter(trained: TrainedModel, *, batch: int, start: int) -> Any:
     """The trained model as an lm_eval.api.model.LM."""
     return register()(requests=Requests(trained, batch, start))
 

@@ -1,6 +1,6 @@
-"""Models. `Model` is what the trainer asks of any of them; `DecoderConfig` describes this project's own.
+"""Models. `Model` is the interface that the trainer requires; `DecoderConfig` describes the decoder of this project.
 
-The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config costs no Flax import.
+The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config does not import Flax.
 """
 
 from mesh_lm.model.config import DecoderConfig as DecoderConfig

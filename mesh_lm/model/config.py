@@ -34,7 +34,7 @@ class SegmentConfig:
 
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
-        """From name:layers[:kind[:remat[:dtype]]], as the command line spells it. Raises ValueError for another form."""
+        """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
         name, layers, *rest = word.split(":")
         kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
         if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
@@ -111,14 +111,17 @@ class DecoderConfig(ModelConfig):
 
     @property
     def kv_heads(self) -> int:
+        """Key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def d_head(self) -> int:
+        """Width of a head."""
         return self.head_dim or self.d_model // max(1, self.n_heads)
 
     @property
     def d_mlp(self) -> int:
+        """Width of the MLP."""
         return self.d_ff or 4 * self.d_model
 
     @property
@@ -127,21 +130,23 @@ class DecoderConfig(ModelConfig):
 
     @property
     def padded_vocab(self) -> int:
+        """Rows of the embedding table and of the head."""
         return -(-self.vocab_size // max(1, self.vocab_multiple)) * self.vocab_multiple
 
     def windows(self) -> tuple[int | None, ...]:
-        """One period of the per-layer window pattern (None: full attention); the stack is whole periods."""
+        """One period of the per-layer window pattern (None: full attention). Segments consist of complete periods."""
         return tuple(w or None for w in self.window) or (None,)
 
     def runs(self) -> tuple[SegmentConfig, ...]:
-        """The segments, with the default filled in."""
+        """The segments, with the default of one segment called blocks filled in."""
         return self.segments or (SegmentConfig("blocks", self.n_layers),)
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
-        """The config of a segment's layers; n_layers stays the whole model's."""
+        """The config of a segment's layers. Its n_layers is still that of the whole model."""
         return dataclasses.replace(self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
+        """Logical axis -> (config field, size) of the axes that rules may shard."""
         grouped = {"kv_heads": ("n_kv_heads", self.n_kv_heads)} if self.n_kv_heads else {}
         return {
             "seq": ("seq_len", self.seq_len),
@@ -154,53 +159,56 @@ class DecoderConfig(ModelConfig):
         }
 
     def problems(self) -> list[str]:
-        """Fields that contradict one another."""
+        """A sentence for each field with a wrong value and for each contradiction between fields."""
         least = {"n_layers": 1, "d_model": 1, "n_heads": 1, "n_kv_heads": 0, "head_dim": 0, "d_ff": 0, "vocab_size": 2, "seq_len": 1}
         least |= {"loss_chunk": 1, "vocab_multiple": 1, "softcap": 0, "head_softcap": 0, "z_loss": 0, "init_std": 0}
-        found = [f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low]
+        problems = [
+            f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low
+        ]
         if any(width < 0 for width in self.window):
-            found.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
-        if found:
-            return found
+            problems.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
+        if problems:
+            return problems
         if not self.head_dim and self.d_model % self.n_heads:
             fix = "set model.head_dim, or change one"
-            found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
+            problems.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
         if self.n_heads % self.kv_heads:
-            found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
-        found += self._segment_problems()
+            problems.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
+        problems += self._segment_problems()
         if self.positions == "rotary" and self.d_head % 2:
-            found.append(f"rotary positions need an even head width, not {self.d_head}")
+            problems.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:
-            found.append(f"model.dropout={self.dropout} must be in [0, 1)")
-        return found
+            problems.append(f"model.dropout={self.dropout} must be in [0, 1)")
+        return problems
 
     def _segment_problems(self) -> list[str]:
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
-        entries, found = len(self.windows()), []
+        entries, problems = len(self.windows()), []
         if not self.segments and self.n_layers % entries:
-            found.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
+            problems.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
         if self.segments and (total := sum(run.n_layers for run in self.segments)) != self.n_layers:
-            found.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
+            problems.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
         for run in self.segments:
             if run.n_layers % entries:
-                found.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
-            if run.name in _TAKEN or hasattr(Decoder, run.name):
-                found.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+                problems.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
+            if run.name in _RESERVED or hasattr(Decoder, run.name):
+                problems.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
             try:
                 kind(run.kind)
             except ConfigError as error:
-                found.append(str(error))
-        return found
+                problems.append(str(error))
+        return problems
 
     def n_params(self) -> int:
-        """Parameters, without the padding of the vocabulary."""
+        """The number of parameters, without the padding of the vocabulary."""
         norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
         layers = sum(run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs())
         tables = self.vocab_size * (1 if self.tied else 2) + (self.seq_len if self.positions == "learned" else 0)
         return layers + (norm + tables) * self.d_model
 
     def stack(self) -> Stack:
+        """The segments with their costs in FLOPs per token and layer."""
         segments = (
             Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own))
             for run in self.runs()
@@ -209,16 +217,18 @@ class DecoderConfig(ModelConfig):
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
-        """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,
-        with T_seen the tokens a query sees on average (PaLM, arXiv 2204.02311, appendix B, there without the causal half)."""
+        """FLOPs of one token, forward and backward: 6 per matmul weight (including the head, excluding the lookup), and
+        12 n_heads d_head T_seen per layer for attention, where T_seen is the number of tokens that a query sees on average (PaLM,
+        arXiv 2204.02311, appendix B, which does not subtract the causal half)."""
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with initial weights."""
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
         return Decoder(self, shard, rngs)
 
 
-_TAKEN = ("config", "shard", "embedding", "positions", "norm", "head")
-"""Attributes of the decoder that are no segments."""
+_RESERVED = ("config", "shard", "embedding", "positions", "norm", "head")
+"""Attributes of the decoder that a segment cannot be named after."""

@@ -53,7 +53,7 @@ def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     Raises ConfigError for a schedule that splits the backward pass: the engine has no slot for weight gradients.
     """
     if "W" in schedule.kinds:
-        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients apart (W); the engine runs F and B only")
+        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients separately (W); the engine runs F and B only")
     at, last, stages = schedule.ticks, schedule.n_virtual - 1, schedule.stages
     backward = "B" in schedule.kinds
     if backward and drop_last_forward:

@@ -15,7 +15,7 @@ import jax
 
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.checkpoint.reader import Saved
+from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
@@ -94,12 +94,11 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: Saved | None) -> tuple[Any, Batches]:
+def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
     """The corpus and its batches, from where the checkpoint left off. The position in them is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
-        corpus = prepare(
-            config.data, vocab=config.data.tokenizer_vocab, model_vocab=config.model.vocab_size, progress=distributed.print_on_process0
-        )
+        vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
+        corpus = prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"
@@ -107,7 +106,7 @@ def _data(config: TrainConfig, layout: ModelLayout, saved: Saved | None) -> tupl
     return corpus, batches
 
 
-def _resumed(saved: Saved, run: Run, batches: Batches) -> str:
+def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
     """Where the run goes on, or that it is finished, and what is no longer as it was when the checkpoint was saved."""
     changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
     if run.unfinished:
@@ -116,7 +115,7 @@ def _resumed(saved: Saved, run: Run, batches: Batches) -> str:
 
 
 class Between:
-    """What happens between two steps: skipped steps and rewinds, the user's callbacks, signals, saving, evaluation."""
+    """What happens between two steps: skipped steps and roll-backs, the user's callbacks, signals, saving, evaluation."""
 
     def __init__(
         self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
@@ -132,13 +131,13 @@ class Between:
         """After a step was dispatched. position: in the data, behind its batch. Returns the state that the next step is to take."""
         run, checkpoints = self._run, self._checkpoints
         run.state, n, self._position = state, run.step, position
-        if began := self._guard.step(self._monitor.step(n, metrics)):  # too many skips: roll back, skip the batches
+        if began := self._guard.step(self._monitor.step(n, metrics)):  # too many skipped steps: roll back, and skip their batches
             return self._roll_back(began)
         self.call("on_step", metrics)
         checkpoints.poll(n)
         last = n == run.config.train.steps or run.stopping
         stopping = self._stop.poll()  # read once: a signal from here on is for the next step
-        # During a bad streak nothing is saved: retention must not delete the checkpoint to roll back to.
+        # During a streak of skipped steps nothing is saved: retention must not delete the checkpoint to roll back to.
         saving = last or stopping or (checkpoints.due(n) and not self._guard.consecutive_skips)
         self._compare_replicas(saving)
         if saving:

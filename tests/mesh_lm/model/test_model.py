@@ -143,7 +143,7 @@ def test_kv_heads_that_do_not_line_up_are_refused() -> None:
     rows = {"kv_heads": None}
     layout = ModelLayout.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
     batch = {name: x[0] for name, x in host_batch(1).items()}
-    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share whole kv heads"):
+    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share complete kv heads"):
         jax.eval_shape(lambda p: forward(layout.bind, layout.segments, p, batch), layout.shapes)
 
 
