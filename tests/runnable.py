@@ -109,7 +109,6 @@ def run(words: list[str], here: Path, *, stdin: str = "", patience: float = PATI
     environment = bare(PYTHONPATH=str(here / "installed"), HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
     programs = {"python": [sys.executable], "mesh-lm": [sys.executable, "-m", "mesh_lm"]}
     words = [*programs.get(words[0], words[:1]), *words[1:]]
-    words = [each for word in words for each in (sorted(glob.glob(word, root_dir=here)) if "*" in word else [word])]  # as a shell does
     return subprocess.run(words, cwd=here, env=environment, input=stdin, capture_output=True, text=True, timeout=patience)
 
 
@@ -156,6 +155,7 @@ def run_each(commands: list[list[str]], here: Path) -> list[tuple[int, str]]:
 
 def must_succeed(words: list[str], here: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     """As `run`. Raises AssertionError with what it printed, where its status is another."""
-    done = run(list(words), here)
+    words = [each for word in words for each in (sorted(glob.glob(word, root_dir=here)) if "*" in word else [word])]  # as a shell does
+    done = run(words, here)
     assert done.returncode == status, f"{shlex.join(words)}\nended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done

@@ -1,6 +1,7 @@
 """Every Python block and every command of every page runs, in a bare process in another directory; or its page says why it cannot."""
 
 import argparse
+import dataclasses
 import importlib
 import inspect
 import json
@@ -174,3 +175,30 @@ def test_refusals(page: str, scene: Path) -> None:
     answers = runnable.run_each([shrunk(command) for command in refused], here(scene, f"{page}.refusals"))
     for command, (status, printed) in zip(refused, answers, strict=True):
         assert (status, printed) == (1, command.answer), command.text
+
+
+def test_a_failure_is_seen(tmp_path: Path) -> None:
+    """Of a block, of an example, and of a command; what the tests have set is not in its environment, and what is imported is installed."""
+    here, block = (
+        runnable.scene(tmp_path / "here"),
+        runnable.Block("page", 7, "python", "import os\nassert 'JAX_PLATFORMS' not in os.environ\n"),
+    )
+    assert runnable.run_python("page", [block], here).returncode == 0
+    for kind, text, shown in (("python", "1 / 0\n", 'File "page", line 8'), ("pycon", ">>> 1 + 1\n3\n", "Got:\n    2")):
+        done = runnable.run_python("page", [dataclasses.replace(block, kind=kind, text=text)], here)
+        assert done.returncode == 1 and shown in done.stderr
+    with pytest.raises(AssertionError, match="ended with 1"):
+        runnable.must_succeed(["python", "-c", "import tests"], here)
+
+
+def test_a_need_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runnable, "ROOT", tmp_path)
+    page, block = tmp_path / "page.md", "```sh\nls\nls -l \\\n    -a  # all\n```\n"
+    page.write_text(f"<!-- needs: gpu, none is here -->\n{block}")
+    (found,) = runnable.blocks(page)
+    assert (found.needs, found.why) == ("gpu", "none is here")
+    assert [command.words for command in runnable.commands(found)] == [["ls"], ["ls", "-l", "-a"]]
+    for mark in ("<!-- needs: gpu -->", "<!-- needs: luck, as always -->"):
+        page.write_text(f"{mark}\n{block}")
+        with pytest.raises(AssertionError, match="expected one of"):
+            runnable.blocks(page)
