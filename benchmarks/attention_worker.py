@@ -29,7 +29,7 @@ from record import Row
 from worker import emit, rounds, serve
 
 from pallas_kernels import flash_attention, reference_attention
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.dev.interpreter import interpreted
 
 
 def told(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
@@ -329,18 +329,18 @@ def load(path: str, tiny: bool) -> None:
 
 
 def autotune(seconds: float, table: str, dry_run: bool) -> None:
-    """What `pallas_kernels.attention.autotune.measure` finds in so many seconds; its table of tiles is written to the path `table`.
+    """What `pallas_kernels.dev.autotune.measure` finds in so many seconds; its table of tiles is written to the path `table`.
 
     dry_run: no time for any candidate.
     """
     try:
-        tuner: Any = importlib.import_module("pallas_kernels.attention.autotune")
+        tuner: Any = importlib.import_module("pallas_kernels.dev.autotune")
         tuning: Any = importlib.import_module("pallas_kernels.attention.tuning")
     except ImportError as error:
         emit(autotune=f"not there: {error}")
         return
     if not tuner.CANDIDATES.exists():
-        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.attention.autotune makes it, without a GPU")
+        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")
         return
     shutil.copy(tuning.PATH, table)
     tuning.PATH = Path(table)  # that of the package is not written to by a benchmark

@@ -22,21 +22,21 @@ from gpu_lock import compiling, measuring
 from record import Row
 from worker import emit, reported, serve
 
-from configs import gpt2_124m
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
-from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
-from mesh_lm.data.rows import Rows
+from mesh_lm.configs import gpt2_124m
+from mesh_lm.data.indexed import Documents, TokenStream, bin_path, idx_path, write_documents
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.initial import init_state
-from mesh_lm.launch import gpu
+from mesh_lm.distributed import gpu
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding, leaf_spec
+from mesh_lm.parallel.engine import batch_sharding, leaf_spec
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.state import State, abstract_state
-from mesh_lm.step import train_step
-from pallas_kernels.interpreter import interpreted
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
+from pallas_kernels.dev.interpreter import interpreted
 from sharding_rules import Shard, make_mesh, preset
 from sharding_rules.lab.flags import options
 
@@ -51,20 +51,20 @@ def hopper(interpret: bool) -> Iterator[None]:
     if not interpret:
         yield
         return
-    from mesh_lm.model import layers
+    from mesh_lm.model import attention
 
-    door = layers.flash_attention
+    door = attention.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
         there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
         return door(*arrays, **{**features, **there})
 
-    layers.flash_attention = interpreted_door
+    attention.flash_attention = interpreted_door
     try:
         with interpreted():
             yield
     finally:
-        layers.flash_attention = door
+        attention.flash_attention = door
 
 
 # What is run: a config with some fields changed, on the first device or devices.
@@ -80,13 +80,13 @@ class Run:
         config = configured(directory, changes, rules, name)
         self.config: TrainConfig = check(config, n_devices=devices)
         shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
-        self.blueprint = Blueprint.of(config.model, shard, config.pipeline)
+        self.layout = ModelLayout.of(config.model, shard, config.pipeline)
         self.optimizer = Optimizer(config.optimizer, config.train.steps)
-        self.step = train_step(self.blueprint, self.optimizer, config.seed)
+        self.step = train_step(self.layout, self.optimizer, config.seed)
         self.sequences = text(Path(directory), config)
 
     def state(self) -> State:
-        return init_state(self.blueprint, self.optimizer, self.config.seed)
+        return init_state(self.layout, self.optimizer, self.config.seed)
 
     def batch(self, position: int) -> dict[str, jax.Array]:
         """The global batch that starts at a global sample position, as leaves [M, B, ...]; what `Loader` gives, without its threads."""
@@ -95,7 +95,7 @@ class Run:
     def placed(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """The rows of a global batch, and the tokens' indices, on the devices."""
         parts, size = self.config.train.microbatches, self.config.train.global_batch
-        sharding, length = batch_sharding(self.blueprint), rows["tokens"].shape[1]
+        sharding, length = batch_sharding(self.layout), rows["tokens"].shape[1]
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
         shaped["indices"] = np.broadcast_to(np.arange(length, dtype=np.int32), (parts, 1, length))
         where = {name: jax.NamedSharding(sharding.mesh, leaf_spec(sharding.spec, x.shape)) for name, x in shaped.items()}
@@ -112,7 +112,7 @@ class Run:
 
 def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m") -> TrainConfig:
     """name: of a file of configs/, without its mesh. changes: section of the config -> field -> value."""
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = importlib.import_module(f"mesh_lm.configs.{name}").get_config()
     config = dataclasses.replace(config, output=str(Path(directory) / "run"), rules=preset(rules), mesh=gpt2_124m.get_config().mesh)
     for section, fields in changes.items():
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
@@ -120,10 +120,10 @@ def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, n
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
 
 
-def text(directory: Path, config: TrainConfig) -> Rows:
+def text(directory: Path, config: TrainConfig) -> RowReader:
     """Sequences of the text of `text_prefix`."""
     documents = Documents(text_prefix(directory, config))
-    return Rows(Sequences(Text(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
+    return RowReader(Sequences(TokenStream(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
 
 
 def text_prefix(directory: Path, config: TrainConfig) -> Path:
@@ -155,7 +155,7 @@ def digests(state: State) -> dict[str, str]:
 def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
     """What a twin in another framework must know of each config, with these fields of the model changed."""
     for name, fields in models.items():
-        model: Any = dataclasses.replace(importlib.import_module(f"configs.{name}").get_config().model, **fields)
+        model: Any = dataclasses.replace(importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields)
         kept = ("seq_len", "n_layers", "d_model", "n_heads", "positions", "rope_theta", "norm", "activation", "biases", "tied", "norm_eps")
         derived = {"vocab_size": model.padded_vocab, "n_kv_heads": model.kv_heads, "d_ff": model.d_mlp}
         fields = {field: getattr(model, field) for field in kept} | derived
@@ -190,7 +190,7 @@ def timed(run: Run, steps: int) -> Row:
     batches = [run.batch(i * size) for i in range(4)]
     with compiling():
         began = time.perf_counter()
-        lowered = run.step.lower(abstract_state(run.blueprint, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
+        lowered = run.step.lower(abstract_state(run.layout, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
         traced = time.perf_counter()
         step = lowered.compile()
         compiled = time.perf_counter()
@@ -208,7 +208,7 @@ def timed(run: Run, steps: int) -> Row:
         during = {"began": clock, "ended": time.time()}
     seconds = statistics.median(times[warm_up:])
     rate, first, last = run.config.tokens_per_step / seconds, found[0], found[-1]
-    mesh = run.blueprint.shard.mesh
+    mesh = run.layout.shard.mesh
     peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.devices.flat)
     program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return {
@@ -223,7 +223,7 @@ def timed(run: Run, steps: int) -> Row:
 
 def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
     """What the lab says of the train step of a config on one GPU of this kind, which is not used."""
-    from mesh_lm.plan.program import compile_config, flags_of  # here, because no other task needs the lab
+    from mesh_lm.planning.program import compile_config, flags_of  # here, because no other task needs the lab
 
     config = configured(directory, changes, rules, name)
     began = time.perf_counter()
@@ -271,13 +271,13 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
     size = run.config.train.global_batch
     with Checkpoints(run.config) as checkpoints:
         saved = checkpoints.newest()
-        state = saved.resumed(run.blueprint, run.optimizer) if saved else run.state()
+        state = saved.resumed(run.layout, run.optimizer) if saved else run.state()
         first, position = (saved.step, saved.data["position"]) if saved else (0, 0)
         for n in range(first + 1, steps + 1):
             state, _ = run.step(state, run.batch(position))
             position += size
             if n == save_at:
-                state = checkpoints.save(n, state, {"position": position}, run.blueprint, run.optimizer)
+                state = checkpoints.save(n, state, {"position": position}, run.layout, run.optimizer)
         emit(resumed_at=first, digests=digests(state))
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from record import Record, Row, milliseconds, options
 
-from mesh_lm.loss import cross_entropy
+from mesh_lm.model.loss import cross_entropy
 from sharding_rules import MeshConfig, Shard, make_mesh, preset
 
 CHUNK = 1024

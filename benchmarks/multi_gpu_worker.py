@@ -22,9 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 from record import Row
 from worker import emit, reported, serve
 
-from mesh_lm.launch import gpu
-from mesh_lm.optim.unflat import unflattened
-from mesh_lm.pipeline.engine import region
+from mesh_lm.distributed import gpu
+from mesh_lm.optim.unflatten import unflatten_matrices
+from mesh_lm.parallel.engine import region
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5
@@ -75,13 +75,13 @@ def equality(directory: str, changes: dict[str, dict], variants: list[Variant], 
 
 def outcome(run: Run) -> Outcome:
     """Of one global batch, whose sequences have from few labels to all, so that a mean of means is not the mean."""
-    blueprint, train, params = run.blueprint, run.config.train, run.state()["params"]
+    layout, train, params = run.layout, run.config.train, run.state()["params"]
     rows = run.sequences.rows(np.arange(train.global_batch))
     kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
-    (sums, _), grads = jax.jit(region(blueprint, batch, blueprint.flat))(params, batch, jax.random.key(run.config.seed))
-    grads = unflattened(blueprint.flat, grads, blueprint.shardings("params"))
-    ordered = {kind: blueprint.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
+    (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(params, batch, jax.random.key(run.config.seed))
+    grads = unflatten_matrices(layout.flat, grads, layout.shardings("params"))
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
     found = {**ordered, "sums": sums}
     return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
 

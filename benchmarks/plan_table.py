@@ -148,9 +148,9 @@ def stale(data: Any) -> list[str]:
 
 def changed(subject: Subject, row: Row) -> list[str]:
     """Where its config is no longer what was compiled: "remat none, which was full"."""
-    from mesh_lm.plan.program import compilable
+    from mesh_lm.planning.program import with_compilable_attention
 
-    now = about(compilable(prepared(subject, False)), subject.devices)
+    now = about(with_compilable_attention(prepared(subject, False)), subject.devices)
     return [f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)]
 
 
@@ -172,12 +172,12 @@ def write_page() -> None:
 def restated(data: Any) -> Any:
     """Results with the least that each strategy must send as the closed forms have it now: that is on paper, and nothing to compile for."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from mesh_lm.plan.program import compilable
+    from mesh_lm.planning.program import with_compilable_attention
 
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     for subject in SUBJECTS:
         if (row := rows.get(subject.name)) and not changed(subject, row):
-            least = least_bytes(compilable(prepared(subject, False)))
+            least = least_bytes(with_compilable_attention(prepared(subject, False)))
             row |= {"least_gib": least and least / 2**30, "sent_over_least": least and row["sent_gib"] * 2**30 / least}
     return data
 
@@ -200,7 +200,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     """Compiles under a stopwatch. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's reading of the program."""
     import jax  # here, as all that follows: the process that starts the others stays small
 
-    from mesh_lm.plan.program import compilable, compile_config
+    from mesh_lm.planning.program import compile_config, with_compilable_attention
     from sharding_rules.lab.flags import options
 
     marks: dict[str, float] = {}
@@ -210,7 +210,7 @@ def measured(subject: Subject, quick: bool) -> Row:
             marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
 
     jax.monitoring.register_event_duration_secs_listener(heard)
-    config = compilable(prepared(subject, quick))
+    config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
     flags = options("pipeline") if config.mesh.pipeline > 1 else None  # those that a run with stages has
     report = compile_config(config, TARGET, subject.devices, flags)
@@ -226,9 +226,8 @@ def measured(subject: Subject, quick: bool) -> Row:
 
 def prepared(subject: Subject, quick: bool) -> Any:
     """The config of a row; nothing is kept on disk."""
-    from mesh_lm.check import check
-    from mesh_lm.cli import load
-    from mesh_lm.config import PipelineConfig
+    from mesh_lm.config import PipelineConfig, load
+    from mesh_lm.training.check import check
     from sharding_rules import preset
 
     config = load(f"configs/{subject.config}.py")
@@ -258,13 +257,13 @@ def about(config: Any, devices: int) -> Row:
 
 def staged(config: Any) -> Row:
     """How the pipeline is cut, and the part of a stage's time that it waits for others over what it works; nothing without one."""
-    from mesh_lm.pipeline import custom
-    from mesh_lm.pipeline.cost import Durations, timeline
+    from mesh_lm.schedules import custom
+    from mesh_lm.schedules.cost import Durations, timeline
 
     stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
     if stages == 1:
         return {}
-    schedule = custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
+    schedule = custom.find_schedule(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
     bubble = timeline(schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again).bubble
     return {"stages": stages, "chunks": pipeline.chunks, "stash": pipeline.stash, "bubble": bubble}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from record import ROOT, Record, Row, options
 
-from mesh_lm.health import goodput
+from mesh_lm.training import goodput
 
 EVERY = 25
 FIELDS = {

@@ -42,19 +42,20 @@ def child(began: float, argv: list[str]) -> int:
     import jax
 
     import train
+    from mesh_lm.training import loop
 
     mark("interpreter_imports_s")()
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(duration_secs)
     )
-    prepare = train.prepare
+    prepare = loop.prepare
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:
         corpus = mark("config_model_s", prepare)(*args, **kwargs)
         mark("data_s")()
         return corpus
 
-    class Monitor(train.Monitor):
+    class Monitor(loop.Monitor):
         def __init__(self, *args: Any) -> None:
             mark("state_s")()
             super().__init__(*args)
@@ -65,7 +66,7 @@ def child(began: float, argv: list[str]) -> int:
             super().step(step, metrics)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    train.prepare, train.Monitor = timed_prepare, Monitor
+    loop.prepare, loop.Monitor = timed_prepare, Monitor
     status = train.main(argv)
     times = list(marks.values())
     stages = {name: after - before for name, before, after in zip(list(marks)[1:], times, times[1:], strict=False)}

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 from record import ROOT
 
-from configs import gpt_tiny
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt_tiny
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.training.check import check
 from sharding_rules import Shard, make_mesh
 
 MODEL = {"n_layers": 1, "d_model": 32, "seq_len": 64, "vocab_size": 512, "loss_chunk": 512}
@@ -38,5 +38,5 @@ def config(directory: Path, quick: bool, steps: int) -> TrainConfig:
     return check(run, jax.device_count())
 
 
-def blueprint(run: TrainConfig) -> Blueprint:
-    return Blueprint.of(run.model, Shard(run.rules, make_mesh(run.mesh)))
+def layout(run: TrainConfig) -> ModelLayout:
+    return ModelLayout.of(run.model, Shard(run.rules, make_mesh(run.mesh)))

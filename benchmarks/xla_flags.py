@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from record import ROOT, Record, Row, options
 
-from mesh_lm import cli
-from mesh_lm.plan.program import compile_config
+from mesh_lm.config import files
+from mesh_lm.planning.program import compile_config
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.flags import FLAG_SETS, written
 from sharding_rules.lab.report import Report
@@ -74,7 +74,7 @@ def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
 
 def compiled(target: str, quick: bool) -> Report:
     """One sequence per device in a microbatch; XLA's own attention, which needs no cuDNN."""
-    config = cli.load("configs/gpt_175b.py")
+    config = files.load("configs/gpt_175b.py")
     small = {"d_model": 1024, "n_heads": 8, "seq_len": 256} if quick else {}
     model = dataclasses.replace(config.model, n_layers=4, attention="xla", remat="full", **small)
     train = dataclasses.replace(config.train, global_batch=16, microbatches=2)

@@ -1,4 +1,4 @@
-"""A model of one's own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
+"""A model of your own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
 
 Train it with `python train.py --config=docs/custom_model.py`; docs/custom_model.md walks through it.
 Sizes: B batch, S sequence, D embed, G gates, E recurrent state.
@@ -15,12 +15,12 @@ from flax import nnx
 from jax import lax
 
 from mesh_lm.config import DataConfig, LaunchConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainLoop
-from mesh_lm.loss import cross_entropy
 from mesh_lm.model import Batch, Context, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
+from mesh_lm.model.loss import cross_entropy
 from mesh_lm.model.stack import hidden_states
-from mesh_lm.segments import Segment, Stack
+from mesh_lm.schedules.segments import Segment, Stack
 from sharding_rules import MeshConfig, Shard, preset
 
 

@@ -76,7 +76,7 @@ class Shard:
         if len(axes) != x.ndim:
             raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {len(axes)} logical axes for {x.ndim} dimensions {x.shape}")
         for dim, (logical, entry) in enumerate(zip(axes, spec, strict=True)):
-            if x.shape[dim] % (ways := self.ways(axes_of(entry))):
+            if x.shape[dim] % (ways := self.n_shards(axes_of(entry))):
                 where = f"dimension {dim} ({logical!r}, size {x.shape[dim]})"
                 raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {where} does not divide over {entry!r} ({ways} ways)")
         # In a manual region the constraint must name the region's own mesh, which a bare spec does.
@@ -88,16 +88,16 @@ class Shard:
 
     def spec(self, kind: Kind, axes: Sequence[str | None]) -> PartitionSpec:
         """The rules' spec without the axes that are manual where this is called, and without those of size 1."""
-        return self.only(self.rules.spec(kind, self._scoped(axes), mesh=self.mesh, name=_NOUN[kind]), self._auto())
+        return self.restrict(self.rules.spec(kind, self._scoped(axes), mesh=self.mesh, name=_NOUN[kind]), self._auto())
 
-    def only(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
+    def restrict(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
         """`spec` restricted to some mesh axes, those of size 1 left out."""
         kept = (tuple(a for a in axes_of(entry) if a in keep and self.mesh.shape[a] > 1) for entry in spec)
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
 
     # Code that runs on local shards: kernels, and collectives that must happen once and where we say.
 
-    def local(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`f` on each device's shards, manual over every mesh axis that is not manual already. Specs as from `Shard.spec`.
 
         A kernel called under plain jit is silently replicated; called through here it sees local shapes.
@@ -105,7 +105,7 @@ class Shard:
         outside = {"mesh": self.mesh} if not _manual() else {}
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self._auto()), check_vma=False, **outside)
 
-    def stored(self, *axes: str | None) -> StoredWeight:
+    def table(self, *axes: str | None) -> TableSharding:
         """How a table's shards [rows, width] become the table as used, by explicit collectives inside `local`. Call it outside."""
         spec, used = self.spec("params", axes), self.spec("gathered", axes)
         axes = self._scoped(axes)
@@ -119,17 +119,17 @@ class Shard:
         if used[-1]:
             fix = f"cut rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
             raise ShardingRuleError(f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: the rows of a table are used whole; {fix}")
-        batch = self.cut("batch")
+        batch = self.axes_for("batch")
         if clash := [a for a in axes_of(used[0]) if a in batch]:
             fix = f"a table is gathered over the axes of the batch; leave {clash[0]!r} out"
             raise ShardingRuleError(f"rules.gathered[{axes[0]!r}]={used[0]!r} has {clash[0]!r}, which cuts the batch: {fix}")
-        return StoredWeight(spec, used, tuple(gathered), batch)
+        return TableSharding(spec, used, tuple(gathered), batch)
 
-    def cut(self, logical: str) -> tuple[str, ...]:
+    def axes_for(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that cut this axis of the activations here: those a `local` function must reduce or gather over."""
         return axes_of(self.spec("activations", (logical,))[0])
 
-    def ways(self, axes: Sequence[str]) -> int:
+    def n_shards(self, axes: Sequence[str]) -> int:
         """Into how many parts these mesh axes cut."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
@@ -157,7 +157,7 @@ class Shard:
     def _summed(self, axes: Sequence[str | None]) -> bool:
         """Whether devices along an axis left to XLA have other tokens and the same of this weight: XLA sums its gradient over them."""
         rows = [row for row in ("batch", "seq_resid") if self.rules.row("activations", f"{self.scope}/{row}")]
-        tokens = {axis for row in rows for axis in self.cut(row)}
+        tokens = {axis for row in rows for axis in self.axes_for(row)}
         return not tokens <= {axis for entry in self.spec("gathered", axes) for axis in axes_of(entry)}
 
     def _scoped(self, axes: Sequence[str | None]) -> tuple[str | None, ...]:
@@ -168,41 +168,41 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredWeight:
-    """FSDP by hand, for code inside `Shard.local`."""
+class TableSharding:
+    """FSDP by hand, for code inside `Shard.shard_map`."""
 
     spec: PartitionSpec
     """As stored: what goes into `local`, and the gradient's spec on the way out."""
-    used: PartitionSpec
+    gathered_spec: PartitionSpec
     """As used by the layer."""
-    gathered: tuple[tuple[str, ...], ...]
+    gather_axes: tuple[tuple[str, ...], ...]
     """The mesh axes that each dimension is gathered over."""
-    _batch: tuple[str, ...]
+    batch_axes: tuple[str, ...]
 
     def gather(self, w: jax.Array) -> jax.Array:
         """A device's shard as stored -> as used."""
-        for dim, names in enumerate(self.gathered):
+        for dim, names in enumerate(self.gather_axes):
             w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
         return w
 
-    def scatter(self, dw: jax.Array) -> jax.Array:
+    def reduce_scatter(self, dw: jax.Array) -> jax.Array:
         """A gradient shaped as used, of all tokens of this device's part of the batch -> the whole batch's, a shard as stored.
 
         Along an axis that does not cut the batch the devices hold the same gradient already: there it is cut, not summed.
         """
-        for dim, names in enumerate(self.gathered):
-            for summed, run in itertools.groupby(names, lambda axis: axis in self._batch):
+        for dim, names in enumerate(self.gather_axes):
+            for summed, run in itertools.groupby(names, lambda axis: axis in self.batch_axes):
                 over = tuple(run)
                 if summed:
                     dw = lax.psum_scatter(dw, over, scatter_dimension=dim, tiled=True)
                 else:
-                    dw = part_of(dw, over, dim)
-        rest = tuple(a for a in self._batch if not any(a in names for names in self.gathered))
+                    dw = local_block(dw, over, dim)
+        rest = tuple(a for a in self.batch_axes if not any(a in names for names in self.gather_axes))
         return lax.psum(dw, rest) if rest else dw
 
 
-def part_of(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Inside `Shard.local`: this device's block of x, which all devices along `axes` hold whole, cut along one dimension."""
+def local_block(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Inside `Shard.shard_map`: this device's block of x, which all devices along `axes` hold whole, cut along one dimension."""
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
 

@@ -11,11 +11,11 @@ import pytest
 from processes import PATIENCE, bare
 
 from benchmarks import plan_page
-from mesh_lm import cli, evaluate, generate
-from mesh_lm.data.prepare.__main__ import Prepare
-from mesh_lm.huggingface.__main__ import Export
+from mesh_lm.commands import evaluate, generate, options
+from mesh_lm.commands.huggingface import Export
+from mesh_lm.commands.plan_options import parse_either
+from mesh_lm.commands.prepare import Prepare
 from mesh_lm.optim.flat import FLAT
-from mesh_lm.plan import command
 from sharding_rules import PRESETS, axes_of
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_the_table_of_presets() -> None:
         flat = rules.column("optimizer").get(FLAT) is not None  # then gradients reach the optimizer as what it keeps is cut
         for kind, cell in (("params", weights), ("optimizer" if flat else "gradients", gradients), ("optimizer", moments)):
             used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}  # in every preset
-            assert cell == (" x ".join(sorted(used)) or "whole"), f"{name}: {kind}"
+            assert cell == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"
         assert batch == " x ".join(axes_of(rules.activations["batch"]))
 
 
@@ -72,8 +72,7 @@ def test_its_commands_are_understood() -> None:
     assert len(lines) >= 10
     for words in lines:
         if "train.py" in words:
-            cli.parse(command.asked(words[words.index("train.py") + 1 :])[1])
+            parse_either(words[words.index("train.py") + 1 :])
             continue
         name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
-        options = [word for word in words[3:] if word.startswith("--")]
-        cli.command(readers[name], options, "")
+        options.command(readers[name], [word for word in words[3:] if word.startswith("--")], "")

@@ -13,7 +13,7 @@ import optax
 
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
 
 RULES = {
@@ -35,10 +35,10 @@ class Optimizer:
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises ConfigError as `rule` does."""
-        return rule(self.config)
+        """Raises ConfigError as `make_rule` does."""
+        return make_rule(self.config)
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
@@ -46,7 +46,7 @@ class Optimizer:
         return self.rule.slots(leaves)
 
     def update(
-        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: Leaves
+        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         """New parameters and slots.
 
@@ -76,7 +76,7 @@ class Optimizer:
         return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
 
 
-def rule(config: OptimizerConfig) -> Rule:
+def make_rule(config: OptimizerConfig) -> Rule:
     """The rule that optimizer.name names, one of RULES or module:class.
 
     Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.config import ConfigError
+from mesh_lm.errors import ConfigError
 
 
 class WeightsAndBiases:

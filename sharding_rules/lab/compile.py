@@ -70,6 +70,7 @@ def compile_report(
     slots: Sequence[Slot] = (),
     vocabulary: Vocabulary = NEUTRAL,
     kwargs: Mapping[str, Any] | None = None,
+    model_flops: float = 0.0,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -77,6 +78,7 @@ def compile_report(
       step: a function, jitted or not. Static arguments are named as always: `jax.jit(step, static_argnames="mode")`.
       args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
       kwargs: its keyword arguments.
+      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
@@ -102,6 +104,7 @@ def compile_report(
         "options": options,
         "slots": tuple(slots),
         "vocabulary": vocabulary,
+        "model_flops": float(model_flops),
     }
     arguments = _arguments(step, args, kwargs, kind_of, names)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -155,6 +158,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
     return Report(
         **about,
         hbm=target.usable if target else 0,
+        peak_flops=target.flops["bf16"] if target else 0.0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=priced(sent, line, target) if line and target else sent,

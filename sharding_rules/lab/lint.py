@@ -79,7 +79,7 @@ def global_kernels(context: LintContext) -> Iterator[Finding]:
         for found, row in ((batch, "batch"), (heads, "heads")):
             if found:
                 text = f"{target} runs on {', '.join(map(str, found))}: the whole {row}, which rules.activations[{row!r}] shards"
-                fix = f"call it on local shards: shard.local(kernel, in_specs, out_specs) at {where.source or where.part}"
+                fix = f"call it on local shards: shard.shard_map(kernel, in_specs, out_specs) at {where.source or where.part}"
                 yield Finding("global-kernel", sum(array.bytes for array in found), where, text, fix)
 
 

@@ -268,6 +268,10 @@ class Report:
     stage_flops: tuple[int, ...] = ()
     """Of matmuls, on a device of each stage; one number where there are no slots."""
     copies: tuple[Copy, ...] = ()
+    model_flops: float = 0.0
+    """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
+    peak_flops: float = 0.0
+    """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
     """The names that the program's trainer uses."""
 
@@ -301,6 +305,26 @@ class Report:
     def payload_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> int:
         """Bytes of the whole arrays that collectives work on in a step."""
         return sum(one.times * one.payload for one in self.select(kind, axis, **where))
+
+    @property
+    def mfu(self) -> float | None:
+        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores could do in the predicted step."""
+        return self._utilisation(self.model_flops)
+
+    @property
+    def utilisation(self) -> float | None:
+        """The same of all FLOPs that the program's matmuls do, those that recompute included."""
+        return self._utilisation(sum(self.flops.values()))
+
+    def _utilisation(self, flops: float) -> float | None:
+        if not (flops and self.peak_flops and self.timeline and self.timeline.step > 0):
+            return None
+        return flops / (self.timeline.step / 1e6 * self.peak_flops)
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share, 0 to 1, of the predicted step during which compute waits for the network."""
+        return self.timeline.exposed / self.timeline.step if self.timeline and self.timeline.step > 0 else None
 
     @property
     def fits(self) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from mesh_lm import cli, evaluate, generate
-from mesh_lm.config import ConfigError
+from mesh_lm.commands import command_line, evaluate, generate
+from mesh_lm.errors import ConfigError
 
 COMPILE_BUDGET = 60
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,7 +39,7 @@ def words(command: str) -> list[str]:
 
 def test_every_command_is_tried() -> None:
     modules = [words(command)[2] for command in COMMANDS if command.startswith("python")]
-    assert modules == ["mesh_lm.generate"] * 4 + ["mesh_lm.evaluate"] * 3 + ["mesh_lm.harness"]  # the last: tests/mesh_lm/test_harness.py
+    assert modules == ["mesh_lm.generate"] * 4 + ["mesh_lm.evaluate"] * 3 + ["mesh_lm.harness"]
 
 
 RUN = [command for command in COMMANDS if "mesh_lm.generate" in command or "--text" in command]
@@ -61,7 +61,7 @@ def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 def test_the_command_for_tasks() -> None:
     (command,) = [c for c in COMMANDS if "mesh_lm.evaluate" in c and "--tasks" in c]
-    found = cli.command(evaluate.Arguments, words(command)[3:], "")
+    found = command_line.command(evaluate.Arguments, words(command)[3:], "")
     assert (found.tasks, found.include_path, found.limit, found.json) == ("my_task", "tasks", 100, "result.json")
 
 

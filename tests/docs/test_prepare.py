@@ -4,10 +4,10 @@ import re
 import shlex
 from pathlib import Path
 
-from mesh_lm.cli import command
+from mesh_lm.commands.command_line import command
+from mesh_lm.commands.prepare import Prepare
 from mesh_lm.data.indexed import dtype_of
 from mesh_lm.data.prepare import plan, run, worker
-from mesh_lm.data.prepare.__main__ import Prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
 

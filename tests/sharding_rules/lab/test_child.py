@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import LabError, compile_report, h100
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab.aborts import explain_abort
@@ -66,7 +66,10 @@ def test_a_child_compiles_what_this_process_would(monkeypatch: pytest.MonkeyPatc
     for compiler in (lab.compile_in_child, lambda lowered, options, request, folder: lab._compile_here(lowered, options)):
         monkeypatch.setattr(lab, "compile_in_child", lambda *a, compiler=compiler: made.append(compiler(*a)) or made[-1])
         lab._compile(
-            program, (), mesh, {"name": "w", "target": "h100", "options": options, "slots": (), "vocabulary": NEUTRAL, "versions": {}}
+            program,
+            (),
+            mesh,
+            {"name": "w", "target": "h100", "options": options, "slots": (), "vocabulary": NEUTRAL, "versions": {}, "model_flops": 0.0},
         )
     (text, memory, _), (here, stats, _) = made
     assert text == here and "all-gather" in text

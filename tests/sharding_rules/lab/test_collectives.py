@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import pytest
 
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, load
 from mesh_lm.model import DecoderConfig
-from mesh_lm.plan.program import compile_config
+from mesh_lm.planning.program import compile_config
+from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options

@@ -1,0 +1,112 @@
+"""Changes of a config that may make it fit: what its fields allow, none of them written for a certain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.training.check import check
+from sharding_rules import PRESETS, REDUCTIONS, ShardingRuleError, axes_of, preset
+from sharding_rules.lab import Report
+from sharding_rules.lab.fixes import Candidate
+from sharding_rules.lab.targets import NODE
+from sharding_rules.rules import Kind
+
+
+def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]) -> Iterator[Candidate]:
+    """Every change that passes `check`, one at a time, as what to type and how to compile it."""
+    config = check(config, n_devices)
+    seen = [_effect(config)]
+    for kind, fields in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
+        try:
+            changed = check(_replace(config, fields), n_devices)
+        except (ConfigError, ShardingRuleError):
+            continue
+        if _effect(changed) not in seen:
+            seen.append(_effect(changed))
+            yield Candidate(kind, " ".join(f"--config.{name}={value}" for name, value in fields.items()), lambda c=changed: compiled(c))
+
+
+def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
+    """What tells one program from another: rules differ only in what they cut over axes that this mesh has."""
+    size = config.mesh.sizes()
+    columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
+    cuts = {k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in column.items()} for k, column in columns.items()}
+    return dataclasses.replace(config, rules=PRESETS["ddp"]), (cuts, config.rules.reduction)
+
+
+Change = tuple[str, dict[str, Any]]
+"""A kind, and the fields that change."""
+
+
+def _remat(config: TrainConfig) -> Iterator[Change]:
+    """Keep less for the backward, the cheapest to compute again first; or keep it on the host."""
+    policies = ("none", "save_names", "full")
+    now = getattr(config.model, "remat", None)
+    if any(segment.remat != now for segment in config.model.stack().segments):
+        return  # a segment of its own policy would not follow
+    if now in policies:
+        for policy in policies[policies.index(now) + 1 :]:
+            yield "remat", {"model.remat": policy}
+        if now != "full":
+            yield "offload", {"model.remat": "offload"}
+
+
+def _microbatches(config: TrainConfig) -> Iterator[Change]:
+    """Fewer sequences at once: half as many, and one on each device."""
+    mesh, train = config.mesh.sizes(), config.train
+    ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
+    each = train.global_batch // train.microbatches // ways
+    smaller = [b for b in range(each - 1, 0, -1) if each % b == 0]
+    for b in dict.fromkeys([*smaller[:1], *smaller[-1:]]):
+        yield "microbatch", {"train.microbatches": train.global_batch // ways // b}
+
+
+def _rules(config: TrainConfig) -> Iterator[Change]:
+    """Other presets over the same mesh that cut along each of its axes, the fewest changed first."""
+    used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
+    names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
+    for name in names:
+        if name != config.rules.name and used <= preset(name).mesh_axes():
+            yield "rule", {"rules": _summed_alike(config, name)}
+
+
+def _summed_alike(config: TrainConfig, name: str) -> str:
+    """The rules of this name with the config's own `reduction`, as a word for the command line."""
+    words = [word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction]
+    return "+".join(dict.fromkeys([*name.split("+"), *words]))
+
+
+def _meshes(config: TrainConfig) -> Iterator[Change]:
+    """Replicas that share their weights, and more tensor parallelism inside a node."""
+    mesh = config.mesh.sizes()
+    tensor = "megatron_sp" if mesh["tensor"] > 1 else ""
+    for factor in (2, 8):
+        if mesh["data"] % factor == 0:
+            rules = "+".join(filter(None, ["hsdp", tensor]))
+            yield "mesh", {"rules": _summed_alike(config, rules), "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
+    for axis in ("data", "fsdp"):
+        if mesh["tensor"] * 2 <= NODE and mesh[axis] % 2 == 0:
+            rules = {} if "megatron" in config.rules.name else {"rules": _summed_alike(config, f"{config.rules.name}+megatron_sp")}
+            yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
+
+
+def _loss(config: TrainConfig) -> Iterator[Change]:
+    """Fewer of the vocabulary's logits at once."""
+    if chunk := getattr(config.model, "loss_chunk", 0):
+        yield "loss", {"model.loss_chunk": max(128, chunk // 4)}
+
+
+def _replace(config: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
+    for name, value in fields.items():
+        section, _, field = name.rpartition(".")
+        if name == "rules":
+            config = dataclasses.replace(config, rules=preset(value))
+        else:
+            config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: value})})
+    return config
