@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, files
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
@@ -32,11 +32,13 @@ class Optimizer:
     config: OptimizerConfig
     steps: int
     """Length of the schedule."""
+    own: Rule | None = None
+    """A rule that was made already; None: the one that optimizer.name names."""
 
     @cached_property
     def rule(self) -> Rule:
         """Raises ConfigError as `rule` does."""
-        return rule(self.config)
+        return self.own or rule(self.config)
 
     def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
         """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
@@ -77,7 +79,7 @@ class Optimizer:
 
 
 def rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names, one of RULES or module:class.
+    """The rule that optimizer.name names, one of RULES, module:class, or FILE.py:class.
 
     Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.
     """
@@ -86,15 +88,24 @@ def rule(config: OptimizerConfig) -> Rule:
     if not colon:
         told = did_you_mean(name, list(RULES))
         raise ConfigError(f"{what}: no such optimizer{told}" + ("" if told.endswith("?") else ", or module:class for one of your own"))
-    try:
-        module = importlib.import_module(path)
-    except Exception as error:
-        raise ConfigError(f"{what}: {path!r} cannot be imported ({type(error).__name__}: {error})") from error
+    module = files.imported(path, what)
     if not hasattr(module, name):
         rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
         raise ConfigError(f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}")
+    return _made(getattr(module, name), config, what)
+
+
+def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
+    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `rule`."""
+    own = given if isinstance(given, type) else type(given)
+    name = f"{own.__module__}:{own.__qualname__}"
+    made = _made(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")
+    return dataclasses.replace(config, name=name), made
+
+
+def _made(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
     try:
-        made = getattr(module, name)(config)
+        made = make(config)
     except Exception as error:
         raise ConfigError(f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})") from error
     fits = {"elementwise": bool, "slots": Callable, "direction": Callable}

@@ -19,9 +19,12 @@ from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean
 from sharding_rules.rules import Column, Kind
 
 
-def check(config: TrainConfig, n_devices: int) -> TrainConfig:
-    """The config with its mesh resolved. Raises ConfigError that lists every problem."""
-    problems = list(_fields(config))
+def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:
+    """The config with its mesh resolved. Raises ConfigError that lists every problem.
+
+    rule: the optimizer's, where it was made already; None: the one that optimizer.name names.
+    """
+    problems = list(_fields(config, rule))
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
@@ -35,7 +38,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
     return config
 
 
-def _fields(config: TrainConfig) -> Iterator[str]:
+def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     """Each section by itself, and the pairs of fields that do not depend on the mesh."""
     yield from (problems := config.model.problems())
     if not problems:
@@ -59,14 +62,14 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     if config.health.rewinds and config.checkpoint.keep < 2:
         yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest one may be of the steps to leave"
-    yield from _optimizer(config)
+    yield from _optimizer(config, rule)
     yield from _data(config)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
 
 
-def _optimizer(config: TrainConfig) -> Iterator[str]:
+def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     """The section by itself, and whether its rule can be given what the rules of sharding keep."""
     optimizer, rules = config.optimizer, config.rules
     upto = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
@@ -79,7 +82,7 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     if not 0 < optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
         yield f"optimizer.eps={optimizer.eps} must be a number above 0"
     try:
-        elementwise = optim.rule(optimizer).elementwise
+        elementwise = (rule or optim.rule(optimizer)).elementwise
     except ConfigError as error:
         yield str(error)
         return

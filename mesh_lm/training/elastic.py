@@ -16,28 +16,29 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import ELASTIC, LEAST
 from mesh_lm.launch.job import VARIABLES
+from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
 
 _SHRINK = ("data", "fsdp")
 
 
-def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> TrainConfig:
+def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None) -> TrainConfig:
     """The config for the devices that are there, where the launcher may go on with fewer nodes (--min-nodes); else as it is.
 
-    Call it after `distributed.start`. Raises distributed.FewerNodes where fewer nodes are enough, after telling the launcher so, and
-    ConfigError where the nodes that are left, or the least that may be
-    left, cannot hold the run: at the first start, and not in some night.
+    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes where fewer nodes are enough, after telling the
+    launcher so, and ConfigError where the nodes that are left, or the least that may be left, cannot hold the run: at the first start, and
+    not in some night.
     """
     if not (whole := int(environment.get(ELASTIC, 0))):
         return config
     nodes = int(environment[VARIABLES["nodes"]])
     per_node = jax.device_count() // nodes
     try:
-        on_nodes(config, whole, least := int(environment.get(LEAST, nodes)), per_node)
+        on_nodes(config, whole, least := int(environment.get(LEAST, nodes)), per_node, rule)
     except ConfigError as error:
         raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
-    found, enough = on_nodes(config, whole, nodes, per_node)
+    found, enough = on_nodes(config, whole, nodes, per_node, rule)
     if enough < nodes:
         Heartbeat(Phases(), environment).send({"nodes": enough})
         raise distributed.FewerNodes
@@ -46,7 +47,7 @@ def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> Tra
     return found
 
 
-def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int) -> tuple[TrainConfig, int]:
+def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int, rule: Rule | None = None) -> tuple[TrainConfig, int]:
     """The config for at most `nodes` of the `whole` nodes of `per_node` devices that it was written for, and how many of them it fills.
 
     Raises ConfigError where none fits.
@@ -57,7 +58,7 @@ def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int) -> tupl
         raise ConfigError(str(error)) from error
     devices = nodes * per_node
     while devices:
-        found = fitted(config, devices)
+        found = fitted(config, devices, rule)
         size = math.prod(found.mesh.sizes().values())
         if size % per_node == 0:
             return found, size // per_node
@@ -65,7 +66,7 @@ def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int) -> tupl
     raise ConfigError(f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of {nodes}")
 
 
-def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
+def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
     """The config on the largest mesh of at most n_devices that it allows, and of those the one with the most fsdp.
 
     pipeline, expert, sequence and tensor stay as they are; data and fsdp are at most as large as in the config (-1: any). The global batch
@@ -81,7 +82,7 @@ def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
         for microbatches in _microbatches(config, mesh):
             candidate = dataclasses.replace(config, mesh=mesh, train=dataclasses.replace(config.train, microbatches=microbatches))
             try:
-                return check(candidate, size)
+                return check(candidate, size, rule)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)
