@@ -6,10 +6,8 @@ The command is also `mesh-lm train`, and in Python `mesh_lm.train(config)`. Read
 in sight, and everything that a run is made of is made in order.
 """
 
-import sys
-
-from mesh_lm import distributed
-from mesh_lm.commands.train import main
+from mesh_lm.commands.main import door
+from mesh_lm.commands.train import main as main
 
 if __name__ == "__main__":
-    sys.exit(distributed.run(main, sys.argv[1:]))
+    door("train")

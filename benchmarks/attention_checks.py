@@ -12,7 +12,7 @@ import numpy as np
 from attention_cases import Case
 from record import Row
 
-from pallas_kernels import choose, describe, flash_attention, reference_attention
+from pallas_kernels import choose_attention, describe_attention, flash_attention, reference_attention
 
 TOLERANCES = {"bfloat16": {"lse": 1e-4, "out": 4e-3, "gradient": 8e-3}, "float16": {"lse": 1e-4, "out": 5e-4, "gradient": 1e-3}}
 """Largest |ours - reference| / |reference|, norms over the whole array, where cuDNN does not serve. Half as much was seen on a CPU."""
@@ -93,6 +93,6 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def _cudnn_errors(case: Case, static: dict[str, Any], moving: Any, still: Any, weights: Any, wanted: Any) -> dict[str, float]:
     """Empty where cuDNN does not serve."""
-    if "cudnn" in choose(describe(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
+    if "cudnn" in choose_attention(describe_attention(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
         return {}
     return _errors(_values(lambda **x: _door(case, **{**static, **x}, implementation="cudnn"), case, moving, still, weights), wanted)

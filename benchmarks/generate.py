@@ -17,7 +17,7 @@ import tiny
 from record import Record, Row, milliseconds, options
 
 from mesh_lm.inference import Engine, Sampling
-from mesh_lm.inference.engine import Rereading
+from mesh_lm.inference.engine import NoCacheModel
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import Params
 
@@ -26,8 +26,8 @@ REPEATS = {"cache": 5, "cache, streamed": 5, "no cache": 2}
 
 
 class WithoutCache(Engine):
-    def _model(self, params: Params) -> Rereading:
-        return Rereading(self.layout.bind(params).logits)
+    def _model(self, params: Params) -> NoCacheModel:
+        return NoCacheModel(self.layout.bind(params).logits)
 
 
 def whole(engine: Engine, prompts: list[list[int]], new: int) -> Callable[[], list]:

@@ -24,8 +24,8 @@ from worker import emit, reported, serve
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.configs import gpt2_124m
-from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.indexed import Documents, TokenStream, bin_path, idx_path, write_documents
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.distributed import gpu
 from mesh_lm.optim import Optimizer
@@ -51,20 +51,20 @@ def hopper(interpret: bool) -> Iterator[None]:
     if not interpret:
         yield
         return
-    from mesh_lm.model import layers
+    from mesh_lm.model import attention
 
-    door = layers.flash_attention
+    door = attention.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
         there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
         return door(*arrays, **{**features, **there})
 
-    layers.flash_attention = interpreted_door
+    attention.flash_attention = interpreted_door
     try:
         with interpreted():
             yield
     finally:
-        layers.flash_attention = door
+        attention.flash_attention = door
 
 
 # What is run: a config with some fields changed, on the first device or devices.
@@ -120,10 +120,10 @@ def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, n
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
 
 
-def text(directory: Path, config: TrainConfig) -> Rows:
+def text(directory: Path, config: TrainConfig) -> RowReader:
     """Sequences of the text of `text_prefix`."""
     documents = Documents(text_prefix(directory, config))
-    return Rows(Sequences(Text(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
+    return RowReader(Sequences(TokenStream(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
 
 
 def text_prefix(directory: Path, config: TrainConfig) -> Path:

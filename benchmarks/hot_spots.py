@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from record import Record, Row, options
 
 from mesh_lm.config import files
-from mesh_lm.model import DecoderConfig, layers
+from mesh_lm.model import DecoderConfig, attention, layers, mlp
 from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
@@ -146,20 +146,20 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
         heads = tuple(of(B, S, n, config.d_head) for n in (config.n_heads, config.kv_heads))
 
         def rotary(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            angles = layers.rope_table(config, jnp.arange(S))
-            return layers.rotate(q, angles), layers.rotate(k, angles)
+            angles = attention.rope_table(config, jnp.arange(S))
+            return attention.rotate(q, angles), attention.rotate(k, angles)
 
         found["rotary, q and k"] = Spot((rotary, heads), gradient(rotary, *heads))
     if config.activation == "swiglu":
-        found["SwiGLU"] = Spot((layers._swiglu, (up := of(B, S, 2, F),)), gradient(layers._swiglu, up))
+        found["SwiGLU"] = Spot((mlp.swiglu, (up := of(B, S, 2, F),)), gradient(mlp.swiglu, up))
     else:
 
         def bias_gelu(raw: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
             up = layers.add_bias(raw, bias)
-            return up, layers._gelu(up)
+            return up, mlp.gelu(up)
 
         def back(up: jax.Array, dh: jax.Array) -> Any:
-            (dup,) = jax.vjp(layers._gelu, up)[1](dh)
+            (dup,) = jax.vjp(mlp.gelu, up)[1](dh)
             return jax.vjp(layers.add_bias, up, jnp.zeros(F))[1](dup)
 
         found["bias and GELU"] = Spot((bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up)))

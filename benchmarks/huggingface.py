@@ -56,7 +56,7 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
     (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")))
     sizes = {"D": config.d_model, "N": config.n_heads, "K": config.kv_heads, "H": config.d_head, "F": config.d_mlp, "V": config.vocab_size}
     random, where = np.random.default_rng(0), {}
-    rows = [row for row in LLAMA.rows if ".qkv." not in row.ours]
+    rows = [row for row in LLAMA.mappings if ".qkv." not in row.ours]
     for i in range(-1, config.n_layers):
         chosen = [row for row in rows if ("L" in row.dims) == (i >= 0)]
         tensors = {
@@ -107,8 +107,8 @@ def case(name: str, directory: Path, quick: bool) -> Row:
     rules, mesh = CASES[name]
     layout = ModelLayout.of(model(quick), Shard(preset(rules), make_mesh(MeshConfig(**mesh))))
     read: list[int] = []
-    original = files.Stored.read
-    files.Stored.read = lambda self, part: (data := original(self, part), read.append(data.nbytes))[0]  # type: ignore[method-assign]
+    original = files.StoredTensor.read
+    files.StoredTensor.read = lambda self, part: (data := original(self, part), read.append(data.nbytes))[0]  # type: ignore[method-assign]
     huggingface.config_of(directory)
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     settle()

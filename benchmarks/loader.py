@@ -19,7 +19,7 @@ from record import Record, Row, options
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
-from mesh_lm.data.corpus import Corpus, prepare
+from mesh_lm.data.corpus import TextCorpus, prepare
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.state.initial import init_state
@@ -32,7 +32,7 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
-def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
+def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> float:
     """Tokens per second, from after the first few batches on."""
     batches = Batches(config, corpus, batch_sharding(tiny.layout(config))).train()
     with contextlib.closing(batches):
@@ -45,7 +45,7 @@ def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
         return n * config.tokens_per_step / (time.perf_counter() - began)
 
 
-def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
+def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
     """Tokens per second of the real train step, its batch already there; from the median step."""
     layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
     batches = Batches(config, corpus, batch_sharding(layout)).train()

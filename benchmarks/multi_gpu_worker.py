@@ -23,7 +23,7 @@ from record import Row
 from worker import emit, reported, serve
 
 from mesh_lm.distributed import gpu
-from mesh_lm.optim.unflat import unflattened
+from mesh_lm.optim.unflatten import unflatten_matrices
 from mesh_lm.parallel.engine import region
 from sharding_rules.lab.targets import TARGETS
 
@@ -80,8 +80,8 @@ def outcome(run: Run) -> Outcome:
     kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
     (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(params, batch, jax.random.key(run.config.seed))
-    grads = unflattened(layout.flat, grads, layout.shardings("params"))
-    ordered = {kind: layout.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
+    grads = unflatten_matrices(layout.flat, grads, layout.shardings("params"))
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
     found = {**ordered, "sums": sums}
     return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
 

@@ -263,7 +263,7 @@ def staged(config: Any) -> Row:
     stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
     if stages == 1:
         return {}
-    schedule = custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
+    schedule = custom.find_schedule(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
     bubble = timeline(schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again).bubble
     return {"stages": stages, "chunks": pipeline.chunks, "stash": pipeline.stash, "bubble": bubble}
 

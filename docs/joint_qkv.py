@@ -14,9 +14,10 @@ from flax import nnx
 from mesh_lm.config import TrainConfig
 from mesh_lm.configs import gpt_1_3b
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.attention import Attention
 from mesh_lm.model.decoder import Decoder
 from mesh_lm.model.dense import Layer
-from mesh_lm.model.layers import Attention, Linear, Weights
+from mesh_lm.model.layers import Linear, Weights
 from sharding_rules import MeshConfig, Shard, preset
 
 

@@ -18,8 +18,10 @@ from flax import nnx
 from mesh_lm.config import TrainConfig
 from mesh_lm.configs import gpt_tiny
 from mesh_lm.model import Context, DecoderConfig, Sums, dense
+from mesh_lm.model.attention import Attention
 from mesh_lm.model.cache import Past
-from mesh_lm.model.layers import Attention, Mlp, Norm, Weights
+from mesh_lm.model.layers import Norm, Weights
+from mesh_lm.model.mlp import Mlp
 from sharding_rules import Shard
 
 

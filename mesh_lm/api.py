@@ -12,7 +12,7 @@ from mesh_lm.training.run import Callback as Callback
 from mesh_lm.training.run import Run as Run
 
 if TYPE_CHECKING:
-    from mesh_lm.inference.trained import Trained
+    from mesh_lm.inference.trained import TrainedModel
     from mesh_lm.optim import Rule
     from sharding_rules import MeshConfig, Rules
     from sharding_rules.lab import Report
@@ -67,7 +67,7 @@ def load(
     tokenizer: str = "",
     dtype: str = "",
     cpu_devices: int = 0,
-) -> Trained:
+) -> TrainedModel:
     """Reads a trained model, each device its own part of the weights; it has `generate` and `score`.
 
     Args:
@@ -82,14 +82,14 @@ def load(
       ConfigError: there is no such checkpoint, it is of another model, or its tokenizer is missing.
     """
     from mesh_lm import distributed
-    from mesh_lm.inference.trained import Trained
+    from mesh_lm.inference.trained import TrainedModel
     from sharding_rules import preset
 
     model = config if isinstance(config, ModelConfig) else None if config is None else _config(config).model
     options = dataclasses.replace(LaunchConfig(), cpu_devices=cpu_devices)
     distributed.start(TrainConfig(model=model or ModelConfig(), output=str(path), launch=options))
     chosen = preset(rules) if isinstance(rules, str) else rules
-    return Trained.load(path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype)
+    return TrainedModel.load(path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype)
 
 
 def _config(config: TrainConfig | str | Path) -> TrainConfig:

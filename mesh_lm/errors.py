@@ -1,4 +1,4 @@
-"""Apart from the config, so that worker processes can raise it without importing JAX."""
+"""The error that a user's mistake raises. In a module of its own, so that worker processes can raise it without importing JAX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class ConfigError(ValueError):
 
 
 def listed(head: str, lines: Sequence[str]) -> str:
-    """A message of several lines: `head`, the first few of `lines`, each after a dash, and how many there are besides."""
+    """Returns `head`, the first few of `lines` as a list, and how many more there are."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  - ".join([head, *lines[:_SHOWN], *more])
 
 
 def did_you_mean(near: list[str]) -> str:
+    """Returns the end of a message that suggests names; empty without any."""
     return f"; did you mean {' or '.join(near)}?" if near else ""

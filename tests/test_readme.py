@@ -11,9 +11,9 @@ import pytest
 from processes import PATIENCE, bare
 
 from benchmarks import plan_page
-from mesh_lm.commands import command_line, evaluate, generate
-from mesh_lm.commands import plan as command
+from mesh_lm.commands import evaluate, generate, options
 from mesh_lm.commands.huggingface import Export
+from mesh_lm.commands.plan_options import parse_either
 from mesh_lm.commands.prepare import Prepare
 from mesh_lm.optim.flat import FLAT
 from sharding_rules import PRESETS, axes_of
@@ -72,8 +72,7 @@ def test_its_commands_are_understood() -> None:
     assert len(lines) >= 10
     for words in lines:
         if "train.py" in words:
-            command_line.parse(command.asked(words[words.index("train.py") + 1 :])[1])
+            parse_either(words[words.index("train.py") + 1 :])
             continue
         name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
-        options = [word for word in words[3:] if word.startswith("--")]
-        command_line.command(readers[name], options, "")
+        options.command(readers[name], [word for word in words[3:] if word.startswith("--")], "")

@@ -79,8 +79,8 @@ def _find(file: str, where: str = "") -> Path:
                 return (base / each).resolve()
     if _NAME.fullmatch(file):
         shipped = sorted(other.stem for other in (_PACKAGE / "configs").glob("[!_]*.py"))
-        near = did_you_mean(difflib.get_close_matches(file, shipped, n=1, cutoff=0.6)) or f"; there are {', '.join(shipped)}"
-        raise ConfigError(f"--config={file}: no config of this name comes with mesh_lm{near}, or give the path of a .py file")
+        near = did_you_mean(difflib.get_close_matches(file, shipped, n=1, cutoff=0.6))
+        raise ConfigError(f"--config={file}: no such file{near or '; give the path of a .py file, or one of ' + ', '.join(shipped)}")
     beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
     looked = "" if path.is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(bases[:2])))}"
     near = did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))

@@ -16,10 +16,10 @@ from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling, Scorer
-from mesh_lm.inference.perplexity import Perplexity, measure
+from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.merge_stages import folded
+from mesh_lm.parallel.merge_stages import merged_layout
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 from sharding_rules.rules import Kind
 
@@ -28,7 +28,7 @@ TOKENIZER = "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedModel:
     """Weights on a mesh, and what is needed to speak to them."""
 
     config: TrainConfig
@@ -50,7 +50,7 @@ class Trained:
         tokenizer: str = "",
         model: ModelConfig | None = None,
         dtype: str = "",
-    ) -> Trained:
+    ) -> TrainedModel:
         """Reads the weights, each device its own part.
 
         Args:
@@ -77,7 +77,7 @@ class Trained:
         mesh, rules = _placement(config, mesh, rules)
         # First what can be wrong cheaply.
         words = _tokenizer(tokenizer, saved, Path(path))
-        layout = folded(config.model, Shard(rules, make_mesh(mesh)))
+        layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
         mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
         return cls(config, layout, _weights(saved, path, layout)(), words, saved.step if saved else 0)
@@ -118,7 +118,7 @@ class Trained:
         scorer = Scorer(self.layout, self.params, batch)
         texts = [text] if isinstance(text, str) else text
         stride = stride or max(1, self.layout.config.seq_len // 2)
-        return measure(scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod)
+        return measure_perplexity(scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod)
 
 
 def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
@@ -129,7 +129,7 @@ def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     return _weights(checkpoint.find(path), path, layout)
 
 
-def _weights(saved: checkpoint.Saved | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
+def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if saved:
         saved.require_model(layout)
         return lambda: saved.params(layout)
@@ -182,7 +182,7 @@ def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None
     return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **found.sizes()}), rules
 
 
-def _tokenizer(spec: str, saved: checkpoint.Saved | None, path: Path) -> Tokenizer:
+def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
     kept = saved.directory.parent / TOKENIZER if saved else path
     if not spec and saved and not kept.exists():
         raise ConfigError(f"no tokenizer is kept in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")

@@ -1,9 +1,9 @@
-"""Cross-entropy over a sharded vocabulary, a few tokens at a time.
+"""Cross-entropy over a sharded vocabulary, a chunk of tokens at a time.
 
-The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k. Here only `chunk` tokens' logits exist
-at once, forward and backward: the gradient is formed while the chunk's logits are there, so nothing is recomputed either (three matmuls in
-all). The head's weight is gathered once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are cut over tokens;
-cut over the vocabulary, tensor parallelism would put an all-to-all and an all-reduce into the loop.
+The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k. Here the logits of only `chunk` tokens
+exist at once. The gradient of a chunk is computed together with its logits, so nothing is recomputed (three matmuls in all). The head's
+weight is gathered once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are slices of the tokens: with slices of
+the vocabulary, tensor parallelism would add an all-to-all and an all-reduce to each iteration.
 
 Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a chunk of them.
 """
@@ -28,9 +28,9 @@ def cross_entropy(
     x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array, shard: Shard, *,
     vocab_size: int, chunk: int = 1024, softcap: float = 0.0, z_loss: float = 0.0,
 ) -> Sums:  # fmt: skip
-    """Weighted sums over the labels: "loss" (nats), "weight", "z_loss" (log Z squared) where asked for, and the "objective" loss + z_loss.
+    """Weighted sums over the labels: "loss" (nats), "weight", "objective" = loss + z_loss, and "z_loss" (log Z squared) if it has a weight.
 
-    x: final activations [B, S, D] in the compute type, cut like the residual stream. head: fp32 [V, D] with logical axes ("vocab",
+    x: final activations [B, S, D] in the compute type, sharded like the residual stream. head: fp32 [V, D] with logical axes ("vocab",
     "embed"). labels: int32 [B, S] in [0, vocab_size); weights: float32 [B, S]. Rows of the head from vocab_size on are padding and get
     probability 0. Only "objective" is differentiable, with respect to x and head.
     """
@@ -64,7 +64,7 @@ def cross_entropy(
 def label_scores(
     x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, shard: Shard, *, vocab_size: int, chunk: int = 1024, softcap: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each label: its log-probability, float32 [B, S], and whether it is the first of the likeliest tokens, bool [B, S].
+    """Each label's log-probability, float32 [B, S], and whether it is the first of the most likely tokens, bool [B, S].
 
     Arguments as in `cross_entropy`; not differentiable.
     """
@@ -107,7 +107,7 @@ def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:
 def _vocabulary(
     x_CD: jax.Array, label_C: jax.Array, head_VD: jax.Array, ids_V: jax.Array, vocab_by: tuple[str, ...], vocab_size: int, softcap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a chunk: logits over this device's rows of the head [C, V], each token's greatest over all rows [C], and where its label is."""
+    """For a chunk: logits over this device's rows of the head [C, V], each token's maximum over all rows [C], and a mask of the labels."""
     raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
     z = softcap * jnp.tanh(raw / softcap) if softcap else raw
     z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
@@ -123,7 +123,7 @@ def _local(
     sharding: TableSharding, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
     chunk: int, softcap: float, z_loss: float, with_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:  # fmt: skip
-    """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head), or a pair of None."""
+    """On one device's shards: ((objective, sums), (dx like x, dhead like head)), or None in place of both gradients."""
     dtype, out_shape = x.dtype, x.shape
     x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by)
     V, D = head_VD.shape

@@ -12,14 +12,14 @@ import numpy as np
 import optax
 
 from mesh_lm.config import OptimizerConfig
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots, is_matrix
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, is_matrix
 
 SHORTEST = 32
 """The length from which a dimension is averaged over. optax's own 128 would leave attention with heads of 64 a whole second moment."""
 SLOTS = ("v_row", "v_col", "v")
 
 
-def factored(name: str, leaf: Leaf) -> tuple[int, int] | None:
+def factored(name: str, leaf: ArraySpec) -> tuple[int, int] | None:
     """The dimensions that v_row and v_col are means over: those that optax takes, the longest of one layer. None: v is kept whole."""
     if not is_matrix(name, leaf.axes):
         return None
@@ -38,13 +38,13 @@ class Adafactor:
     config: OptimizerConfig
     elementwise: bool = False
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         dims = {name: factored(name, leaf) for name, leaf in leaves.items()}
         rows, columns = ({name: leaves[name].without(pair[i]) for name, pair in dims.items() if pair} for i in range(2))
         return {"v_row": rows, "v_col": columns, "v": {name: leaf for name, leaf in leaves.items() if not dims[name]}}
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         directions, after = {}, {slot: {} for slot in SLOTS}
         for name, grad in grads.items():

@@ -15,7 +15,7 @@ Slots = dict[str, Params]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ArraySpec:
     """A named array of a run's state before it exists: all that initialises, places, saves, restores and plans it."""
 
     shape: tuple[int, ...]
@@ -39,18 +39,18 @@ class Leaf:
             size *= side
         return size
 
-    def like(self, dtype: Any) -> Leaf:
+    def like(self, dtype: Any) -> ArraySpec:
         """The same with another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
-    def without(self, *dims: int) -> Leaf:
+    def without(self, *dims: int) -> ArraySpec:
         """The same without some dimensions, as a mean over them has it."""
         dropped = {dim % len(self.shape) for dim in dims}
         kept = [dim for dim in range(len(self.shape)) if dim not in dropped]
         return dataclasses.replace(self, shape=tuple(self.shape[d] for d in kept), axes=tuple(self.axes[d] for d in kept))
 
 
-Leaves = Mapping[str, Leaf]
+ArraySpecs = Mapping[str, ArraySpec]
 
 
 class Rule(Protocol):
@@ -59,12 +59,12 @@ class Rule(Protocol):
     elementwise: bool
     """Whether what happens to an element depends on that element alone. Then the rule can be given flat vectors."""
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """slot -> name of the parameter -> what is kept beside it; a parameter may have nothing in a slot. All begin as zeros."""
         ...
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         """(directions, slots after the step). A parameter moves by minus the learning rate times its direction.
 
@@ -88,6 +88,6 @@ def is_matrix(name: str, axes: Sequence[str | None]) -> bool:
     return FLAT in axes or (len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED)
 
 
-def decayed(leaves: Leaves) -> frozenset[str]:
+def decayed(leaves: ArraySpecs) -> frozenset[str]:
     """The parameters that weight decay applies to: matrices."""
     return frozenset(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))

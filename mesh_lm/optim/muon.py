@@ -11,13 +11,13 @@ from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim.adamw import AdamW
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots, is_matrix
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, is_matrix
 
 BATCHES = ("layers", "fused", "experts")
 """Logical axes along which a parameter holds matrices side by side."""
 
 
-def sides(name: str, leaf: Leaf) -> MuonDimensionNumbers | None:
+def matrix_dims(name: str, leaf: ArraySpec) -> MuonDimensionNumbers | None:
     """The dimensions of each side of the matrices that a parameter of the stack holds: embed, and all else. None where it holds none."""
     axes = [axis and axis.rpartition("/")[2] for axis in leaf.axes]
     if not (leaf.stacked and leaf.form == "weight" and is_matrix(name, leaf.axes) and "embed" in axes):
@@ -38,14 +38,14 @@ class Muon:
     config: OptimizerConfig
     elementwise: bool = False
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
-        return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not sides(name, leaf)}}
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}}
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         rest = slots["nu"].keys()
-        numbers = {name: cast(MuonDimensionNumbers, sides(name, leaf)) for name, leaf in leaves.items() if name not in rest}
+        numbers = {name: cast(MuonDimensionNumbers, matrix_dims(name, leaf)) for name, leaf in leaves.items() if name not in rest}
         muon = scale_by_muon(beta=self.config.momentum, eps=self.config.eps, weight_dimension_numbers=cast(Any, numbers))
         state = cast(MuonState, muon.init({}))._replace(count=count, mu=cast(Any, {name: slots["mu"][name] for name in numbers}))
         orthogonal, after = muon.update(cast(Any, {name: grads[name] for name in numbers}), state)

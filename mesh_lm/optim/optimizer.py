@@ -13,7 +13,7 @@ import optax
 
 from mesh_lm.config import OptimizerConfig, files
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
 
 RULES = {
@@ -37,10 +37,10 @@ class Optimizer:
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises ConfigError as `rule` does."""
-        return self.own or rule(self.config)
+        """Raises ConfigError as `make_rule` does."""
+        return self.own or make_rule(self.config)
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
@@ -48,7 +48,7 @@ class Optimizer:
         return self.rule.slots(leaves)
 
     def update(
-        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: Leaves
+        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         """New parameters and slots.
 
@@ -78,7 +78,7 @@ class Optimizer:
         return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
 
 
-def rule(config: OptimizerConfig) -> Rule:
+def make_rule(config: OptimizerConfig) -> Rule:
     """The rule that optimizer.name names, one of RULES, module:class, or FILE.py:class.
 
     Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.
@@ -96,7 +96,7 @@ def rule(config: OptimizerConfig) -> Rule:
 
 
 def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
-    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `rule`."""
+    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `make_rule`."""
     own = given if isinstance(given, type) else type(given)
     name = f"{own.__module__}:{own.__qualname__}"
     made = _made(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")

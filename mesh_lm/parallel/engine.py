@@ -27,14 +27,14 @@ from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward, used_outside
 from mesh_lm.optim.contract import is_matrix
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.ring import Columns
-from mesh_lm.parallel.stage import Part
+from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
-from mesh_lm.schedules.table import Table, table
+from mesh_lm.schedules.table import Table, compile_table
 from sharding_rules import axes_of
 
 
@@ -44,8 +44,8 @@ def manual(layout: ModelLayout) -> frozenset[str]:
 
 
 def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
-    """Of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading part, and a
-    dimension of size 1, which stands for all, is not sharded (`leaf_spec`)."""
+    """The sharding of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading
+    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`)."""
     return layout.shard.sharding("activations", (None, "batch", "seq"))
 
 
@@ -64,7 +64,7 @@ def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], 
 
 
 def region(
-    layout: ModelLayout, batch: Batch, flat: Flat = Flat()
+    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
     """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays.
 
@@ -85,8 +85,8 @@ def region(
             return _added(total, (sums, layout.constrain({**grads[0], **grads[1]}, "params"))), None
 
         if table is not None:
-            part = Part(layout, params, batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(part, table, _own(columns))
+            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(program, table, _own(columns))
         elif len(batch["tokens"]) == 1:
             sums, grads = microbatch(None, _first(batch))[0]
         else:
@@ -114,7 +114,7 @@ def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
-                return _psum(ring.sums(Part(layout, params, batch, _own(stage)), table, _own(columns)), manual(layout), layout)
+                return _psum(ring.sums(StageProgram(layout, params, batch, _own(stage)), table, _own(columns)), manual(layout), layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual(layout), layout)
 
@@ -126,7 +126,7 @@ def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
 @functools.cache
 def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
     """The schedule of a step. Raises ConfigError where there is none with so many microbatches, or it is not one of F and B."""
-    schedule = custom.find(pipeline.schedule, stages, microbatches, pipeline.chunks)
+    schedule = custom.find_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
     if schedule.kinds != "FB":
         fix = "weight gradients apart (W) are for study" if "W" in schedule.kinds else "gradients come from the B's"
         raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; take 1f1b")
@@ -135,8 +135,9 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
 
 @functools.cache
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
-    schedule = training_schedule(pipeline, stages, microbatches)
-    return table(schedule, pipeline.stash == "input"), table(custom.find("forward", stages, microbatches, pipeline.chunks))
+    training = training_schedule(pipeline, stages, microbatches)
+    evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
+    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:
@@ -175,13 +176,13 @@ def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> No
 
 
 def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]:
-    """What a gradient is taken of, float32: zeros for the stacked parameters (`mesh_lm.model.stack.fold`), and all others themselves."""
+    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves."""
     trained = {name: x for name, x in params.items() if name not in layout.buffers}
     sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in layout.stacked}
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
-def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: Flat, before: Any) -> Params:
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any) -> Params:
     """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part.
 
     before: what is summed before flat ones are.
@@ -193,11 +194,11 @@ def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: M
     if not flat.vectors:
         return out
     inside = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
-    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.cut if a in auto) or None) for v in flat.vectors}
+    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.shard_axes if a in auto) or None) for v in flat.vectors}
     local = {name: grads[name] if name in flat.names else out[name] for name in inside}
-    mine = layout.shard.shard_map(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
+    mine = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
     for vector in flat.vectors:
-        out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.over}, layout)
+        out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.replica_axes}, layout)
     return out
 
 

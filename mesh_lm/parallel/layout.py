@@ -2,9 +2,9 @@
 
 Outside the model everything is a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
 
-The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk their layers are in model
-order. In memory each stage of a pipeline has its own (`mesh_lm.schedules.stages`); where that is another order, `shapes` and `in_memory`
-differ.
+The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk the layers are in model
+order. In memory each pipeline stage holds its own layers (`mesh_lm.schedules.stages`); where that order differs, so do `shapes` and
+`memory_shapes`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Model
 from mesh_lm.model.buffer import Buffer
-from mesh_lm.optim.contract import Leaf, Params
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.contract import ArraySpec, Params
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide
@@ -48,7 +48,7 @@ class ModelLayout:
     """Their logical axes, scoped where the rules have rows for the segment: "moe/mlp"."""
     buffers: frozenset[str]
     """Those that have no gradient (`mesh_lm.model.buffer.Buffer`)."""
-    compute: dict[str, Any]
+    compute_dtypes: dict[str, Any]
     """The type that layers cast a parameter to before they use it; its own where they do not say."""
     _graph: Any
     _tree: Any
@@ -109,21 +109,21 @@ class ModelLayout:
         return frozenset(name for name, axes in self.axes.items() if axes[:1] == ("layers",))
 
     @property
-    def in_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def memory_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes as the engine has them: stacked parameters by stage, padded where stages have unequal numbers of layers."""
         rows = {name: (self.stack_of(name).padded_rows, *self.shapes[name].shape[1:]) for name in self.stacked}
         return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
 
     @cached_property
-    def leaves(self) -> dict[str, Leaf]:
+    def leaves(self) -> dict[str, ArraySpec]:
         """The parameters and buffers as the engine has them."""
-        return {name: Leaf(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.in_memory.items()}
+        return {name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.memory_shapes.items()}
 
     @cached_property
-    def flat(self) -> Flat:
+    def flat(self) -> FlatLayout:
         """Which parameters the optimizer has as flat vectors: those that the rules say."""
         parameters = {name: leaf for name, leaf in self.leaves.items() if name not in self.buffers}
-        return Flat.of(self.shard.rules, parameters, self.shardings("params"), self.compute, segment_of)
+        return FlatLayout.of(self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of)
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
@@ -140,7 +140,7 @@ class ModelLayout:
     def shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
         """Where each parameter (or its gradient, or its moments) lives. Raises ShardingRuleError with every parameter that no rule fits."""
         out, problems = {}, []
-        for name, shape in self.in_memory.items():
+        for name, shape in self.memory_shapes.items():
             try:
                 out[name] = self.shard.sharding(kind, self.axes[name], shape.shape, name)
             except ShardingRuleError as error:
@@ -151,19 +151,19 @@ class ModelLayout:
 
     def canonical_shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
         """The same of parameters whose layers are in model order: as they are initialised, saved and restored."""
-        shapes = self.in_memory
+        shapes = self.memory_shapes
         where = self.shardings(kind).items()
         return {n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s for n, s in where}
 
-    def by_stage(self, tree: Params, kind: Kind) -> Params:
+    def to_memory_order(self, tree: Params, kind: Kind) -> Params:
         """Parameters (gradients, moments) in model order -> as the engine has them. Takes them over: there is one twice at a time."""
-        return self._relaid(tree, kind, to_memory)
+        return self._reordered(tree, kind, to_memory)
 
-    def in_model_order(self, tree: Params, kind: Kind) -> Params:
-        """The inverse of `by_stage`."""
-        return self._relaid(tree, kind, to_canonical)
+    def to_model_order(self, tree: Params, kind: Kind) -> Params:
+        """The inverse of `to_memory_order`."""
+        return self._reordered(tree, kind, to_canonical)
 
-    def _relaid(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
+    def _reordered(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
         if self.is_contiguous:
             return tree
         where = self.shardings(kind)

@@ -17,7 +17,7 @@ from sharding_rules.presets import product
 _AXIS = "pipeline"
 
 
-def folded(model: ModelConfig, shard: Shard) -> ModelLayout:
+def merged_layout(model: ModelConfig, shard: Shard) -> ModelLayout:
     """The model on the devices of a mesh without its stages: the mesh with fsdp * pipeline, and rules that cut embed and batch over fsdp.
 
     Where FSDP cannot cut the weights so often, the devices become replicas (data * pipeline), which hold `pipeline` times as much.
@@ -34,16 +34,16 @@ def folded(model: ModelConfig, shard: Shard) -> ModelLayout:
         return ModelLayout.of(model, Shard(rules, _given_to("data", shard.mesh)))
 
 
-def unpiped(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
-    """`folded`, with the weights moved there. It takes them over: memory grows by one of them at a time.
+def without_pipeline(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
+    """`merged_layout`, with the weights moved there. It takes them over: memory grows by one of them at a time.
 
     Where there is one stage, both are what they were.
     """
     shard = layout.shard
     if shard.mesh.shape[_AXIS] == 1:
         return layout, params
-    target = folded(layout.config, shard)
-    params, where = layout.in_model_order(params, "params"), target.shardings("params")
+    target = merged_layout(layout.config, shard)
+    params, where = layout.to_model_order(params, "params"), target.shardings("params")
     grown = next(axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis])
     return target, {name: _moved(x, where[name], grown) for name, x in params.items()}
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from mesh_lm.model import Sums
 from mesh_lm.parallel.layout import Params, segment_of
-from mesh_lm.parallel.stage import Gradients, Part, Work
+from mesh_lm.parallel.stage import Gradients, StageProgram, Work
 from mesh_lm.schedules.table import Table
 
 Columns = Mapping[str, Any]
@@ -46,44 +46,44 @@ class Carry(NamedTuple):
     arrays: Sums
 
 
-def gradients(part: Part, table: Table, columns: Columns) -> tuple[Sums, Params]:
+def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Sums, Params]:
     """Sums over this device's share of the batch, and its share of the gradients: of its own layers, and of all other parameters."""
-    x = part.zero_input
-    left = jax.eval_shape(part.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
-    trained = {name: w for name, w in {**part.layers, **part.shared}.items() if name not in part.layout.buffers}
+    x = program.zero_input
+    left = jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
+    trained = {name: w for name, w in {**program.layers, **program.shared}.items() if name not in program.layout.buffers}
     zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in trained.items()}
-    height = {name: part.layout.stack_of(name).rows_per_stage for name in part.zero_arrays}
+    height = {name: program.layout.stack_of(name).rows_per_stage for name in program.zero_arrays}
     start = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, left), x, x,
-        part.layout.constrain(zeros, "params"), part.zero_sums,
-        {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in part.zero_arrays.items()},
+        program.layout.constrain(zeros, "params"), program.zero_sums,
+        {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in program.zero_arrays.items()},
     )  # fmt: skip
-    end = lax.scan(partial(_tick, part, table), start, dict(columns))[0]
+    end = lax.scan(partial(_tick, program, table), start, dict(columns))[0]
     return {**end.sums, **end.arrays}, end.grads
 
 
-def sums(part: Part, table: Table, columns: Columns) -> Sums:
+def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
     """Scalar sums over this device's share of the batch, by a table of forward slots alone."""
-    slot = _slot(part)
+    slot = _slot(program)
 
     def tick(carry: tuple[jax.Array, jax.Array, Sums], row: Columns) -> tuple[Any, None]:
         inputs, y, total = carry
         work, stashed = _work(row, "forward"), _read(inputs, row["forward_input"])
         with jax.named_scope("forward_slot"):
-            y, more = slot(work.microbatch >= 0, partial(part.evaluate, work, stashed), lambda: (y, part.zero_sums))
+            y, more = slot(work.microbatch >= 0, partial(program.evaluate, work, stashed), lambda: (y, program.zero_sums))
         return (_write(inputs, _hop(table, y, 1), row["receive_input"]), y, jax.tree.map(jnp.add, total, more)), None
 
-    x = part.zero_input
-    return lax.scan(tick, (_stash(table.n_inputs, x), x, part.zero_sums), dict(columns))[0][-1]
+    x = program.zero_input
+    return lax.scan(tick, (_stash(table.n_inputs, x), x, program.zero_sums), dict(columns))[0][-1]
 
 
-def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> tuple[Carry, None]:
-    forward, backward, slot = _work(row, "forward"), _work(row, "backward"), _slot(part)
+def _tick(program: StageProgram, table: Table, carry: Carry, row: Columns) -> tuple[Carry, None]:
+    forward, backward, slot = _work(row, "forward"), _work(row, "backward"), _slot(program)
     x_forward, x_backward = _read(carry.inputs, row["forward_input"]), _read(carry.inputs, row["backward_input"])
 
     arrived = _hop(table, carry.dx, -1)
     with jax.named_scope("forward_slot"):
-        run, idle = partial(part.forward, forward, x_forward), lambda: (carry.y, _blank(carry.residuals))
+        run, idle = partial(program.forward, forward, x_forward), lambda: (carry.y, _blank(carry.residuals))
         y, left = slot(forward.microbatch >= 0, run, idle)
     arrived, y, left = lax.optimization_barrier((arrived, y, left))
     # The last virtual stage reads what was just written. Without the barrier XLA reads from before the write, and copies the stash for it.
@@ -93,31 +93,31 @@ def _tick(part: Part, table: Table, carry: Carry, row: Columns) -> tuple[Carry, 
     upstream = _write(carry.upstream, arrived, row["receive_grad"])
     dy, left = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
     with jax.named_scope("backward_slot"):
-        run, idle = partial(part.backward, backward, x_backward, left, dy), lambda: part.nothing(carry.dx)
+        run, idle = partial(program.backward, backward, x_backward, left, dy), lambda: program.nothing(carry.dx)
         made: Gradients = slot(backward.microbatch >= 0, run, idle)
     onward, made = lax.optimization_barrier((onward, made))
     with jax.named_scope("accumulate"):
-        grads, arrays = _accumulated(part, carry, made, backward)
+        grads, arrays = _accumulated(program, carry, made, backward)
     inputs = _write(carry.inputs, onward, row["receive_input"])
     return Carry(inputs, upstream, residuals, y, made.x, grads, jax.tree.map(jnp.add, carry.sums, made.sums), arrays), None
 
 
-def _accumulated(part: Part, carry: Carry, made: Gradients, work: Work) -> tuple[Params, Sums]:
+def _accumulated(program: StageProgram, carry: Carry, made: Gradients, work: Work) -> tuple[Params, Sums]:
     def rows(name: str, held: jax.Array, more: jax.Array) -> jax.Array:
         if held.shape == more.shape:
             return held + more
-        return lax.dynamic_update_slice_in_dim(held, part.rows(work, name, held) + more, part.at(segment_of(name), "start", work), 0)
+        return lax.dynamic_update_slice_in_dim(held, program.rows(work, name, held) + more, program.at(segment_of(name), "start", work), 0)
 
     total = carry.grads | {name: rows(name, carry.grads[name], g) for name, g in made.layers.items()}
     for more in (made.shared, made.loss, made.embed):
         total = total | {name: total[name] + g for name, g in more.items()}
     arrays = {name: rows(name, carry.arrays[name], x) for name, x in made.arrays.items()}
-    return part.layout.constrain(total, "params"), arrays
+    return program.layout.constrain(total, "params"), arrays
 
 
-def _slot(part: Part) -> Callable[[jax.Array, Callable[[], Any], Callable[[], Any]], Any]:
+def _slot(program: StageProgram) -> Callable[[jax.Array, Callable[[], Any], Callable[[], Any]], Any]:
     """f(whether there is work, run, idle) -> what `run` makes where this stage has work, else `idle`."""
-    return _masked if part.permutes or part.layout.pipeline.idle == "mask" else lax.cond
+    return _masked if program.permutes or program.layout.pipeline.idle == "mask" else lax.cond
 
 
 def _masked(working: jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
@@ -148,6 +148,7 @@ def _read(stash: Any, slot: jax.Array) -> Any:
     return jax.tree.map(lambda held: lax.dynamic_index_in_dim(held, slot, keepdims=False), stash)
 
 
+@jax.named_scope("stash")
 def _write(stash: Any, value: Any, slot: jax.Array) -> Any:
     def one(held: jax.Array, x: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0)

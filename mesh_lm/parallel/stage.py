@@ -18,7 +18,7 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import Rows, added, fold, loss_sums
+from mesh_lm.model.stack import RowRange, add_sums, loss_sums, run_segment
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 
 
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     """Of what went into the chunk, [B, S, D]."""
 
 
-class Part:
+class StageProgram:
     """What a stage computes for a microbatch."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Part:
         return self._sinks(), _wide(self.of_layers)
 
     def _sinks(self) -> Params:
-        """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
+        """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.run_segment`)."""
         trained = {name: x for name, x in self.layers.items() if name not in self.layout.buffers}
         return {name: jnp.zeros((self.layout.stack_of(name).rows_per_pass, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
 
@@ -180,9 +180,9 @@ class Part:
             stack = self.layout.stacks[segment.name]
             first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
             start = start if stack.rows_per_stage > stack.rows_per_pass else 0
-            rows = Rows(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
-            x, _, sums = fold(model, segment, x, ctx, first, rows, below)
-            total = added(total, sums)
+            rows = RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
+            x, _, sums = run_segment(model, segment, x, ctx, first, rows, below)
+            total = add_sums(total, sums)
         return x, total
 
     def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
-from pallas_kernels import choose, describe
+from pallas_kernels import choose_attention, describe_attention
 from sharding_rules.lab import Report
 from sharding_rules.lab.hlo import Array, arrays
 from sharding_rules.lab.targets import TARGETS
@@ -29,7 +29,7 @@ def attention_implementations(config: TrainConfig, target: str) -> set[str]:
     ids = None if config.data.documents == "joined" else jax.ShapeDtypeStruct((1, S), jnp.int32)
     sinks = jax.ShapeDtypeStruct((model.n_heads,), jnp.float32) if model.sinks else None
     on = {"platform": "gpu", "capability": TARGETS[target].capability, "softcap": model.softcap or None, "segment_ids": ids, "sinks": sinks}
-    return {choose(describe(q, k, k, window=window, **on)).name for window in model.windows()}
+    return {choose_attention(describe_attention(q, k, k, window=window, **on)).name for window in model.windows()}
 
 
 def with_compilable_attention(config: TrainConfig, target: str = "h100") -> TrainConfig:

@@ -20,7 +20,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import stages, state_bytes
 from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
-from mesh_lm.state import Part, abstract_state, parts
+from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
@@ -62,9 +62,15 @@ class Program:
         return Optimizer(self.config.optimizer, self.config.train.steps)
 
     @cached_property
-    def declared(self) -> dict[str, Part]:
+    def declared(self) -> dict[str, StatePart]:
         """What the run holds from step to step. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
         return parts(self.layout, self.optimizer)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing computed twice; 0 where unknown."""
+        tokens = self.config.train.global_batch * self.config.model.seq_len
+        return self.config.model.flops_per_token() * tokens / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
@@ -74,7 +80,7 @@ class Program:
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
             kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
-            vocabulary=VOCABULARY,
+            vocabulary=VOCABULARY, model_flops=self.model_flops,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
-from mesh_lm.state import Part
+from mesh_lm.state import StatePart
 from sharding_rules.lab.compile import kind_of_argument
 from sharding_rules.lab.summary import size
 
@@ -17,7 +17,7 @@ _KINDS = {"params": "params", "optimizer": "moments"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def kind_of(declared: Mapping[str, Part]) -> Callable[[str], str]:
+def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
     """For `compile_report`: the lab's class of an argument of the training step, from its path."""
 
     def kind(name: str) -> str:
@@ -28,12 +28,12 @@ def kind_of(declared: Mapping[str, Part]) -> Callable[[str], str]:
     return kind
 
 
-def report_facts(declared: Mapping[str, Part]) -> tuple[tuple[str, str], ...]:
+def report_facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ...]:
     """A line for the report: the bytes of each part on one device, and the types of its arrays."""
     return (("state", ", ".join(f"{name} {size(part.nbytes)} {_types(part)}" for name, part in declared.items() if part.leaves)),)
 
 
-def _types(part: Part) -> str:
+def _types(part: StatePart) -> str:
     """Those with more bytes first."""
     total: dict[str, int] = {}
     for leaf in part.leaves.values():

@@ -91,7 +91,7 @@ class Timeline:
 def timeline(schedule: Schedule, durations: Durations, clock: Clock = "lockstep", *, drop_last_forward: bool = False) -> Timeline:
     """A valid schedule in time.
 
-    drop_last_forward: as in `table`: the last virtual stage has no F of its own where there is a B.
+    drop_last_forward: as in `compile_table`: the last virtual stage has no F of its own where there is a B.
     """
     last = schedule.n_virtual - 1
     drop = drop_last_forward and "B" in schedule.kinds

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, place, schedule
+from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
 SUFFIXES = (".csv", ".json")
 _OP = re.compile(r"(\d+)([FBW])(\d+)")
@@ -30,13 +30,13 @@ _SPLIT_INPUT = re.compile(r"(?<=\d)I(?=\d)")
 _JSON = '{"ticks": [["0F0", "0F1;0B0", ...], ...]} with a list for each stage, or "order" for ops without ticks'
 
 
-def find(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def find_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The named schedule, or that of a .csv or .json file, which must be for the same sizes; 0 is any.
 
-    Raises ConfigError as `schedule` and `load` do, and for a file of other sizes.
+    Raises ConfigError as `make_schedule` and `load` do, and for a file of other sizes.
     """
     if Path(name).suffix not in SUFFIXES:
-        return schedule(name, stages, microbatches, chunks)
+        return make_schedule(name, stages, microbatches, chunks)
     found = load(name)
     asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     if other := [field for field, size in asked.items() if size not in (0, getattr(found, field))]:
@@ -107,7 +107,7 @@ def _scheduled(name: str, rows: Sequence[Sequence[str]], unit: str, *, packed: b
         raise ScheduleError(f"{stages} rows are {stages} stages, and each has as many virtual stages: {near} in all, not {n_virtual}")
     ticks = found
     if unit == "place":
-        ticks = place([[op for op in found if op.virtual % stages == stage] for stage in range(stages)], packed)
+        ticks = assign_ticks([[op for op in found if op.virtual % stages == stage] for stage in range(stages)], packed)
     made = Schedule(name, stages, 1 + max(op.microbatch for op in found), n_virtual // stages, ticks)
     made.check()
     return made

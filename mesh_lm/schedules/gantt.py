@@ -41,7 +41,7 @@ def lines(timeline: Timeline, width: int, *, colour: bool = True) -> list[Text]:
     stages = timeline.schedule.stages
     label = len(f"stage {stages - 1} ")
     windows, step = _windows(timeline, width - label, 2 if colour else 1)
-    rows = [_Row(timeline, stage) for stage in range(stages)]
+    rows = [_StageOps(timeline, stage) for stage in range(stages)]
     made = []
     for stage, row in enumerate(rows):
         text = Text(f"stage {stage}".ljust(label), style="bold")
@@ -65,7 +65,7 @@ def _windows(timeline: Timeline, width: int, per: int) -> tuple[list[tuple[float
     return [(0.0, half), (timeline.span - half * unit, half)], unit
 
 
-class _Row:
+class _StageOps:
     """The ops of one stage, asked for by time, which must not decrease."""
 
     def __init__(self, timeline: Timeline, stage: int) -> None:

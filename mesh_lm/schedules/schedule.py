@@ -136,10 +136,10 @@ NAMES: Mapping[str, _Named] = {
     ),
     "forward": _Named(lambda p, P, V: None, "forwards only, for evaluation", backward=False),
 }  # fmt: skip
-"""The schedules that `schedule` makes."""
+"""The schedules that `make_schedule` makes."""
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, packed: bool | None = None) -> Schedule:
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, packed: bool | None = None) -> Schedule:
     """The named schedule: each stage's ops in the order of its kind, each as early as what it needs allows.
 
     packed: whether a tick has one slot of each kind, or holds one op only; None: what suits it where all stages wait for one another.
@@ -162,7 +162,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, pack
         fits = f"a multiple of stages={stages}, as {near} is"
         raise ConfigError(f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be {fits}")
     orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]
-    made = Schedule(name, stages, microbatches, chunks, place(orders, named.packed if packed is None else packed))
+    made = Schedule(name, stages, microbatches, chunks, assign_ticks(orders, named.packed if packed is None else packed))
     made.check()
     return made
 
@@ -188,7 +188,7 @@ def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: in
     yield from weights
 
 
-def place(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
+def assign_ticks(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
     """Ticks for the ops of each stage, which run in the order given, each as early as what it needs allows.
 
     Raises ScheduleError where ops wait for one another for ever.

@@ -45,7 +45,7 @@ class Table:
     """`COLUMNS`, each int32 [ticks, stages]. forward_input and backward_input -1: from the embedding. backward_grad -1: from the head."""
 
 
-def table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
+def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     """The table of a valid schedule, with as few slots as its ticks allow.
 
     drop_last_forward: the last virtual stage has no F where its B computes it again, as every B does with a stash of inputs only.

@@ -18,16 +18,16 @@ _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "W": "threa
 """Of chrome://tracing, which has names for them; Perfetto colours by the name of an event."""
 
 
-def of(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:
+def chrome_trace(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:
     """The trace of several timelines, a process each, with a thread for each stage. seconds: those in one unit of time."""
     events = [event for number, one in enumerate(timelines) for event in _events(one, number, 1e6 * seconds)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write(timelines: Sequence[Timeline], file: str, seconds: float = 1.0) -> None:
-    """Writes `of`. Raises ConfigError where the file cannot be written."""
+    """Writes `chrome_trace`. Raises ConfigError where the file cannot be written."""
     try:
-        Path(file).expanduser().write_text(json.dumps(of(timelines, seconds)))
+        Path(file).expanduser().write_text(json.dumps(chrome_trace(timelines, seconds)))
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 

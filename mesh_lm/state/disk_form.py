@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from mesh_lm.optim import Optimizer
-from mesh_lm.optim.flat import Matrix, Vector
-from mesh_lm.optim.unflat import empty, matrix_of, spread, with_matrix
+from mesh_lm.optim.flat import FlatVector, Matrix
+from mesh_lm.optim.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.stages import StackLayout
@@ -30,7 +30,7 @@ _HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class DiskArray:
     """One array on disk, and where it is in memory."""
 
     part: str
@@ -45,7 +45,7 @@ class Entry:
     """How many those are; 0: it is not stacked."""
     stack: StackLayout | None
     """Of what is stacked."""
-    vector: Vector | None = None
+    vector: FlatVector | None = None
     matrix: Matrix | None = None
 
     @property
@@ -61,7 +61,7 @@ class Entry:
     def array(self, held: jax.Array) -> jax.Array:
         """The array on the devices, of what holds it in memory; takes over what is not flat."""
         if self.vector and self.matrix:
-            held = matrix_of(self.vector, self.matrix, held, self.where)
+            held = extract_matrix(self.vector, self.matrix, held, self.where)
         return to_canonical(held, self.stack, self.where) if self.stack else held
 
     def held(self, array: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
@@ -69,26 +69,26 @@ class Entry:
         array = to_memory(array, self.stack, self.where) if self.stack else array
         if not (self.vector and self.matrix):
             return array
-        held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
+        held = insert_matrix(self.vector, self.matrix, zero_vector(self.vector, self.dtype) if so_far is None else so_far, array)
         jax.block_until_ready(held)
         array.delete()
         return held
 
 
-def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
+def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
     """Everything that a checkpoint holds but the counters, part by part, in the order of the model's parameters."""
     flat, out = layout.flat, []
     vectors = {vector.name: vector for vector in flat.vectors}
     places = {name: n for n, name in enumerate(layout.shapes)}
     specs = layout.shardings("params") if vectors else {}
 
-    def of_vector(part: str, source: str, name: str, dtype: Any) -> list[Entry]:
+    def of_vector(part: str, source: str, name: str, dtype: Any) -> list[DiskArray]:
         vector, found = vectors[name], []
         for matrix in vector.matrices:
-            shape, in_memory = layout.shapes[matrix.name].shape, layout.in_memory[matrix.name].shape
-            where = spread(specs[matrix.name], in_memory, vector.over, first=bool(vector.rows))
+            shape, in_memory = layout.shapes[matrix.name].shape, layout.memory_shapes[matrix.name].shape
+            where = shard_over_replicas(specs[matrix.name], in_memory, vector.replica_axes, first=bool(vector.rows))
             stack = layout.stack_of(matrix.name) if vector.rows else None
-            found.append(Entry(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
+            found.append(DiskArray(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
         return found
 
     for part, declared in parts(layout, optimizer).items():
@@ -100,7 +100,7 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
                 stack = layout.stack_of(name) if leaf.stacked else None
                 shape = (stack.n_layers, *leaf.shape[1:]) if stack else leaf.shape
                 rows = leaf.shape[0] if stack else 0
-                found.append(Entry(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
+                found.append(DiskArray(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
         out += found
     order = list(dict.fromkeys(entry.part for entry in out))
     return sorted(out, key=lambda entry: (order.index(entry.part), places[entry.name]))
@@ -177,7 +177,7 @@ def with_used(layout: ModelLayout, state: State) -> State:
 @functools.lru_cache(maxsize=8)
 def _used(layout: ModelLayout) -> Any:
     where = layout.shardings("params")
-    return jax.jit(layout.flat.used, out_shardings={name: where[name] for name in layout.flat.names})
+    return jax.jit(layout.flat.compute_params, out_shardings={name: where[name] for name in layout.flat.names})
 
 
 def without_used(layout: ModelLayout, state: State) -> State:

@@ -21,7 +21,7 @@ def observe(loss: jax.Array, norm: jax.Array) -> jax.Array:
 
 
 def is_outlier(recent: jax.Array, now: jax.Array, deviations: float) -> jax.Array:
-    """Whether one of `now`, as `measured` gives it, is more than so many standard deviations above its mean. bool []; False for NaN."""
+    """Whether loss or gradient norm (`now`, from `step_statistics`) is more than `deviations` above its mean. bool []; False for NaN."""
     seen, mean, variance = recent.T
     return jnp.any((seen >= ENOUGH) & (now - mean > deviations * jnp.sqrt(variance)))
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mesh_lm.optim import Leaf, Optimizer
+from mesh_lm.optim import ArraySpec, Optimizer
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
 from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
@@ -27,12 +27,12 @@ COUNTERS = ("step", "skipped", "recent")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StatePart:
     """One entry of a state: arrays by the names of parameters, or of flat vectors."""
 
     kind: Kind
     """The column of the rules that places what is not flat."""
-    leaves: dict[str, Leaf]
+    leaves: dict[str, ArraySpec]
     shardings: dict[str, jax.NamedSharding]
 
     @property
@@ -42,15 +42,15 @@ class Part:
         return sum(local)
 
 
-def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
+def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     """Every entry of a run's state but the counters.
 
     params: what the layers use. master: the fp32 flat vectors of those that `ModelLayout.flat` says, which `params` then follow from.
     buffers: what has no gradient. Then the optimizer's slots.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
-    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
-    found: dict[str, tuple[Kind, dict[str, Leaf]]] = {"params": ("params", used)}
+    used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
+    found: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
     if flat.vectors:
         found[MASTER] = "optimizer", flat.leaves
     if buffers:
@@ -65,17 +65,17 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
                 where[name] = _where(layout, kind, name, leaf)
             except ShardingRuleError as error:
                 problems[str(error)] = None
-        out[part] = Part(kind, each, where)
+        out[part] = StatePart(kind, each, where)
     if problems:
         raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
     return out
 
 
-def _where(layout: ModelLayout, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
     return layout.flat.shardings[name] if leaf.form == "flat" else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
-def masters(layout: ModelLayout) -> dict[str, Leaf]:
+def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
     """What the optimizer updates: flat vectors, and the parameters that are not flat; all float32."""
     rest = {name: leaf for name, leaf in layout.leaves.items() if name not in layout.flat.names | layout.buffers}
     return {**layout.flat.leaves, **rest}

@@ -82,7 +82,7 @@ def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     if not 0 < optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
         yield f"optimizer.eps={optimizer.eps} must be a number above 0"
     try:
-        elementwise = (rule or optim.rule(optimizer)).elementwise
+        elementwise = (rule or optim.make_rule(optimizer)).elementwise
     except ConfigError as error:
         yield str(error)
         return

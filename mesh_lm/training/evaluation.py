@@ -12,7 +12,7 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.inference import Generator, Sampling
 from mesh_lm.model import Batch, Sums
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.merge_stages import unpiped
+from mesh_lm.parallel.merge_stages import without_pipeline
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
@@ -34,4 +34,5 @@ def sample(layout: ModelLayout, params: Params, tokenizer: Tokenizer, n_tokens: 
     model, n_tokens = layout.bind(params), min(n_tokens, layout.config.seq_len - 1)
     if n_tokens < 1 or not (hasattr(model, "extend") or hasattr(model, "logits")):
         return None
-    return Generator(*unpiped(layout, params), tokenizer, Sampling()).complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text
+    generator = Generator(*without_pipeline(layout, params), tokenizer, Sampling())
+    return generator.complete([""], n_tokens, seed=seed, stop_at_eod=False)[0].text

@@ -16,7 +16,7 @@ import jax
 
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.checkpoint.reader import Saved
+from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
@@ -97,7 +97,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callback
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: Saved | None) -> tuple[Any, Batches]:
+def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
     """The corpus and its batches, from where the checkpoint left off. The position in them is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
@@ -109,7 +109,7 @@ def _data(config: TrainConfig, layout: ModelLayout, saved: Saved | None) -> tupl
     return corpus, batches
 
 
-def _resumed(saved: Saved, run: Run, batches: Batches) -> str:
+def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
     """Where the run goes on, or that it is finished, and what is no longer as it was when the checkpoint was saved."""
     changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
     if run.unfinished:

@@ -54,7 +54,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
             new = *new, buffers, loss_statistics.update(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
-            params = {name: held[name] for name in plain} | flat.used(master)
+            params = {name: held[name] for name in plain} | flat.compute_params(master)
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}
         after = {**counters, "params": params, **new_slots}
         after |= ({MASTER: master} if master else {}) | ({"buffers": buffers} if buffers else {})

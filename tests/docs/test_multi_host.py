@@ -11,12 +11,11 @@ import pytest
 from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch import controller, job
-from mesh_lm.launch import messages as words
+from mesh_lm.launch import generation, job, messages
 from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
@@ -54,7 +53,7 @@ def test_defaults_and_statuses() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
     known = (launch.EXIT_CANNOT, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
     assert [int(status) for status in rows] == [0, *known]
-    assert controller.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+    assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
 
 def test_who_is_where() -> None:
@@ -63,7 +62,7 @@ def test_who_is_where() -> None:
         0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
         1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
     }
-    assert "\n".join(["[launch] who is where:", *words.where(beats, {1})]) in PAGE
+    assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in PAGE
     found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
     assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 

@@ -13,7 +13,7 @@ from fault.job import Job, arguments, certificates, corpus
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints, Saved
+from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint
 from mesh_lm.config import CheckpointConfig, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
@@ -55,13 +55,13 @@ class Run:
                 assert checkpoints.due(step)
                 checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.layout, fixture.OPTIMIZER)
 
-    def restored(self) -> tuple[Saved, State]:
+    def restored(self) -> tuple[SavedCheckpoint, State]:
         with Checkpoints(self.config) as checkpoints:
             saved, state = checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
         assert saved is not None and state is not None
         return saved, state
 
-    def require(self, step: int) -> Saved:
+    def require(self, step: int) -> SavedCheckpoint:
         """The state of this step comes back: bits, places and data."""
         saved, state = self.restored()
         assert (saved.step, saved.data["position"]) == (step, step)

@@ -13,7 +13,7 @@ from support import shard_on
 from mesh_lm import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.model.stack import forward
 from mesh_lm.parallel.layout import ModelLayout
 
@@ -66,7 +66,7 @@ def test_the_loss_gives_padding_no_probability() -> None:
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
     bind, segments = found.layout.bind, found.layout.segments
-    sums = jax.jit(lambda p: forward(bind, segments, p, batch | whole_texts(found.ids))[1])(found.params)
+    sums = jax.jit(lambda p: forward(bind, segments, p, batch | token_batch(found.ids))[1])(found.params)
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.mean(), rel=1e-6)
@@ -74,8 +74,8 @@ def test_the_loss_gives_padding_no_probability() -> None:
 
 def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many replicas there are."""
-    numbers, read = [], files.Stored.read
-    monkeypatch.setattr(files.Stored, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
+    numbers, read = [], files.StoredTensor.read
+    monkeypatch.setattr(files.StoredTensor, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
     layout = ModelLayout.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
     huggingface.load(FIXTURES / "llama3", layout)
     assert sum(numbers) == layout.config.n_params()
@@ -159,7 +159,7 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
 
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
     """The lines of the refusal, the directory's own name left out; no weight may be read."""
-    monkeypatch.setattr(files.Stored, "read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(files.StoredTensor, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError) as caught:
         load(directory, **changes)
     return str(caught.value).replace(str(directory), "DIR").split("\n  - ")

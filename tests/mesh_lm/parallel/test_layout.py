@@ -85,6 +85,6 @@ def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[
     """It would have no gradient from there."""
     made = layout(model, **mesh)
     with pytest.raises(ConfigError) as caught:
-        jax.eval_shape(value_and_grad(made), made.in_memory, host_batch(2), jax.random.key(0))
+        jax.eval_shape(value_and_grad(made), made.memory_shapes, host_batch(2), jax.random.key(0))
     said = "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a parameter of the model itself"
     assert str(caught.value).startswith(said)

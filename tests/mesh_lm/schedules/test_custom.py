@@ -7,8 +7,8 @@ from hypothesis import given
 from pipeline_schedules import schedules
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.custom import find, load, write_csv
-from mesh_lm.schedules.schedule import Op, Schedule, schedule
+from mesh_lm.schedules.custom import find_schedule, load, write_csv
+from mesh_lm.schedules.schedule import Op, Schedule, make_schedule
 
 GOOD = """# two stages
 0F0, 0F1, 0B0, 0B1
@@ -112,13 +112,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.csv: not UTF-8"):
         load(str(tmp_path / "mine.csv"))
     with pytest.raises(ConfigError, match="cannot write: Is a directory"):
-        write_csv(schedule("1f1b", 2, 2), str(tmp_path))
+        write_csv(make_schedule("1f1b", 2, 2), str(tmp_path))
 
 
 def test_a_file_must_be_for_the_run(tmp_path: Path) -> None:
     file = written(tmp_path, GOOD)
-    assert find(file, 2, 2, 1) == find(file, 0, 0, 0) == load(file)
-    assert find("1f1b", 2, 4, 2) == schedule("1f1b", 2, 4, 2)
+    assert find_schedule(file, 2, 2, 1) == find_schedule(file, 0, 0, 0) == load(file)
+    assert find_schedule("1f1b", 2, 4, 2) == make_schedule("1f1b", 2, 4, 2)
     with pytest.raises(ConfigError) as error:
-        find(file, 2, 4, 2)
+        find_schedule(file, 2, 4, 2)
     assert str(error.value) == f"{file} is a schedule for microbatches=2 and chunks=1; here: microbatches=4 and chunks=2"

@@ -22,7 +22,7 @@ from mesh_lm.commands import command_line
 from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, as_dict
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import config_from
-from mesh_lm.model import DecoderConfig, SegmentConfig, dense, whole_texts
+from mesh_lm.model import DecoderConfig, SegmentConfig, dense, token_batch
 from mesh_lm.model.kinds import KINDS
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
@@ -105,10 +105,10 @@ def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[in
     layout = ModelLayout.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
     params = one_device()[0]
     disk = {name: jax.device_put(x, layout.canonical_shardings("params")[name]) for name, x in params.items()}
-    memory, wanted = layout.by_stage(disk, "params"), by_stage(layout, params)
+    memory, wanted = layout.to_memory_order(disk, "params"), by_stage(layout, params)
     for name, x in memory.items():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(wanted[name]), err_msg=name)
-    back = layout.in_model_order(memory, "params")
+    back = layout.to_model_order(memory, "params")
     for name, x in back.items():
         np.testing.assert_array_equal(np.asarray(x), params[name], err_msg=name)
 
@@ -156,13 +156,13 @@ def test_a_text_is_continued_through_all_segments(dtypes: tuple) -> None:
         cache = model.extend(first, model.empty_cache(2, 16), 0)[1]  # pyright: ignore[reportAttributeAccessIssue]
         return model.extend(last, cache, 9)[0]  # pyright: ignore[reportAttributeAccessIssue]
 
-    whole = jax.jit(lambda params: layout.bind(params).logits(whole_texts(tokens)))(params)
+    whole = jax.jit(lambda params: layout.bind(params).logits(token_batch(tokens)))(params)
     np.testing.assert_allclose(jax.jit(in_parts)(params), whole[:, -1], rtol=3e-2, atol=3e-2)
 
 
 def test_layers_that_look_at_labels_read_texts() -> None:
     layout = ModelLayout.of(MODEL, shard_on(rules("ddp")))
-    batch = whole_texts(np.zeros((2, 16), np.int32))
+    batch = token_batch(np.zeros((2, 16), np.int32))
     assert jax.eval_shape(lambda params: layout.bind(params).logits(batch), layout.shapes).shape == (2, 16, 250)
 
 
@@ -206,7 +206,7 @@ def test_a_loss_returns_scalars() -> None:
     for stages in (1, 2):
         layout = ModelLayout.of(config, shard_on(rules("ddp"), pipeline=stages))
         with pytest.raises(ConfigError, match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars")):
-            jax.eval_shape(engine.value_and_grad(layout), layout.in_memory, host_batch(4), jax.random.key(0))
+            jax.eval_shape(engine.value_and_grad(layout), layout.memory_shapes, host_batch(4), jax.random.key(0))
 
 
 def test_a_period_has_a_layer() -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 from support import GPT, host_batch, on_devices, shard_on
 
 from mesh_lm.config import OptimizerConfig
-from mesh_lm.optim import Leaf, Optimizer, decayed
+from mesh_lm.optim import ArraySpec, Optimizer, decayed
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
 from mesh_lm.state.initial import init_state
@@ -97,7 +97,7 @@ def test_equals_optax() -> None:
     theirs: Any = params
     optimizer, state = Optimizer(config, 3), chain.init(params)
     leaves = {"a.weight": ("embed", "mlp"), "a.bias": ("heads", "head_dim"), "b": ("norm",)}
-    leaves = {name: Leaf(params[name].shape, jnp.float32, axes) for name, axes in leaves.items()}
+    leaves = {name: ArraySpec(params[name].shape, jnp.float32, axes) for name, axes in leaves.items()}
     moments = {slot: jax.tree.map(jnp.zeros_like, params) for slot in optimizer.slots(leaves)}
     for step, size in enumerate((1, 0.01, 3)):
         grads = {name: size * random.normal(size=p.shape).astype(np.float32) for name, p in params.items()}
@@ -114,7 +114,7 @@ def test_what_decays() -> None:
     kept = set(leaves) - decayed(leaves)
     assert kept == {name for name in leaves if name.endswith(("bias", "scale", "sinks"))} and len(kept) == 11
     own = {"blocks.decay": ("layers", "norm"), "decay": ("norm",), "blocks.mix": ("layers", "embed", "mlp"), "mix.scale": ("embed", "mlp")}
-    assert decayed({name: Leaf((2,) * len(axes), jnp.float32, axes) for name, axes in own.items()}) == {"blocks.mix"}
+    assert decayed({name: ArraySpec((2,) * len(axes), jnp.float32, axes) for name, axes in own.items()}) == {"blocks.mix"}
 
 
 @functools.cache

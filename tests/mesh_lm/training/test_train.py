@@ -20,7 +20,7 @@ from processes import ended, wait_for
 import train
 from mesh_lm import distributed
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.training import loop, monitor
 
 COMPILE_BUDGET = 400
@@ -234,7 +234,7 @@ def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
         train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
     with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
-        Trained.load(first, tokenizer="bytes")
+        TrainedModel.load(first, tokenizer="bytes")
     assert not (tmp_path / "third").exists()
 
 

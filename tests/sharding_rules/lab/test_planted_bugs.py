@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from mesh_lm import state as states
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.model import DecoderConfig, dense
-from mesh_lm.model.layers import Attention, Linear, Weights
+from mesh_lm.model.attention import Attention
+from mesh_lm.model.layers import Linear, Weights
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout

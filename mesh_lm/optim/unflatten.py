@@ -18,14 +18,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mesh_lm.optim.contract import Params
-from mesh_lm.optim.flat import Flat, Matrix, Vector
+from mesh_lm.optim.flat import FlatLayout, FlatVector, Matrix
 from sharding_rules import axes_of
 
 _INNER = "_inner"
 """What the name of the part of a split mesh axis that cuts a dimension ends in."""
 
 
-def spread(sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], first: int) -> NamedSharding:
+def shard_over_replicas(sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], first: int) -> NamedSharding:
     """The sharding of an array with this one that is cut along the mesh axes `over`, too, as far as its dimensions from `first` on divide.
 
     Of an axis of n devices the largest divisor of n that divides what a device has of some dimension cuts that dimension.
@@ -47,40 +47,40 @@ def spread(sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], f
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in spec)))
 
 
-def matrix_of(vector: Vector, matrix: Matrix, flat: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """One matrix of a flat vector, with all its rows in memory, cut as `spread` says. The vector stays."""
+def extract_matrix(vector: FlatVector, matrix: Matrix, flat: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """One matrix of a flat vector, with all its rows in memory, cut as `shard_over_replicas` says. The vector stays."""
     return _out(vector, matrix, sharding)(flat)
 
 
-def unflattened(flat: Flat, tree: Params, where: Mapping[str, NamedSharding]) -> Params:
+def unflatten_matrices(flat: FlatLayout, tree: Params, where: Mapping[str, NamedSharding]) -> Params:
     """A tree of flat vectors and others, as gradients are, with the matrices in place of the vectors. where: what becomes of each."""
-    matrices = {m.name: matrix_of(vector, m, tree[vector.name], where[m.name]) for vector in flat.vectors for m in vector.matrices}
+    matrices = {m.name: extract_matrix(vector, m, tree[vector.name], where[m.name]) for vector in flat.vectors for m in vector.matrices}
     return {**{name: x for name, x in tree.items() if name not in flat.leaves}, **matrices}
 
 
 @functools.cache
-def _empty(vector: Vector, dtype: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(vector.leaf.shape, dtype), out_shardings=vector.sharding)
+def _zeros(vector: FlatVector, dtype: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(vector.array_spec.shape, dtype), out_shardings=vector.sharding)
 
 
-def empty(vector: Vector, dtype: Any) -> jax.Array:
-    """Zeros, for `with_matrix` to fill."""
-    return _empty(vector, dtype)()
+def zero_vector(vector: FlatVector, dtype: Any) -> jax.Array:
+    """Zeros, for `insert_matrix` to fill."""
+    return _zeros(vector, dtype)()
 
 
-def with_matrix(vector: Vector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:
-    """The vector with this matrix in it, whose sharding is one that `spread` makes. Takes the vector over."""
+def insert_matrix(vector: FlatVector, matrix: Matrix, flat: jax.Array, array: jax.Array) -> jax.Array:
+    """The vector with this matrix in it, whose sharding is one that `shard_over_replicas` makes. Takes the vector over."""
     return _into(vector, matrix, array.sharding)(flat, array)
 
 
 @functools.cache
-def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
+def _out(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
-    cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
+    cuts, over = _cuts(sharding, vector), _on(mesh, vector.replica_axes)
 
     def one(row: jax.Array) -> jax.Array:
         # What of the matrix is here, zeros around it; then the sum of those, of bits, which knows -0.0. So the rest of the vector stays.
-        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
+        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.shard_size
         bits = lax.bitcast_convert_type(jnp.pad(row, matrix.size), f"uint{8 * row.dtype.itemsize}")
         first = jnp.maximum(matrix.offset + matrix.size - begin, 0)  # a negative one would count from the end
         bits = lax.dynamic_slice_in_dim(bits, first, matrix.size)
@@ -92,28 +92,28 @@ def _out(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
         return mine
 
     source = _refined(vector.spec, mesh)
-    body = jax.shard_map(lambda held: vector.by_row(one, held), mesh=mesh, in_specs=source, out_specs=sharding.spec, check_vma=False)
+    body = jax.shard_map(lambda held: vector.map_rows(one, held), mesh=mesh, in_specs=source, out_specs=sharding.spec, check_vma=False)
     return jax.jit(body, in_shardings=NamedSharding(mesh, source), out_shardings=sharding)
 
 
 @functools.cache
-def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
+def _into(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
-    cuts, over = _cuts(sharding, vector), _on(mesh, vector.over)
+    cuts, over = _cuts(sharding, vector), _on(mesh, vector.replica_axes)
 
     def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         held, part = row
         for dim in sorted({dim for dim, _ in cuts}):
             part = lax.all_gather(part, tuple(axis for at, axis in cuts if at == dim), axis=dim, tiled=True)
-        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.piece
-        rest = vector.piece * vector.replicas - matrix.offset - matrix.size
-        mine = lax.dynamic_slice_in_dim(jnp.pad(part.reshape(-1), (matrix.offset, rest)), begin, vector.piece)
-        place = begin + jnp.arange(vector.piece)
+        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.shard_size
+        rest = vector.shard_size * vector.replicas - matrix.offset - matrix.size
+        mine = lax.dynamic_slice_in_dim(jnp.pad(part.reshape(-1), (matrix.offset, rest)), begin, vector.shard_size)
+        place = begin + jnp.arange(vector.shard_size)
         return jnp.where((place >= matrix.offset) & (place < matrix.offset + matrix.size), mine, held)
 
     target = _refined(vector.spec, mesh)
     body = jax.shard_map(
-        lambda held, part: vector.by_row(one, (held, part)),
+        lambda held, part: vector.map_rows(one, (held, part)),
         mesh=mesh,
         in_specs=(target, sharding.spec),
         out_specs=target,
@@ -123,10 +123,10 @@ def _into(vector: Vector, matrix: Matrix, sharding: NamedSharding) -> Any:
     return jax.jit(body, in_shardings=(where, sharding), out_shardings=vector.sharding, donate_argnums=0)
 
 
-def _cuts(sharding: NamedSharding, vector: Vector) -> list[tuple[int, str]]:
+def _cuts(sharding: NamedSharding, vector: FlatVector) -> list[tuple[int, str]]:
     """(dimension of one row, mesh axis) for each axis of the replicas that cuts a matrix."""
     mesh: Any = sharding.mesh
-    over = {b for axis in vector.over for b in _parts(mesh, axis)}
+    over = {b for axis in vector.replica_axes for b in _parts(mesh, axis)}
     entries = (*sharding.spec,)[bool(vector.rows) :]
     return [(dim, axis) for dim, entry in enumerate(entries) for axis in axes_of(entry) if axis in over]
 
