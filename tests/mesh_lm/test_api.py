@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import mesh_lm
@@ -18,7 +19,7 @@ from mesh_lm.model import DecoderConfig
 from mesh_lm.training import loop
 from sharding_rules import MeshConfig
 
-COMPILE_BUDGET = 120
+COMPILE_BUDGET = 200
 ROOT = Path(__file__).parents[2]
 MODEL = DecoderConfig(vocab_size=512, seq_len=32, n_layers=2, d_model=32, dtype="float32", loss_chunk=128)
 
@@ -131,6 +132,39 @@ def test_a_trained_model_writes_and_scores(trained: mesh_lm.Run) -> None:
     assert both.texts == 2 and both.nats > short.nats > 0 and both.n_bytes == len("import os\nclass Action:\n")
     with pytest.raises(ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"):
         mesh_lm.load(trained.output / "nothing")
+
+
+class SignDescent:
+    """A rule with an argument that no section of a config has."""
+
+    elementwise = True
+
+    def __init__(self, config: OptimizerConfig | None = None, scale: float = 1.0) -> None:
+        self._scale = scale
+
+    def slots(self, leaves: Any) -> dict:
+        return {}
+
+    def direction(self, grads: Any, slots: Any, params: Any, *, count: Any, leaves: Any) -> Any:
+        return {name: self._scale * jnp.sign(g) for name, g in grads.items()}, {}
+
+
+def test_an_optimizer_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
+    """As a class and as an object; it goes on from its own checkpoint, and no other optimizer does."""
+    by_class = mesh_lm.train(to(tmp_path / "class", config), optimizer=SignDescent)
+    by_object = mesh_lm.train(to(tmp_path / "object", config), optimizer=SignDescent(scale=1.0))
+    assert by_class.losses == by_object.losses and by_class.losses[-1] < by_class.losses[0] - 0.05
+    assert by_class.state.keys() == {"params", "recent", "skipped", "step"}, "slots that no one asked for"
+    assert by_class.config.optimizer.name == f"{__name__}:SignDescent"
+    slower = mesh_lm.train(to(tmp_path / "slower", config), optimizer=SignDescent(scale=0.1))
+    assert slower.losses[-1] > by_class.losses[-1] + 0.02
+    half = to(tmp_path / "half", config)
+    mesh_lm.train(half, optimizer=SignDescent, callbacks=[Noted(stops=2)])
+    with pytest.raises(ConfigError, match="checkpoint"):
+        mesh_lm.train(half)
+    assert mesh_lm.train(half, optimizer=SignDescent).losses == by_class.losses
+    with pytest.raises(ConfigError, match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; a rule has what"):
+        mesh_lm.train(config, optimizer={1: 2})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_config_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
