@@ -24,8 +24,8 @@ from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import FLAG_SETS, options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, flop, whose
+from sharding_rules.lab.saved import TRACE, content, write
+from sharding_rules.lab.summary import alike, flop, headline, whose
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.text import screen
 
@@ -38,7 +38,7 @@ class Plan:
     """What to plan for."""
 
     plan: str = ""
-    """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines)."""
+    """Where the report goes: the screen, or a file that ends in .html (a page with charts), .trace.json (for Perfetto) or .json."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
@@ -103,7 +103,12 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         program = Program.of(config, plan.target, n_devices)
+        if plan.plan != _SCREEN:
+            say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
         report = program.compile(options(flags))
+        say_verdict = plan.plan != _SCREEN or not report.fits
+        if say_verdict:  # before a search, which may be cut short
+            say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.blueprint.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
         facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.blueprint, report))
@@ -157,8 +162,8 @@ def _write(
         Console().print(screen(report, findings, fixes, facts))
         return
     path = Path(plan.plan).expanduser()
-    if path.suffix == ".html":
-        text = page(report, findings, fixes, facts)
+    if path.name.endswith((".html", TRACE)):
+        text = content(path.name, report, findings, fixes, facts)
     else:
         text = json.dumps(
             {
@@ -170,10 +175,9 @@ def _write(
             }
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write --plan={plan.plan}: {error.strerror}") from error
+        write(str(path), text)
+    except LabError as error:
+        raise ConfigError(str(error).replace("cannot write ", "cannot write --plan=", 1)) from error
     print(f"wrote {path}")
 
 

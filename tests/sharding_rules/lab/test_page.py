@@ -71,7 +71,8 @@ def whole(report: Report | None = None) -> str:
 def test_the_page_says_it_all() -> None:
     tree = Tree(whole())
     for words in (
-        "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB", "6.01 s (predicted, never measured), of which 1.5 s (25 %) wait for the network: MFU 4 %.",
+        "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB",
+        "6.01 s (predicted, never measured), of which 1.5 s (25 %) wait for the network: MFU 4 %.",
         "1,024 x H100", "data 8 x fsdp 16 x tensor 8", "174.6 B", "2 findings", "params 1.69 2 %", "2 x bf16[12288,6144]",
         "state.params.blocks.mlp.up.weight, cut by fsdp+tensor", "network, 16 devices", "316.34 GiB", "reduce-scatter bf16[2,2048,12288]",
         "384 x 11.7 ms = 4.49 s, 75 % of the step, 25 % of it waiting", "335.0 TFLOP on each device", "moves f32 in a bf16 program",
@@ -123,7 +124,7 @@ def test_each_row_has_its_time() -> None:
 def test_the_matrix_adds_up_to_the_wire() -> None:
     report = lab_report.report()
     cells = matrix(report)
-    assert list(cells)[0] == (("tensor",), "attention") and len(cells) == 6
+    assert next(iter(cells)) == (("tensor",), "attention") and len(cells) == 6
     total = sum(row.wire for by_phase in cells.values() for row in by_phase.values())
     assert total == pytest.approx(sum(c.times * c.wire for c in report.collectives if c.payload > 4))
     text = Tree(whole()).text
