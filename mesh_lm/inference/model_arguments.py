@@ -1,4 +1,4 @@
-"""The options that all commands on a trained model have, and the model they name."""
+"""The options that all commands on a trained model share."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sharding_rules import AXES, MeshConfig, preset
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """Which model, and on what devices."""
+    """A trained model, and the devices to load it on."""
 
     checkpoint: str
     """A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory."""
     mesh: str = ""
-    """Devices along each mesh axis, as in data=2,tensor=4; empty: as in training where that fits, else all along data."""
+    """Devices along each mesh axis, such as data=2,tensor=4; empty: as in training if that fits, else all along data."""
     rules: str = ""
-    """Sharding rules, as in training; empty: those of training."""
+    """Name of the sharding rules; empty: those of training."""
     tokenizer: str = ""
-    """A tokenizer as data.tokenizer names it; empty: the one kept beside the checkpoint."""
+    """A tokenizer, as in data.tokenizer; empty: the one stored with the checkpoint."""
     config: str = ""
-    """The config file of a model class of one's own, whose code a checkpoint does not hold."""
+    """The config file of a custom model class, whose code is not stored in checkpoints."""
     dtype: Literal["trained", "float32", "bfloat16"] = "trained"
-    """Type of matmuls and activations; trained: as in training."""
+    """Dtype of matmuls and activations; trained: as in training."""
     cpu_devices: int = 0
-    """Devices to cut the CPU into, to try a mesh on a laptop; 0: one."""
+    """Number of virtual CPU devices, to try a mesh on a laptop; 0: one."""
     compile_cache: str = LaunchConfig().compile_cache
     """Directory of JAX's persistent compilation cache; empty: off."""
 
@@ -45,7 +45,7 @@ class ModelArguments:
 
 
 def _mesh(text: str) -> MeshConfig | None:
-    """`data=2,tensor=4` as a mesh; None for nothing."""
+    """Parses a mesh such as `data=2,tensor=4`; None for an empty text."""
     if not text:
         return None
     sizes: dict[str, int] = {}
