@@ -1,4 +1,4 @@
-"""What a step's loss and gradient norm have been of late, so that a step can tell whether it is an outlier. After Levanter's SkipStep."""
+"""Running statistics of loss and gradient norm, with which a step detects outliers. After Levanter's SkipStep."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 MEMORY, ENOUGH = 100, 50
-"""Steps over which means and variances forget (they are plain averages until then), and steps before anything counts as an outlier."""
+"""Window of the running means and variances, in steps (plain averages until then), and steps before any outlier is reported."""
 
 
 def fresh() -> np.ndarray:
-    """float32 [2, 3], of the loss and of the log gradient norm each: steps seen, mean, variance. Nothing seen yet: zeros."""
+    """Returns initial statistics: zeros, float32 [2, 3], with (steps, mean, variance) of the loss and of the log gradient norm."""
     return np.zeros((2, 3), np.float32)
 
 
 def step_statistics(loss: jax.Array, norm: jax.Array) -> jax.Array:
-    """float32 [2] of a step: its mean loss in nats per label, and the log of its gradient norm."""
+    """Returns a step's mean loss in nats per label and the log of its gradient norm, float32 [2]."""
     return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))])
 
 
@@ -27,7 +27,7 @@ def is_outlier(recent: jax.Array, now: jax.Array, deviations: float) -> jax.Arra
 
 
 def update(recent: jax.Array, now: jax.Array) -> jax.Array:
-    """`recent` after a step whose numbers are good."""
+    """Returns the statistics updated by a step that is not skipped."""
     seen, mean, variance = recent.T
     share = jnp.maximum(1 / (seen + 1), 1 / MEMORY)
     gap = now - mean
