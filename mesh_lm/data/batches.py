@@ -68,7 +68,7 @@ class Batches:
         if before and self._tokenizer and before != self._tokenizer:
             raise ConfigError(
                 f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
-                f"{self._tokenizer[:12]}): ids mean something else; use a new output directory, or data of that tokenizer"
+                f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
             )
         self._blended = None
         if isinstance(corpus, MegatronCorpus):
