@@ -40,7 +40,7 @@ _PAGE = """\
 
 What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for:
 Megatron-LM's table of nine, with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is
-compiled for absent GPUs, as `--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
+compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
 and not here.
 
 One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with

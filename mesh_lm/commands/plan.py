@@ -31,7 +31,7 @@ from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, whose
+from sharding_rules.lab.summary import alike, flop, whose
 from sharding_rules.lab.text import screen
 
 
@@ -87,9 +87,6 @@ def refusal(report: Report, fixes: Sequence[Fix]) -> str:
 
 def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     model, train = config.model, config.train
-    per_token = model.flops_per_token()
-    tokens = train.global_batch * model.seq_len
-    theirs = per_token * tokens / report.n_devices
     facts = [
         ("rules", config.rules.name),
         ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
@@ -98,9 +95,9 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
         facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
     if n_params := getattr(model, "n_params", None):
         facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
-    if theirs:
+    if report.model_flops:
         compiled = sum(report.flops.values())
-        facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
+        facts.append(("matmuls", f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x the model's"))
     return (*facts, *attention.report_facts(config, report, report.target))
 
 

@@ -66,6 +66,12 @@ class Program:
         """The parts of the training state. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
         return parts(self.layout, self.optimizer)
 
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing computed twice; 0 where unknown."""
+        tokens = self.config.train.global_batch * self.config.model.seq_len
+        return self.config.model.flops_per_token() * tokens / self.mesh.size
+
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
         config, layout, optimizer = self.config, self.layout, self.optimizer
@@ -74,7 +80,7 @@ class Program:
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
             kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
-            vocabulary=VOCABULARY,
+            vocabulary=VOCABULARY, model_flops=self.model_flops,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

@@ -318,7 +318,7 @@ def test_a_segment_order_that_a_stage_cannot_hold() -> None:
         n_layers=8, window=(4, 0), segments=(SegmentConfig("dense", 2), SegmentConfig("moe", 6, "experts")),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(layers=(3, 5)),
     )  # fmt: skip
-    message = "pipeline.layers=3,5 cuts a period of segment 'moe' in two; each entry must hold a multiple of 2 of its layers"
+    message = "pipeline.layers=3,5 divides a period of segment 'moe'; each entry must hold a multiple of 2 of its layers"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, 2)
 
@@ -331,7 +331,7 @@ def test_a_stack_that_no_segment_has_is_refused() -> None:
             return model
 
     config = Lost(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
-    message = "model.lost has layers in front, but 'lost' is no segment: its config's stack() has 'dense', 'moe'"
+    message = "model.lost has a leading axis layers, but 'lost' is not a segment: its config's stack() has 'dense', 'moe'"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         ModelLayout.of(config, shard_on(rules("ddp")))
 

@@ -69,11 +69,11 @@ def test_all_problems_at_once() -> None:
         (["mesh.data=4", "mesh.pipeline=2", "model.n_layers=0"], "model.n_layers=0 must be at least 1"),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=forward"],
-            "pipeline.schedule=forward has F, and the engine runs F and B: gradients come from the B's; take 1f1b",
+            "pipeline.schedule=forward has F, and the engine runs F and B: gradients need B; use 1f1b",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=zb_h1"],
-            "pipeline.schedule=zb_h1 has FBW, and the engine runs F and B: weight gradients apart (W) are for study; take 1f1b",
+            "pipeline.schedule=zb_h1 has FBW, and the engine runs F and B: separate weight gradients (W) are for study; use 1f1b",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.stash=residuals", "model.remat=offload"],
@@ -116,7 +116,7 @@ def test_all_problems_at_once() -> None:
         (["optimizer.name=adamv"], "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?"),
         (
             ["optimizer.name=sgd"],
-            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for one of your own",
+            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a custom one",
         ),
         (
             ["optimizer.name=no_such_file:Sgd"],
