@@ -13,15 +13,18 @@ from mesh_lm.training.run import Run as Run
 
 if TYPE_CHECKING:
     from mesh_lm.inference.trained import TrainedModel
+    from mesh_lm.optim import Rule
     from sharding_rules import MeshConfig, Rules
     from sharding_rules.lab import Report
 
 
-def train(config: TrainConfig | str | Path, *, callbacks: Sequence[Callback | object] = ()) -> Run:
+def train(config: TrainConfig | str | Path, *, optimizer: Rule | type | None = None, callbacks: Sequence[Callback | object] = ()) -> Run:
     """Trains a model, from the newest checkpoint of its output directory where there is one, and returns the run.
 
     Args:
       config: what to train; or a config file, or the name of one that comes with mesh_lm, such as "gpt_tiny".
+      optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the config's section `optimizer`; None: the one
+        that optimizer.name names. Clipping, the learning rate and weight decay are as the section says.
       callbacks: objects with some of the methods of `Callback`, called in this order.
 
     Raises:
@@ -29,7 +32,7 @@ def train(config: TrainConfig | str | Path, *, callbacks: Sequence[Callback | ob
     """
     from mesh_lm.training import loop
 
-    return loop.train(_config(config), callbacks)
+    return loop.train(_config(config), optimizer=optimizer, callbacks=callbacks)
 
 
 def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto") -> Report:

@@ -39,7 +39,7 @@ def _map(ours: str, dims: str, layout: str, *theirs: str) -> TensorMapping:
     return TensorMapping(ours, dims.replace(" ", ""), layout, theirs)
 
 
-_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": ()}
+_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}
 """What no family here has."""
 
 GPT2 = Family(

@@ -145,7 +145,7 @@ def _called(context: LintContext, piece: Piece) -> str:
         return str(piece.array)
     (b, s), found = context.local_batch, []
     for size in piece.array.dims:
-        names = [name for name, n in _activation_sizes(context).items() if n == size]
+        names = [name for name, sizes in _activation_sizes(context).items() if size in sizes]
         if size == s:
             found.append("seq")
         elif size in (b, b * context.ways(set(piece.one.axes) & context.shards_batch)):
@@ -156,18 +156,22 @@ def _called(context: LintContext, piece: Piece) -> str:
     return f"activation {piece.array}{dims}"
 
 
-def _activation_sizes(context: LintContext) -> dict[str, int]:
-    """The whole sizes of the logical axes of activations, those of weights of the same name."""
-    known = context.rules.activations if context.rules else {}
-    return {axis: n for a in context.params for axis, n in zip(context.logical(a), a.shape, strict=False) if axis and row_of(known, axis)}
+def _activation_sizes(context: LintContext) -> dict[str, set[int]]:
+    """The full sizes of the logical axes of activations: those of weights of the same name, which may differ."""
+    known, sizes = context.rules.activations if context.rules else {}, {}
+    for a in context.params:
+        for axis, n in zip(context.logical(a), a.shape, strict=False):
+            if axis and row_of(known, axis):
+                sizes.setdefault(axis, set()).add(n)
+    return sizes
 
 
 def _row_of_gather(context: LintContext, piece: Piece) -> str:
     """The row of rules.activations whose dimension was gathered, where its size says so."""
     activations = context.rules.activations if context.rules else {}
-    for name, size in _activation_sizes(context).items():
+    for name, sizes in _activation_sizes(context).items():
         row = row_of(activations, name)
-        if row and size in piece.array.dims and set(axes_of(activations[row])) & set(piece.one.axes):
+        if row and sizes & {*piece.array.dims} and set(axes_of(activations[row])) & set(piece.one.axes):
             return row
     return ""
 

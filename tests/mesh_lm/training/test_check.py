@@ -116,7 +116,7 @@ def test_all_problems_at_once() -> None:
         (["optimizer.name=adamv"], "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?"),
         (
             ["optimizer.name=sgd"],
-            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for one of your own",
+            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a custom one",
         ),
         (
             ["optimizer.name=no_such_file:Sgd"],
@@ -176,7 +176,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
-        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'"),
+        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'"),
         (
             "optimizer",
             {"flat": "dat"},
@@ -301,7 +301,7 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
         ),
         (
             {"optimizer": {"moe/flat": "data"}},
-            "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'",
+            "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'",
         ),
         (
             {"optimizer": {"flat": "data"}, "params": {"layers": "fsdp", "embed": None}},
