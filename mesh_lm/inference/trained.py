@@ -14,7 +14,7 @@ import jax
 from mesh_lm import checkpoint, huggingface
 from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
 from mesh_lm.model import DecoderConfig, SegmentConfig
@@ -67,7 +67,7 @@ class TrainedModel:
         """
         saved = checkpoint.find(path)
         if saved is None and not huggingface.is_huggingface(path):
-            raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
+            raise ConfigError(_holds_nothing(path))
         if saved:
             config = config_from(saved.metadata["config"], model, str(saved.path))
         else:
@@ -121,6 +121,11 @@ class TrainedModel:
         return measure_perplexity(scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod)
 
 
+def _holds_nothing(path: Path | str) -> str:
+    hint = "" if Path(path).expanduser().exists() else hub_hint(str(path))
+    return f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors){hint}"
+
+
 def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, layers in model order.
 
@@ -135,7 +140,7 @@ def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout:
         return lambda: saved.params(layout)
     if huggingface.is_huggingface(path):
         return huggingface.reader(path, layout)
-    raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
+    raise ConfigError(_holds_nothing(path))
 
 
 def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers: one rule a file, and what all of them share."""
+"""Optimizers: one update rule per file, and what they share."""
 
 from mesh_lm.optim.contract import ArraySpec as ArraySpec
 from mesh_lm.optim.contract import ArraySpecs as ArraySpecs

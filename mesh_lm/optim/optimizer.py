@@ -1,4 +1,4 @@
-"""What every optimizer does around its rule: clipping, the schedule, decoupled weight decay."""
+"""What all optimizers share: clipping, the learning-rate schedule, and decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = {
     "lion": "mesh_lm.optim.lion:Lion",
     "adafactor": "mesh_lm.optim.adafactor:Adafactor",
 }
-"""optimizer.name -> module:class. A rule is made from the config's section `optimizer`."""
+"""optimizer.name -> module:class. A rule is constructed from the config's section `optimizer`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Optimizer:
 
     config: OptimizerConfig
     steps: int
-    """Length of the schedule."""
+    """Length of the learning-rate schedule."""
     own: Rule | None = None
-    """A rule that was made already; None: the one that optimizer.name names."""
+    """A rule object that was passed in; None: the rule that optimizer.name names."""
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises ConfigError as `make_rule` does."""
+        """The update rule. Raises ConfigError as `make_rule` does."""
         return self.own or make_rule(self.config)
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
+        """The optimizer state of parameters, see `Rule.slots`. Raises ConfigError for flat vectors if the rule is not elementwise."""
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
             raise ConfigError(f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is kept as flat vectors")
@@ -50,9 +50,9 @@ class Optimizer:
     def update(
         self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
-        """New parameters and slots.
+        """(updated parameters, updated slots).
 
-        norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far; leaves: of the parameters.
+        norm: global L2 norm of grads; step: int32, for the schedule; count: number of earlier updates; leaves: of the parameters.
         """
         c = self.config
         if c.clip_norm:
@@ -64,7 +64,7 @@ class Optimizer:
         return new, after
 
     def learning_rate(self, step: jax.Array | int) -> jax.Array:
-        """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
+        """The learning rate of step `step` (0, 1, ...): linear from 0 during the warm-up, then by the schedule."""
         c, warm = self.config, self.config.warmup_steps
         rest, end = max(1, self.steps - warm), self.config.final_fraction
         decay = min(rest, max(1, int(c.decay_fraction * self.steps)))
@@ -79,15 +79,15 @@ class Optimizer:
 
 
 def make_rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names, one of RULES, module:class, or FILE.py:class.
+    """The rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
 
-    Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.
+    Raises ConfigError for an unknown name, a module that cannot be imported, and a class that does not implement `Rule`.
     """
     what, where = f"optimizer.name={config.name}", RULES.get(config.name, config.name)
     path, colon, name = where.rpartition(":")
     if not colon:
-        told = did_you_mean(name, list(RULES))
-        raise ConfigError(f"{what}: no such optimizer{told}" + ("" if told.endswith("?") else ", or module:class for one of your own"))
+        hint = did_you_mean(name, list(RULES))
+        raise ConfigError(f"{what}: no such optimizer{hint}" + ("" if hint.endswith("?") else ", or module:class for a custom one"))
     module = files.imported(path, what)
     if not hasattr(module, name):
         rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
@@ -105,10 +105,10 @@ def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConf
 
 def _made(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
     try:
-        made = make(config)
+        instance = make(config)
     except Exception as error:
         raise ConfigError(f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})") from error
     fits = {"elementwise": bool, "slots": Callable, "direction": Callable}
-    if lacks := [each for each, kind in fits.items() if not isinstance(getattr(made, each, None), kind)]:
-        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; a rule has what mesh_lm.optim.Rule has")
-    return made
+    if lacks := [each for each, kind in fits.items() if not isinstance(getattr(instance, each, None), kind)]:
+        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; implement mesh_lm.optim.Rule")
+    return instance

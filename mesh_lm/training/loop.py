@@ -33,6 +33,7 @@ from mesh_lm.training import elastic
 from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replicas import require_equal
 from mesh_lm.training.run import Run
 from mesh_lm.training.skip_guard import SkipGuard
@@ -55,6 +56,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
     """Trains a model, from its newest checkpoint where there is one, and returns the run. See `mesh_lm.train`."""
     # 1. What cannot run stops here, with every reason at once.
     phases = Phases()
+    require_ready(config)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)

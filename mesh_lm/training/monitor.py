@@ -65,7 +65,7 @@ class Monitor:
         told, self._told = self._told, (step, metrics)
         self._phases.step = step
         if self._goodput:
-            self._goodput.keep()
+            self._goodput.write()
         self._profile.step(step, metrics, self._phases)
         self.flush()
         self._late = self._told

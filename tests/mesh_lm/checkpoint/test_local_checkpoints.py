@@ -254,12 +254,12 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"local_every": 5}, "checkpoint.local_every=5 has no place to save to"),
-        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is never saved to"),
+        ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
+        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
         ({"local": "gs://a", "local_every": 5}, "checkpoint.local=gs://a must be a directory"),
         (
             {"local": "/dev/shm", "local_every": 20},
-            "checkpoint.local_every=20 has a save to the output at each of its steps; set it below 10",
+            "checkpoint.local_every=20 is a multiple of checkpoint.every=10, and those steps are saved to the output; set it below 10",
         ),
     ],
 )

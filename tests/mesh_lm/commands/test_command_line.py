@@ -100,11 +100,12 @@ def problems_of(*argv: str) -> list[str]:
 
 
 def leaves(section: Any, prefix: str = "--config") -> Iterator[str]:
+    """The fields that the help shows without being asked for all."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
             yield from leaves(value, f"{prefix}.{field.name}")
-        else:
+        elif not field.metadata.get("expert"):
             yield f"{prefix}.{field.name}"
 
 
