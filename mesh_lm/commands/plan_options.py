@@ -22,7 +22,7 @@ class Plan:
     """The target of a plan, and where its report goes."""
 
     plan: str = ""
-    """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines); also --output."""
+    """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for Perfetto) or .json; also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0

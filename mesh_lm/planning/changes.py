@@ -19,17 +19,48 @@ from sharding_rules.rules import Kind
 
 
 def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]) -> Iterator[Candidate]:
-    """Yields every single change that passes `check`, with its command-line arguments and a function that compiles it."""
+    """Every change that passes `check`, and every pair of changes of different kinds, as what to type and how to compile it."""
     config = check(config, n_devices)
     seen = [_effect(config)]
-    for kind, fields in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
+    held = _held(config)
+
+    def candidate(*changes: Change) -> Candidate | None:
+        fields = {name: value for _, each in changes for name, value in each.items()}
+        if len(fields) < sum(len(each) for _, each in changes):
+            return None  # both change the same field
         try:
             changed = check(_replace(config, fields), n_devices)
         except (ConfigError, ShardingRuleError):
-            continue
-        if _effect(changed) not in seen:
-            seen.append(_effect(changed))
-            yield Candidate(kind, " ".join(f"--config.{name}={value}" for name, value in fields.items()), lambda c=changed: compiled(c))
+            return None
+        effect = _effect(changed)
+        if effect in seen:
+            return None
+        seen.append(effect)
+        kinds = [kind for kind, _ in changes]
+        parts = tuple(_words(each) for _, each in changes) if len(changes) > 1 else ()
+        return Candidate(
+            "+".join(kinds), _words(fields), lambda: compiled(changed),
+            scale=_held(changed) / held, parts=parts, first=set(kinds) <= {"remat", "microbatch"},
+        )  # fmt: skip
+
+    singles = []
+    for change in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
+        if one := candidate(change):
+            singles.append(change)
+            yield one
+    for first, second in itertools.combinations(singles, 2):
+        if first[0] != second[0] and not {first[0], second[0]} <= {"remat", "offload"} and (one := candidate(first, second)):
+            yield one
+
+
+def _held(config: TrainConfig) -> float:
+    """Sequences that a device has at once."""
+    ways = math.prod(config.mesh.sizes()[a] for a in axes_of(config.rules.activations["batch"]))
+    return config.train.global_batch / config.train.microbatches / ways
+
+
+def _words(fields: dict[str, Any]) -> str:
+    return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 
 def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
@@ -58,13 +89,10 @@ def _remat(config: TrainConfig) -> Iterator[Change]:
 
 
 def _microbatches(config: TrainConfig) -> Iterator[Change]:
-    """Fewer sequences per microbatch: half as many, and one on each device."""
-    mesh, train = config.mesh.sizes(), config.train
-    ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
-    each = train.global_batch // train.microbatches // ways
-    smaller = [b for b in range(each - 1, 0, -1) if each % b == 0]
-    for b in dict.fromkeys([*smaller[:1], *smaller[-1:]]):
-        yield "microbatch", {"train.microbatches": train.global_batch // ways // b}
+    """Fewer sequences at once: each number that divides those of now, down to one on each device."""
+    each = int(_held(config))
+    for b in (b for b in range(each - 1, 0, -1) if each % b == 0):
+        yield "microbatch", {"train.microbatches": config.train.microbatches * each // b}
 
 
 def _rules(config: TrainConfig) -> Iterator[Change]:

@@ -19,9 +19,12 @@ from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean
 from sharding_rules.rules import Column, Kind
 
 
-def check(config: TrainConfig, n_devices: int) -> TrainConfig:
-    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem."""
-    problems = list(_fields(config))
+def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:
+    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem.
+
+    rule: the optimizer's rule if one was passed in; None: the rule that optimizer.name names.
+    """
+    problems = list(_fields(config, rule))
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
@@ -35,7 +38,7 @@ def check(config: TrainConfig, n_devices: int) -> TrainConfig:
     return config
 
 
-def _fields(config: TrainConfig) -> Iterator[str]:
+def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     """Problems of single sections, and of pairs of fields that do not depend on the mesh."""
     yield from (problems := config.model.problems())
     if not problems:
@@ -59,14 +62,14 @@ def _fields(config: TrainConfig) -> Iterator[str]:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     if config.health.rewinds and config.checkpoint.keep < 2:
         yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
-    yield from _optimizer(config)
+    yield from _optimizer(config, rule)
     yield from _data(config)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
 
 
-def _optimizer(config: TrainConfig) -> Iterator[str]:
+def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     """Problems of the optimizer's section, and whether its update rule works with the layout that the sharding rules choose."""
     optimizer, rules = config.optimizer, config.rules
     below = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
@@ -79,7 +82,7 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     if not 0 < optimizer.eps < math.inf:  # eps=0 gives 0 / 0 for zero gradients, such as those of padded rows
         yield f"optimizer.eps={optimizer.eps} must be a number above 0"
     try:
-        elementwise = optim.make_rule(optimizer).elementwise
+        elementwise = (rule or optim.make_rule(optimizer)).elementwise
     except ConfigError as error:
         yield str(error)
         return

@@ -16,27 +16,28 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import ELASTIC, LEAST
 from mesh_lm.launch.job import VARIABLES
+from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
 
 _SHRINK = ("data", "fsdp")
 
 
-def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> TrainConfig:
+def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None) -> TrainConfig:
     """Returns the config for the available devices if the launcher may continue with fewer nodes (--min-nodes); else the config itself.
 
-    Call it after `distributed.start`. Raises distributed.FewerNodes, after reporting it to the launcher, if fewer nodes are enough.
-    Raises ConfigError, already at the first start, if the available nodes or the --min-nodes cannot hold the run.
+    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes, after reporting it to the launcher, if
+    fewer nodes are enough. Raises ConfigError, already at the first start, if the available nodes or the --min-nodes cannot hold the run.
     """
     if not (full := int(environment.get(ELASTIC, 0))):
         return config
     nodes = int(environment[VARIABLES["nodes"]])
     per_node = jax.device_count() // nodes
     try:
-        on_nodes(config, full, least := int(environment.get(LEAST, nodes)), per_node)
+        on_nodes(config, full, least := int(environment.get(LEAST, nodes)), per_node, rule)
     except ConfigError as error:
         raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
-    fitting, enough = on_nodes(config, full, nodes, per_node)
+    fitting, enough = on_nodes(config, full, nodes, per_node, rule)
     if enough < nodes:
         Heartbeat(Phases(), environment).send({"nodes": enough})
         raise distributed.FewerNodes
@@ -46,7 +47,7 @@ def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> Tra
     return fitting
 
 
-def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int) -> tuple[TrainConfig, int]:
+def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Rule | None = None) -> tuple[TrainConfig, int]:
     """Returns the config for at most `nodes` nodes of `per_node` devices, and how many nodes it fills. full: the nodes it was written for.
 
     Raises ConfigError if no mesh fits.
@@ -57,7 +58,7 @@ def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int) -> tuple
         raise ConfigError(str(error)) from error
     devices = nodes * per_node
     while devices:
-        found = fitted(config, devices)
+        found = fitted(config, devices, rule)
         size = math.prod(found.mesh.sizes().values())
         if size % per_node == 0:
             return found, size // per_node
@@ -65,7 +66,7 @@ def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int) -> tuple
     raise ConfigError(f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of {nodes}")
 
 
-def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
+def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
     """Returns the config on the largest mesh of at most n_devices that it allows; among equal sizes, on the one with the largest fsdp.
 
     pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as large as in the config (-1: any). The global batch
@@ -81,7 +82,7 @@ def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
         for microbatches in _microbatches(config, mesh):
             candidate = dataclasses.replace(config, mesh=mesh, train=dataclasses.replace(config.train, microbatches=microbatches))
             try:
-                return check(candidate, size)
+                return check(candidate, size, rule)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)

@@ -31,7 +31,7 @@ class Finding:
     check: str
     """The name of what was found, such as "reshard"."""
     bytes: int
-    """Of a step on one device: sent through the network, or of memory that is wasted."""
+    """Bytes of a step on one device: sent through the network, or of memory that is wasted."""
     where: Location
     text: str
     fix: str
@@ -144,12 +144,15 @@ class LintContext:
 
     @cached_property
     def width(self) -> int:
-        """D: the size of "embed", else the size that most parameters share."""
+        """D: the size of "embed", else of the batch's last dimension where it is one of activations, else what most parameters share."""
         named = {a.shape[dim] for a in self.params for dim, axis in enumerate(self.logical(a)) if axis == "embed"}
         if named:
             return named.pop()
-        dims = [d for a in self.params for d in set(a.shape[1:] or a.shape)]
-        return max(dims, key=lambda d: (dims.count(d), d), default=0)
+        batch = self._batch_shape[0]
+        if batch is not None and "int" not in batch.dtype:
+            return batch.shape[-1]
+        dims = [d for a in self.params for d in set(a.shape[self.stacked(a) :]) if d > 1]
+        return max(dims, key=lambda d: (dims.count(d), -d), default=0)
 
     def is_activation(self, array: Array, along: Sequence[str] = ()) -> bool:
         """Whether it has a dimension (or two) of this device's tokens, or of all tokens of the devices along some mesh axes."""
@@ -159,12 +162,12 @@ class LintContext:
         return b * s > 0 and any(n * s in dims or (s in dims and (n == 1 or n in dims)) for n in found)
 
     def is_residual(self, array: Array) -> bool:
-        """Whether it has as many elements as the residual stream of this device's tokens, whole along the sequence."""
+        """Whether it has as many elements as the residual stream of this device's tokens, with full sequences."""
         return self.width in array.dims and self.is_activation(array) and math.prod(array.dims) == self.residual_size
 
     @property
     def residual_size(self) -> int:
-        """Elements of the residual stream of this device's tokens, whole along the sequence."""
+        """Elements of the residual stream of this device's tokens, with full sequences."""
         return math.prod(self.local_batch) * self.width
 
     # Parameters.
@@ -214,7 +217,7 @@ class LintContext:
         return [self.by_name[name] for name in one.beside if name in self.by_name]
 
     def weights(self, along: Sequence[str], array: Array) -> list[Argument]:
-        """Parameters sharded over one of these mesh axes whose dimensions this array has when it is whole along them: a layer's or the
+        """Parameters sharded over one of these mesh axes whose dimensions this array has when it is gathered along them: a layer's or the
         stack's.
 
         In any order, as XLA may transpose; whatever else shards the parameter may be gathered already.

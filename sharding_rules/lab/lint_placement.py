@@ -75,11 +75,12 @@ def exposed(context: LintContext) -> Iterator[Finding]:
             kinds = ", ".join(dict.fromkeys(one.kind for one in each))
             largest = max(each, key=lambda one: one.exposed)
             text = f"compute waits {share:.0%} of the predicted step for {kinds} over {' and '.join(axes)} {when}"
-            fewer = (
-                "fewer and larger microbatches, each of which sends it again" if largest.loops else "a larger batch, which sends as much"
-            )
-            neutral = f"more work for as many bytes ({fewer}), or a smaller mesh axis between nodes"
-            fix = context.vocabulary.fix("exposed-in-loops" if largest.loops else "exposed-communication", neutral)
+            if when == _ONCE:
+                neutral = "a larger batch, for which as much is sent, or a smaller mesh axis between nodes"
+                fix = context.vocabulary.fix("exposed-communication", neutral)
+            else:
+                neutral = "fewer and larger microbatches, each of which sends it again, or a smaller mesh axis between nodes"
+                fix = context.vocabulary.fix("exposed-in-loops", neutral)
             bytes = int(sum(one.times * one.wire for one in each))
             names = tuple(one.name for one in each)
             yield Finding("exposed-communication", bytes, largest.where, text, fix, "notice", names)

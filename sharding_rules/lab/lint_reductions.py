@@ -134,13 +134,13 @@ def whole_gradients(context: LintContext) -> Iterator[Finding]:
         if bytes >= context.large:
             largest = pieces[excess.index(max(excess))]
             whose, along = names_of(_summed_whole(context, largest)), " and ".join(axes)
-            text = f"gradients{f' of {whose}' if whose else ''} are all-reduced whole over {along}, along which the rules shard them"
+            text = f"gradients{f' of {whose}' if whose else ''} are all-reduced in full over {along}, along which the rules shard them"
             fix = "a reduce-scatter sends half: pin the sum to rules.gradients (Shard.constrain), or lax.psum_scatter in place of lax.psum"
             yield Finding("all-reduce-of-shards", bytes, largest.one.where, text, fix, collectives=_instructions(pieces))
 
 
 def _lawful(context: LintContext, piece: Piece) -> int:
-    """Elements of the gradients that the rules leave whole along these axes: XLA may have joined all of them in one array."""
+    """Elements of the gradients that the rules leave replicated along these axes: XLA may have joined all of them in one array."""
     axes, total = set(piece.one.axes), 0
     for a in context.params:
         promised = context.promised(a, "gradients")
@@ -160,7 +160,7 @@ def _summed_whole(context: LintContext, piece: Piece) -> list[Argument]:
 
 
 def residual_not_sharded(context: LintContext) -> Iterator[Finding]:
-    """With sequence parallelism, a residual stream that is summed whole on each device: every device keeps and adds all of it."""
+    """With sequence parallelism, a residual stream that is summed in full on each device: every device keeps and adds all of it."""
     if context.rules is None or not context.gathers_residual:
         return
     told = {word for finding in lint_reshards.reshards(context) for word in words_of(finding.where)}
@@ -169,7 +169,9 @@ def residual_not_sharded(context: LintContext) -> Iterator[Finding]:
     bytes = int(sum(piece.bytes for piece in pieces))
     if pieces and bytes >= context.large:
         largest = max(pieces, key=lambda piece: piece.bytes)
-        text = f"the residual stream {largest.array} is all-reduced whole over {largest.along}, along which rules.activations['seq_resid'] "
+        text = (
+            f"the residual stream {largest.array} is all-reduced in full over {largest.along}, along which rules.activations['seq_resid'] "
+        )
         text += "shards it: every device keeps all of it"
         here = largest.one.where.source or largest.one.where.part
         fix = f"pin what is added to it, and the sum, before and after {here}: shard(x, 'batch', 'seq_resid', 'embed')"

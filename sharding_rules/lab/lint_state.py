@@ -23,7 +23,7 @@ def misplaced(context: LintContext) -> Iterator[Finding]:
     slots = {"params": "parameters", "moments": f"moments ({' and '.join(_slots(a for a, _ in found.get('moments', [])))})"}
     columns = [f"rules.{'optimizer' if kind == 'moments' else kind}" for kind in found]
     says = f"{' and '.join(columns)} shard{'s' * (len(found) == 1)} them" if context.rules else "their parameters are sharded"
-    text = f"{' and '.join(slots[kind] for kind in found)} of {names_of(a for a, _ in every)} are whole"
+    text = f"{' and '.join(slots[kind] for kind in found)} of {names_of(a for a, _ in every)} are replicated"
     text += f" along {' and '.join(axes)}, along which "
     fix = "place them where the rules say (Rules.sharding)" if context.rules else "give each the sharding of its parameter"
     yield Finding("replicated", wasted, Location(), text + says, fix)
@@ -60,7 +60,7 @@ def _slots(moments: Iterator[Argument]) -> list[str]:
 
 
 def could_shard(context: LintContext) -> Iterator[Finding]:
-    """Parameters and moments that are whole along an axis that shards others of their kind, where no rule says otherwise."""
+    """Parameters and moments that are replicated along an axis that shards others of their kind, where no rule says otherwise."""
     groups: dict[tuple[str, str], list[Argument]] = {}
     told = {a.name for kind in ("params", "moments") for a, _ in _misplaced(context, kind)}
     for kind in ("params", "moments"):
@@ -75,7 +75,7 @@ def could_shard(context: LintContext) -> Iterator[Finding]:
         if wasted >= LARGE_MEMORY * context.report.peak_bytes:
             table = f"rules.params[{row!r}] and rules.activations[{row!r}]" if row else "a row of rules.params"
             is_or_are = "is" if len({short(a) for a in held}) == 1 else "are"
-            text = f"{names_of(held)} {is_or_are} whole along {axis}, which shards others of their kind {n} ways"
+            text = f"{names_of(held)} {is_or_are} replicated along {axis}, which shards others of their kind {n} ways"
             yield Finding("replicated", wasted, Location(), text, f"put {axis!r} into {table}", "error" if row else "notice")
 
 
@@ -100,13 +100,17 @@ def _row_for(context: LintContext, a: Argument, axis: str) -> str | None:
 def used_in_part(context: LintContext) -> Iterator[Finding]:
     """Arguments that every device holds whole, and of which each uses only its own slice."""
     told = {a.name for kind in ("params", "moments") for a, _ in _misplaced(context, kind)}
-    for a in (a for a in context.report.arguments if a.name not in told):
-        wasted = a.bytes - a.bytes // a.used_ways
-        if a.used_ways > 1 and wasted >= LARGE_MEMORY * context.report.peak_bytes:
-            like = " or ".join(" and ".join(axes) for axes in _axes_of_size(context, a.used_ways))
-            text = f"{a.name} is whole on every device, and each uses 1/{a.used_ways} of it" + (
-                f", as {like} would shard it" if like else ""
-            )
+    found: dict[int, list[Argument]] = {}
+    for a in context.report.arguments:
+        if a.used_ways > 1 and a.name not in told:
+            found.setdefault(a.used_ways, []).append(a)
+    for ways, each in found.items():
+        wasted = sum(a.bytes for a in each) * (ways - 1) // ways
+        if wasted >= LARGE_MEMORY * context.report.peak_bytes:
+            like = " or ".join(" and ".join(axes) for axes in _axes_of_size(context, ways))
+            names, one = ", ".join(a.name for a in each[:3]) + f" and {len(each) - 3} more" * (len(each) > 3), len(each) == 1
+            text = f"{names} {'is' if one else 'are'} replicated on every device, and each uses 1/{ways} of {'it' if one else 'them'}"
+            text += f", as {like} would shard it" if like else ""
             yield Finding("replicated", wasted, Location(), text, "give the argument that sharding (jax.device_put, in_shardings)")
 
 

@@ -1,4 +1,4 @@
-"""Rows as pure NumPy: any part of ours from theirs, and back, is the same numbers."""
+"""Tensor mappings in NumPy: any part of our array can be read from their tensors, and written back unchanged."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_padding_is_zero_and_is_cut(vocab: int, padding: int, data: st.DataObjec
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 @pytest.mark.parametrize("grouped", [True, False])
 def test_each_tensor_has_one_place(family: Family, grouped: bool) -> None:
-    """With the rows that one model uses: those for grouped queries or the one for as many kv heads as heads."""
+    """Uses the mappings of one model: those for grouped queries, or the one for n_kv_heads = n_heads."""
     left_out = "blocks.attention.qkv." if grouped else ("blocks.attention.q.", "blocks.attention.kv.")
     rows = [row for row in family.mappings if family.model_type == "gpt2" or not row.ours.startswith(left_out)]
     assert len({row.ours for row in rows}) == len(rows)

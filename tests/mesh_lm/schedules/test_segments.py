@@ -296,7 +296,7 @@ def config_of(**changes) -> TrainConfig:
         ),
         (
             {"rules": rules("ddp").replace(params={"mo/mlp": None})},
-            "rules have the scope 'mo' (mo/mlp), which is no part of the model; did you mean 'moe'?",
+            "rules have the scope 'mo' (mo/mlp), which the model does not have; did you mean 'moe'?",
         ),
         (
             {"mesh": MeshConfig(pipeline=4), "pipeline": PipelineConfig(chunks=2)},
@@ -318,7 +318,7 @@ def test_a_segment_order_that_a_stage_cannot_hold() -> None:
         n_layers=8, window=(4, 0), segments=(SegmentConfig("dense", 2), SegmentConfig("moe", 6, "experts")),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(layers=(3, 5)),
     )  # fmt: skip
-    message = "pipeline.layers=3,5 cuts a period of segment 'moe' in two; each entry must hold a multiple of 2 of its layers"
+    message = "pipeline.layers=3,5 divides a period of segment 'moe'; each entry must hold a multiple of 2 of its layers"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, 2)
 
@@ -337,7 +337,7 @@ def test_a_stack_that_no_segment_has_is_refused() -> None:
 
 
 def test_rules_of_an_unknown_scope_do_not_fit_the_model() -> None:
-    message = "rules have the scope 'late' (late/mlp), which is no part of the model; the model has 'blocks'"
+    message = "rules have the scope 'late' (late/mlp), which the model does not have; the model has 'blocks'"
     with pytest.raises(ShardingRuleError, match=re.escape(message)):
         ModelLayout.of(GPT, shard_on(preset("ddp").replace(params={"late/mlp": None})))
 

@@ -170,13 +170,13 @@ def test_replicated() -> None:
     whole = report(collectives=(*LAWFUL[:4], WHOLE_TABLE, *LAWFUL[5:]), arguments=arguments(embedding=("fsdp",)))
     promised = only(lint(whole, RULES, AXES))
     assert (promised.check, promised.severity) == ("replicated", "error")
-    where = "parameters and moments (mu and nu) of embedding are whole along tensor"
+    where = "parameters and moments (mu and nu) of embedding are replicated along tensor"
     assert promised.text == f"{where}, along which rules.params and rules.optimizer shard them"
     assert promised.bytes == 3 * V * D * 4 // 2 * 3 // 4
     asked = only(lint(whole, RULES.replace(params={"vocab": None}), AXES))
     assert asked.severity == "error" and "put 'tensor' into rules.params['vocab']" in asked.fix
     guessed = only(lint(whole))
-    assert guessed.severity == "notice" and "embedding is whole along tensor" in guessed.text
+    assert guessed.severity == "notice" and "embedding is replicated along tensor" in guessed.text
     roomy = Memory(100 << 20, 0, 0, 40 << 30, ())
     assert lint(dataclasses.replace(whole, memory=roomy), RULES, AXES) == ()
 

@@ -86,7 +86,7 @@ def test_weights_that_are_gathered_for_the_update() -> None:
 def test_gradients_that_are_summed_whole() -> None:
     whole = collective("all-reduce", "fsdp", f"f32[{D},{F // 4}]", loops=LOOPS, where=Location("layers/mlp", "backward"), by_hand=True)
     found = only(lint(report(whole), RULES, AXES))
-    assert found.check == "all-reduce-of-shards" and found.text.startswith("gradients of blocks.up are all-reduced whole over fsdp")
+    assert found.check == "all-reduce-of-shards" and found.text.startswith("gradients of blocks.up are all-reduced in full over fsdp")
     norms = dataclasses.replace(whole, shapes=(f"f32[{L * D}]",))
     assert lint(report(norms), RULES, AXES) == (), "as many elements as the rules leave whole"
 
@@ -102,5 +102,5 @@ def test_a_table_of_which_a_device_uses_a_part() -> None:
     table = dataclasses.replace(argument("bias", "other", (16, 2048, 2048), "float32"), used_ways=4)
     found = only(lint(report(arguments=(*arguments(), table)), RULES, AXES))
     assert found.check == "replicated" and found.bytes == table.bytes * 3 // 4
-    assert found.text == "bias is whole on every device, and each uses 1/4 of it, as tensor would shard it"
+    assert found.text == "bias is replicated on every device, and each uses 1/4 of it, as tensor would shard it"
     assert lint(report(arguments=(*arguments(), dataclasses.replace(table, used_ways=1))), RULES, AXES) == ()

@@ -51,7 +51,7 @@ def findings(*more: Any, **changes: Any) -> tuple[Finding, ...]:
 
 @pytest.mark.parametrize("axes", [AXES, None])
 def test_a_lawful_pipeline_is_clean(axes: Any) -> None:
-    """Weights of a stage are gathered in every slot, the embedding is whole on every stage, the ring lies beside the slots."""
+    """Weights of a stage are gathered in every slot, the embedding is replicated on every stage, the ring lies beside the slots."""
     assert lint(report(), RULES if axes else None, axes) == ()
 
 

@@ -129,6 +129,7 @@ def test_joint_qkv(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("[D, 3, N, H], not [D, 3N, H]" in one.fix for one in found["reshard"])
 
 
+@pytest.mark.slow
 def test_narrow_sum(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "Attention", NarrowAttention)
     found = errors(findings(reports, preset("hsdp+megatron_sp+reduce_float32")))
@@ -147,6 +148,7 @@ def test_missing_output_constraint(reports: str, monkeypatch: pytest.MonkeyPatch
     assert gathered and "rules.activations['heads']" in gathered[0].fix and "attention" in gathered[0].where.part
 
 
+@pytest.mark.slow
 def test_misspelt_row(reports: str) -> None:
     """A row that no tensor has is no error for Rules, which do not know the model; "mlp" stays whole."""
     rules = RULES.replace(params={"mlp": None, "mpl": "tensor"}, activations={"mlp": None, "mpl": "tensor"})
@@ -173,7 +175,7 @@ def test_other_typos_raise(change: dict[str, Any], message: str) -> None:
 def test_replicated_embedding(reports: str) -> None:
     found = errors(findings(reports, RULES.replace(params={"vocab": None}, activations={"vocab": None})))
     (one,) = found["replicated"]
-    assert found.keys() == {"replicated"} and one.text.startswith("embedding is whole along tensor")
+    assert found.keys() == {"replicated"} and one.text.startswith("embedding is replicated along tensor")
     assert one.bytes == 3 * 8192 * 512 * 4 * 3 // 4  # weight and two moments, a half each by fsdp; a quarter would do
     assert "rules.params['vocab']" in one.fix
 
