@@ -83,7 +83,7 @@ def test_every_check_is_explained() -> None:
 def test_options_and_members_exist() -> None:
     section = PAGE[PAGE.index("## Other forms") : PAGE.index("## When it does not fit")]
     options = re.findall(r"^\| `(--[\w-]+(?:=[\w.]+)?)` \|", section, re.MULTILINE)
-    assert len(options) == 6
+    assert len(options) == 7
     for option in options:
         planned, rest = command.asked(["--plan", option] if not option.startswith("--plan") else [option])
         assert planned and not rest
