@@ -1,4 +1,4 @@
-"""Tokens a second that gpt_tiny writes: with its cache, streamed, and reading the whole text anew for every token, as before the cache.
+"""Tokens per second that gpt_tiny generates: with its cache, streamed, and without a cache, reading the full text again for every token.
 
 fp32, random weights, greedy, no stop: every text has all its tokens. The first call of each compiles and is not counted.
 """
@@ -16,18 +16,18 @@ import numpy as np
 import tiny
 from record import Record, Row, milliseconds, options
 
-from mesh_lm.blueprint import Params
-from mesh_lm.generation import Engine, Sampling
-from mesh_lm.generation.engine import Rereading
+from mesh_lm.inference import Engine, Sampling
+from mesh_lm.inference.engine import NoCacheModel
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import Params
 
 PROMPT = 16
 REPEATS = {"cache": 5, "cache, streamed": 5, "no cache": 2}
 
 
 class WithoutCache(Engine):
-    def _model(self, params: Params) -> Rereading:
-        return Rereading(self.blueprint.bind(params).logits)
+    def _model(self, params: Params) -> NoCacheModel:
+        return NoCacheModel(self.layout.bind(params).logits)
 
 
 def whole(engine: Engine, prompts: list[list[int]], new: int) -> Callable[[], list]:
@@ -52,9 +52,9 @@ def main() -> int:
     rows: list[Row] = []
     assert isinstance(config.model, DecoderConfig)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
-    blueprint, new = tiny.blueprint(config), config.model.seq_len - PROMPT
-    params = jax.jit(blueprint.init)(jax.random.key(0))
-    engines = {kind: kind(blueprint, params, Sampling(temperature=0)) for kind in (Engine, WithoutCache)}
+    layout, new = tiny.layout(config), config.model.seq_len - PROMPT
+    params = jax.jit(layout.init)(jax.random.key(0))
+    engines = {kind: kind(layout, params, Sampling(temperature=0)) for kind in (Engine, WithoutCache)}
     for batch in (1, 2) if arguments.quick else (1, 8):
         prompts = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, PROMPT)).tolist()
         runs = {

@@ -1,7 +1,7 @@
-"""What the host costs per step: train.py's loop with a device step that does nothing. Target: 2 ms.
+"""Host time per step: train.py's loop with a device step that does nothing. Target: 2 ms.
 
-The loader, the monitor, the checkpoints and the SIGTERM handler are the real ones of configs/gpt_tiny.py, used as train.py uses them; the
-step takes the real batch and gives metrics of the real names. No device's work hides anything here, so this is the worst case.
+The loader, the monitor, the checkpoints and the SIGTERM handler are those of configs/gpt_tiny.py, used as train.py uses them; the step
+takes the real batch and returns metrics with the real names. No work on the device hides the host's, so this is the worst case.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import tiny
 from record import Record, Row, options
 
-from mesh_lm import launch
-from mesh_lm.blueprint import Blueprint
+from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.health.phases import Phases
-from mesh_lm.monitor import Monitor
+from mesh_lm.distributed.phases import Phases
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding
+from mesh_lm.parallel.engine import batch_sharding
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
-from mesh_lm.step import train_step
+from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.step import train_step
 
 TARGET_MS = 2.0
 PARTS = ("next batch", "dispatch step", "monitor", "poll checkpoint and SIGTERM")
@@ -39,10 +39,10 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def no_op_step(config: TrainConfig, blueprint: Blueprint, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """A jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
+def no_op_step(config: TrainConfig, layout: ModelLayout, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """Returns a jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
     optimizer = Optimizer(config.optimizer, config.train.steps)
-    metrics = jax.eval_shape(train_step(blueprint, optimizer, config.seed), abstract_state(blueprint, optimizer), batch)[1]
+    metrics = jax.eval_shape(train_step(layout, optimizer, config.seed), abstract_state(layout, optimizer), batch)[1]
 
     @jax.jit
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -52,16 +52,16 @@ def no_op_step(config: TrainConfig, blueprint: Blueprint, batch: Batch) -> Calla
 
 
 def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
-    """Seconds of each part of each step, [steps - warm_up, parts]."""
-    blueprint, marks = tiny.blueprint(config), np.zeros((config.train.steps, len(PARTS) + 1))
+    """Returns the seconds of each part of each step, [steps - warm_up, parts]."""
+    layout, marks = tiny.layout(config), np.zeros((config.train.steps, len(PARTS) + 1))
     clock = time.perf_counter
-    with launch.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
+    with distributed.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
-        batches = Batches(config, corpus, batch_sharding(blueprint))
+        batches = Batches(config, corpus, batch_sharding(layout))
         training = batches.train()
         position, batch = next(training)
-        step, state = no_op_step(config, blueprint, batch), {"step": jnp.int32(0)}
-        with contextlib.closing(training), Monitor(config, blueprint, corpus, Phases(), 0) as monitor:
+        step, state = no_op_step(config, layout, batch), {"step": jnp.int32(0)}
+        with contextlib.closing(training), Monitor(config, layout, corpus, Phases(), 0) as monitor:
             for n, mark in enumerate(marks, 1):
                 mark[0] = clock()
                 position, batch = next(training)
@@ -72,13 +72,13 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                 mark[3] = clock()
                 checkpoints.poll(n)
                 if stop.poll() or checkpoints.due(n):
-                    state = checkpoints.save(n, state, batches.state(position), blueprint, Optimizer(config.optimizer, config.train.steps))
+                    state = checkpoints.save(n, state, batches.state(position), layout, Optimizer(config.optimizer, config.train.steps))
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]
 
 
 def rows_of(seconds: np.ndarray) -> list[Row]:
-    """Statistics of each part, and of their sum."""
+    """Returns statistics of each part, and of their sum."""
     columns = dict(zip(PARTS, seconds.T, strict=True)) | {"whole step": seconds.sum(1)}
     return [
         {"part": name, "median_ms": float(np.median(t)), "mean_ms": float(t.mean()), "p99_ms": float(np.quantile(t, 0.99))}

@@ -1,4 +1,4 @@
-"""Tokens a second that the loader delivers, against what gpt_tiny's train step consumes on the same machine. Target: twice as many.
+"""Tokens per second that the loader delivers and that gpt_tiny's train step consumes on the same machine. Target: twice as many.
 
 Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch counts when it is on the device.
 """
@@ -19,11 +19,11 @@ from record import Record, Row, options
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
-from mesh_lm.data.corpus import Corpus, prepare
-from mesh_lm.initial import init_state
+from mesh_lm.data.corpus import TextCorpus, prepare
 from mesh_lm.optim import Optimizer
-from mesh_lm.pipeline.engine import batch_sharding
-from mesh_lm.step import train_step
+from mesh_lm.parallel.engine import batch_sharding
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.step import train_step
 
 TARGET = 2.0
 
@@ -32,9 +32,9 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
-def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
-    """Tokens per second, from after the first few batches on."""
-    batches = Batches(config, corpus, batch_sharding(tiny.blueprint(config))).train()
+def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> float:
+    """Returns tokens per second, without the first few batches."""
+    batches = Batches(config, corpus, batch_sharding(tiny.layout(config))).train()
     with contextlib.closing(batches):
         for _ in range(config.data.prefetch + 2):
             jax.block_until_ready(next(batches))
@@ -45,13 +45,13 @@ def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
         return n * config.tokens_per_step / (time.perf_counter() - began)
 
 
-def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
-    """Tokens per second of the real train step, its batch already there; from the median step."""
-    blueprint, optimizer = tiny.blueprint(config), Optimizer(config.optimizer, config.train.steps)
-    batches = Batches(config, corpus, batch_sharding(blueprint)).train()
+def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
+    """Returns tokens per second of the real train step with its batch already on the device, from the median step."""
+    layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
+    batches = Batches(config, corpus, batch_sharding(layout)).train()
     with contextlib.closing(batches):
         _, batch = next(batches)
-    step, state, times = train_step(blueprint, optimizer, config.seed), init_state(blueprint, optimizer, config.seed), []
+    step, state, times = train_step(layout, optimizer, config.seed), init_state(layout, optimizer, config.seed), []
     for _ in range(2 + steps):
         before = time.perf_counter()
         state, metrics = step(state, batch)

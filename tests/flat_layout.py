@@ -8,25 +8,25 @@ import math
 import numpy as np
 from support import in_model_order
 
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.optim.flat import Vector
+from mesh_lm.optim.flat import FlatVector
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State
 from sharding_rules import axes_of
 
 
-def matrices(vector: Vector, x: np.ndarray, blueprint: Blueprint) -> dict[str, np.ndarray]:
+def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str, np.ndarray]:
     """The matrices of one vector, in the rows that they have in memory."""
     mesh, rows = dict(vector.mesh.shape), math.prod(x.shape[:-1])
-    cut = [mesh[axis] for axis in vector.cut]
-    parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.piece), 1, -2)
-    parts = parts.reshape(rows, *cut, vector.replicas * vector.piece)
-    out, params = {}, blueprint.shardings("params")
+    cut = [mesh[axis] for axis in vector.shard_axes]
+    parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.shard_size), 1, -2)
+    parts = parts.reshape(rows, *cut, vector.replicas * vector.shard_size)
+    out, params = {}, layout.shardings("params")
     for matrix in vector.matrices:
-        shape, spec = blueprint.in_memory[matrix.name].shape, params[matrix.name].spec
+        shape, spec = layout.memory_shapes[matrix.name].shape, params[matrix.name].spec
         out[matrix.name] = np.zeros(shape, x.dtype)
         own = list(spec)[bool(vector.rows) :]
         for place in itertools.product(*map(range, cut)):
-            at, box = dict(zip(vector.cut, place, strict=True)), []
+            at, box = dict(zip(vector.shard_axes, place, strict=True)), []
             for size, entry in zip(matrix.local, own, strict=False):
                 index = 0
                 for axis in axes_of(entry):
@@ -37,26 +37,26 @@ def matrices(vector: Vector, x: np.ndarray, blueprint: Blueprint) -> dict[str, n
     return out
 
 
-def unflattened(blueprint: Blueprint, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A part of a state on the host, "master" or a slot, by the names of parameters, with layers in model order and without padding."""
-    vectors = {vector.name: vector for vector in blueprint.flat.vectors}
+    vectors = {vector.name: vector for vector in layout.flat.vectors}
     found = {}
     for name, x in part.items():
-        found |= matrices(vectors[name], x, blueprint) if name in vectors else {name: x}
-    rows = {name: blueprint.stack_of(name).row_of_layer() for name in found if name in blueprint.stacked}
+        found |= matrices(vectors[name], x, layout) if name in vectors else {name: x}
+    rows = {name: layout.stack_of(name).row_of_layer() for name in found if name in layout.stacked}
     return {name: x[rows[name]] if name in rows else x for name, x in found.items()}
 
 
-def on_disk(blueprint: Blueprint, state: State) -> dict[str, np.ndarray]:
+def on_disk(layout: ModelLayout, state: State) -> dict[str, np.ndarray]:
     """What a checkpoint of a state holds: {"params/blocks.mlp.up.weight": array}, layers in model order, the fp32 weights."""
     out = {}
     for part, held in state.items():
         if part in COUNTERS:
             out[part] = np.asarray(held)
             continue
-        vectors = blueprint.flat.leaves if part not in ("params", "buffers") else {}
-        follows = blueprint.flat.names if part == "params" else ()
-        plain = {name: in_model_order(blueprint, name, x) for name, x in held.items() if name not in vectors and name not in follows}
-        apart = unflattened(blueprint, {name: np.asarray(held[name]) for name in vectors if name in held})
+        vectors = layout.flat.leaves if part not in ("params", "buffers") else {}
+        follows = layout.flat.names if part == "params" else ()
+        plain = {name: in_model_order(layout, name, x) for name, x in held.items() if name not in vectors and name not in follows}
+        apart = unflattened(layout, {name: np.asarray(held[name]) for name in vectors if name in held})
         out |= {f"{'params' if part == MASTER else part}/{name}": x for name, x in {**plain, **apart}.items()}
     return out

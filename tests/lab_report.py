@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab.report import Argument, Buffer, Collective, Location, Memory, Report, Span, Timeline
 
 GIB, MIB = 2**30, 2**20
@@ -59,7 +59,7 @@ def report(**changes: Any) -> Report:
         Buffer(
             "fusion.3", "weights in use", "bf16[12288,6144]", 144 * MIB, Location("layers/mlp", "recompute", "mesh_lm/model/layers.py:107")
         ),
-        Buffer("fusion.4", "logits", "f32[2,2048,6288]", 98 * MIB, Location("loss", "forward", "mesh_lm/loss.py:31")),
+        Buffer("fusion.4", "logits", "f32[2,2048,6288]", 98 * MIB, Location("loss", "forward", "mesh_lm/model/loss.py:31")),
         Buffer("fusion.5", "gradients", "f32[96,768,6144]", int(1.69 * GIB), Location("layers/mlp", "backward")),
         Buffer("", "fragmentation", "", 37 * MIB, Location()),
     ]

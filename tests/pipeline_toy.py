@@ -17,7 +17,7 @@ from support import SEQ, VOCAB
 from mesh_lm.config import ModelConfig
 from mesh_lm.model import Batch, Context, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.segments import Segment, Stack
+from mesh_lm.schedules.segments import Segment, Stack
 from sharding_rules import Shard, preset
 
 AXIS = "sequence"

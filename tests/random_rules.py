@@ -29,13 +29,14 @@ import numpy as np
 from flat_layout import unflattened
 from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.initial import fresh_state
+from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import Optimizer
-from mesh_lm.state import MASTER, abstract_state, fresh_recent
-from mesh_lm.step import train_step
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state import MASTER, abstract_state, initial_statistics
+from mesh_lm.state.initial import fresh_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, ShardingRuleError, preset
 
 MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
@@ -86,21 +87,21 @@ def stepped(config: TrainConfig) -> Found:
     """Metrics, first moments (a tenth of the gradients) and new parameters after a step from seed 0, layers in model order."""
     sizes = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
     shard = shard_on(config.rules, **sizes)
-    blueprint, optimizer = Blueprint.of(config.model, shard, config.pipeline), Optimizer(config.optimizer, config.train.steps)
-    whole = initial(Blueprint.of(config.model, shard_on("ddp")))
-    if blueprint.flat.vectors:
+    layout, optimizer = ModelLayout.of(config.model, shard, config.pipeline), Optimizer(config.optimizer, config.train.steps)
+    whole = initial(ModelLayout.of(config.model, shard_on("ddp")))
+    if layout.flat.vectors:
         everywhere = jax.NamedSharding(shard.mesh, jax.P())
-        state = fresh_state(blueprint, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()})
+        state = fresh_state(layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()})
     else:  # by NumPy, with no program to compile
-        abstract = abstract_state(blueprint, optimizer)
+        abstract = abstract_state(layout, optimizer)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
-        state = zeros | {"params": by_stage(blueprint, whole), "recent": jax.device_put(fresh_recent(), abstract["recent"].sharding)}
-    batch = on_devices(host_batch(config.train.microbatches), blueprint)
-    after, metrics = train_step(blueprint, optimizer, seed=3)(state, batch)
+        state = zeros | {"params": by_stage(layout, whole), "recent": jax.device_put(initial_statistics(), abstract["recent"].sharding)}
+    batch = on_devices(host_batch(config.train.microbatches), layout)
+    after, metrics = train_step(layout, optimizer, seed=3)(state, batch)
 
     held = jax.tree.map(np.asarray, after)
-    params = {name: x for name, x in held["params"].items() if name not in blueprint.flat.names} | held.get(MASTER, {})
-    return {name: np.asarray(x) for name, x in metrics.items()}, *(unflattened(blueprint, part) for part in (held["mu"], params))
+    params = {name: x for name, x in held["params"].items() if name not in layout.flat.names} | held.get(MASTER, {})
+    return {name: np.asarray(x) for name, x in metrics.items()}, *(unflattened(layout, part) for part in (held["mu"], params))
 
 
 @functools.cache

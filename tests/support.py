@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.pipeline import engine
+from mesh_lm.parallel import engine
+from mesh_lm.parallel.layout import ModelLayout
 from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
 
 SEQ, VOCAB, BATCH = 16, 250, 16
@@ -63,8 +63,8 @@ def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict
     return parts | {"indices": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (microbatches, 1, SEQ))}
 
 
-def on_devices(batch: dict[str, np.ndarray], blueprint: Blueprint) -> dict[str, jax.Array]:
-    mesh, spec = blueprint.shard.mesh, engine.batch_sharding(blueprint).spec
+def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, jax.Array]:
+    mesh, spec = layout.shard.mesh, engine.batch_sharding(layout).spec
     return {name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape))) for name, x in batch.items()}
 
 
@@ -76,37 +76,37 @@ def gradients(
     config: ModelConfig, shard: Shard, microbatches: int = 1, separate: bool = False, pipeline: PipelineConfig = PipelineConfig()
 ) -> Outcome:
     """One call of the engine from the seed-0 initialisation; the layers of what it returns are in model order."""
-    blueprint = Blueprint.of(config, shard, pipeline)
-    params = initial(blueprint)
-    batch = on_devices(host_batch(microbatches, separate=separate), blueprint)
-    sums, grads = jax.jit(engine.value_and_grad(blueprint))(by_stage(blueprint, params), batch, jax.random.key(3))
-    ordered = {name: in_model_order(blueprint, name, x) if x.ndim else float(x) for name, x in sums.items()}
-    return params, ordered, {name: in_model_order(blueprint, name, x) for name, x in grads.items()}
+    layout = ModelLayout.of(config, shard, pipeline)
+    params = initial(layout)
+    batch = on_devices(host_batch(microbatches, separate=separate), layout)
+    sums, grads = jax.jit(engine.value_and_grad(layout))(by_stage(layout, params), batch, jax.random.key(3))
+    ordered = {name: in_model_order(layout, name, x) if x.ndim else float(x) for name, x in sums.items()}
+    return params, ordered, {name: in_model_order(layout, name, x) for name, x in grads.items()}
 
 
-def in_model_order(blueprint: Blueprint, name: str, x: jax.Array) -> np.ndarray:
+def in_model_order(layout: ModelLayout, name: str, x: jax.Array) -> np.ndarray:
     """A gradient, or an array of sums, with its layers in model order and without padding."""
-    stacked = name in blueprint.stacked or "/" in name
-    return np.asarray(x)[blueprint.stack_of(name).row_of_layer()] if stacked else np.asarray(x)
+    stacked = name in layout.stacked or "/" in name
+    return np.asarray(x)[layout.stack_of(name).row_of_layer()] if stacked else np.asarray(x)
 
 
 _initial: dict[Hashable, dict[str, np.ndarray]] = {}
 
 
-def initial(blueprint: Blueprint) -> dict[str, np.ndarray]:
+def initial(layout: ModelLayout) -> dict[str, np.ndarray]:
     """Parameters of seed 0 in model order. Schedules and microbatches do not change the program that makes them."""
-    where = blueprint.canonical_shardings("params")
-    program = (blueprint.config, blueprint.shard.rules, *where.values())
+    where = layout.canonical_shardings("params")
+    program = (layout.config, layout.shard.rules, *where.values())
     if program not in _initial:
-        _initial[program] = jax.tree.map(np.asarray, jax.jit(blueprint.init, out_shardings=where)(jax.random.key(0)))
+        _initial[program] = jax.tree.map(np.asarray, jax.jit(layout.init, out_shardings=where)(jax.random.key(0)))
     return _initial[program]
 
 
-def by_stage(blueprint: Blueprint, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def by_stage(layout: ModelLayout, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Parameters in model order as the engine has them, by NumPy: no program to compile."""
-    layers = {name: blueprint.stack_of(name).layer_of_row() for name in blueprint.stacked}
+    layers = {name: layout.stack_of(name).layer_of_row() for name in layout.stacked}
     rows = {name: np.where(of.reshape(-1, *[1] * (params[name].ndim - 1)) >= 0, params[name][of], 0) for name, of in layers.items()}
-    return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in blueprint.shardings("params").items()}
+    return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in layout.shardings("params").items()}
 
 
 @functools.cache

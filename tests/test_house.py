@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 ONE_DOOR = {
     "safetensors": "mesh_lm/huggingface/files.py",
-    "tyro": "mesh_lm/cli.py",
+    "tyro": "mesh_lm/commands/options.py",
     "grain": "mesh_lm/data/loader.py",
     "tensorboardX": "mesh_lm/report/writer.py",
     "tokenizers": "mesh_lm/data/tokenizer/hugging_face.py",
@@ -26,7 +26,7 @@ ONE_DOOR = {
     "tiktoken": "mesh_lm/data/tokenizer/ranks.py",
     "pyarrow": "mesh_lm/data/formats.py",
     "zstandard": "mesh_lm/data/formats.py",
-    "lm_eval": "mesh_lm/harness.py",
+    "lm_eval": "mesh_lm/inference/harness.py",
     "wandb": "mesh_lm/report/weights_and_biases.py",
 }
 FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *ROOT.glob(f"{top}.py")))
@@ -72,7 +72,8 @@ def test_files_are_short() -> None:
         ("import pallas_kernels", ["mesh_lm", "sharding_rules", "flax", "optax"]),
         ("import configs.gpt_tiny, configs.gpt_175b", ["tyro", "grain", "tensorboardX", "flax", "optax"]),
         (
-            "import mesh_lm.model.decoder, mesh_lm.step, mesh_lm.checkpoint, mesh_lm.check, mesh_lm.data.sequences, mesh_lm.plan.program",
+            "import mesh_lm.model.decoder, mesh_lm.training.step, mesh_lm.checkpoint, mesh_lm.training.check, mesh_lm.data.sequences, "
+            "mesh_lm.planning.program",
             ["tyro", "grain", "tensorboardX", "tokenizers", "matplotlib"],
         ),
     ],

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from support import GPT, shard_on
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.initial import fresh_state
+from mesh_lm.inference.trained import TOKENIZER
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
-from mesh_lm.trained import TOKENIZER
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import fresh_state
 
 MODEL = dataclasses.replace(GPT, vocab_size=272, seq_len=48, init_std=0.3)
 BYTES: Tokenizer = load_tokenizer("bytes")
@@ -25,12 +25,12 @@ BYTES: Tokenizer = load_tokenizer("bytes")
 def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
     """Step 3 of a run on one device with rules ddp."""
     config = TrainConfig(model=model, output=str(output))
-    blueprint = Blueprint.of(model, shard_on("ddp"))
-    params = jax.jit(blueprint.init, out_shardings=blueprint.shardings("params"))(jax.random.key(4))
+    layout = ModelLayout.of(model, shard_on("ddp"))
+    params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(4))
     with Checkpoints(config) as checkpoints:
         optimizer = Optimizer(config.optimizer, config.train.steps)
-        state = fresh_state(blueprint, optimizer, params) | {"step": jax.device_put(np.int32(3))}
-        checkpoints.save(3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, blueprint, optimizer)
+        state = fresh_state(layout, optimizer, params) | {"step": jax.device_put(np.int32(3))}
+        checkpoints.save(3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, layout, optimizer)
     (output / TOKENIZER).mkdir()
     BYTES.save(output / TOKENIZER)
     return config

@@ -7,7 +7,7 @@ compares.
 `python -m mesh_lm.checkpoint ls|verify|diff` looks at them from outside.
 """
 
-from mesh_lm.checkpoint.saved import Damaged as Damaged
-from mesh_lm.checkpoint.saved import Saved as Saved
-from mesh_lm.checkpoint.saved import find as find
-from mesh_lm.checkpoint.store import Checkpoints as Checkpoints
+from mesh_lm.checkpoint.manager import Checkpoints as Checkpoints
+from mesh_lm.checkpoint.reader import DamagedCheckpoint as DamagedCheckpoint
+from mesh_lm.checkpoint.reader import SavedCheckpoint as SavedCheckpoint
+from mesh_lm.checkpoint.reader import find as find

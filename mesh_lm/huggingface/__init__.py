@@ -2,6 +2,6 @@
 
 from mesh_lm.huggingface.configs import config_of as config_of
 from mesh_lm.huggingface.configs import is_huggingface as is_huggingface
-from mesh_lm.huggingface.weights_in import load as load
-from mesh_lm.huggingface.weights_in import reader as reader
-from mesh_lm.huggingface.weights_out import save as save
+from mesh_lm.huggingface.export_weights import save as save
+from mesh_lm.huggingface.import_weights import load as load
+from mesh_lm.huggingface.import_weights import reader as reader

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.config import ConfigError, ModelConfig
+from mesh_lm.config import ModelConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.families import FAMILIES, REQUIRED, Family
 from mesh_lm.model import DecoderConfig
 

@@ -27,6 +27,7 @@ from sharding_rules.lab.assembler import gpu_in_use, unassembled
 from sharding_rules.lab.child import Aborted, compile_in_child, server
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
+from sharding_rules.lab.origins import used_in_part, with_origins
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS, request_of
@@ -35,7 +36,9 @@ from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
-_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "provenance", "report", "targets", "timeline", "vocabulary")
+_MAKERS = (
+    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "report", "targets", "timeline", "vocabulary",
+)  # fmt: skip
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _ONE_AT_A_TIME = threading.Lock()
@@ -149,7 +152,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
     module = hlo.parse(text, about["slots"])
     provenance = Provenance(module, about["vocabulary"])
-    sent = collectives(module, provenance, mesh)
+    sent = with_origins(module, arguments, collectives(module, provenance, mesh))
     target = TARGETS.get(about["target"])
     line = replay(module, provenance, sent, target) if target else None
     return Report(
@@ -160,7 +163,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         axis_nodes=_axis_nodes(mesh),
         collectives=priced(sent, line, target) if line and target else sent,
         memory=memory(module, provenance, stats, assignment, live, arguments),
-        arguments=arguments,
+        arguments=used_in_part(module, arguments),
         flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),

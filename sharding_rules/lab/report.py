@@ -108,6 +108,12 @@ class Collective:
     """Of the matmuls scheduled between its start and its done, once."""
     partial: bool = False
     """The group is a part of its axes."""
+    by_hand: bool = False
+    """The program's author called it (lax.psum and its like); the others are those that XLA's partitioner inserts."""
+    made_of: tuple[str, ...] = ()
+    """By array, the arguments whose values it holds, gathered, cast or sliced, with a space between; "" where anything else goes in."""
+    beside: tuple[str, ...] = ()
+    """Parameters that the matmuls next to it multiply with: those that make what it sends, and those that take what it returns."""
     bounded: bool = False
     """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is an upper bound."""
     duration: float = 0.0
@@ -151,6 +157,8 @@ class Argument:
     """On one device."""
     axes: tuple[str, ...]
     """Mesh axes that cut it."""
+    used_ways: int = 1
+    """Of an array that every device holds whole: so many different slices of it are used, one on each device. 1: all of it is."""
 
 
 @dataclasses.dataclass(frozen=True)

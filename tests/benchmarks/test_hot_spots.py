@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.model import layers
 from tests.benchmarks.test_benchmarks import run
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from processes import PATIENCE, ROOT, environment
 
-from mesh_lm.check import check
+from mesh_lm.training.check import check
 from sharding_rules import PRESETS, preset
 from sharding_rules.lab.targets import devices
 

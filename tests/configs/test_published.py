@@ -5,10 +5,10 @@ import math
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint, divided
-from mesh_lm.check import check
-from mesh_lm.cli import load
+from mesh_lm.config import load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout, divided
+from mesh_lm.training.check import check
 
 MEGATRON = {
     # heads, d_model, layers, tensor, pipeline, GPUs, batch: NVIDIA/Megatron-LM, images/model_table.png
@@ -32,7 +32,7 @@ LLAMA = {
 
 def counted(model: DecoderConfig) -> int:
     """Parameters in the arrays of the model as built; no memory is touched."""
-    return sum(math.prod(s.shape) for s in Blueprint.of(model, shard_on("ddp")).shapes.values())
+    return sum(math.prod(s.shape) for s in ModelLayout.of(model, shard_on("ddp")).shapes.values())
 
 
 def published(count: int, name: str) -> bool:
@@ -50,7 +50,7 @@ def test_megatron(name: str) -> None:
     assert (mesh.tensor, mesh.pipeline, mesh.data * mesh.fsdp) == (tensor, pipeline, 48) and math.prod(mesh.sizes().values()) == devices
     assert config.train.global_batch == batch
     chunk = layers // (pipeline * config.pipeline.chunks)
-    assert divided(model, config.pipeline, pipeline)["blocks"].counts == (chunk,) * (layers // chunk)
+    assert divided(model, config.pipeline, pipeline)["blocks"].layer_counts == (chunk,) * (layers // chunk)
 
     # Narayanan et al. (arXiv 2104.04473), equation 2: 12 l h^2 (1 + 13 / 12h + (V + s) / 12 l h), the last norm that it leaves out, and an
     # untied head: with a tied one no name of the nine would be right.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh_lm.check import check
-from mesh_lm.cli import load
+from mesh_lm.config import load
+from mesh_lm.training.check import check
 from tests.sharding_rules.closed_forms import AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
 
 PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text()

@@ -15,8 +15,8 @@ from PIL import Image
 
 from benchmarks import plan_page
 from benchmarks.plan_chart import digest
-from mesh_lm.check import check
-from mesh_lm.cli import load
+from mesh_lm.config import load
+from mesh_lm.training.check import check
 from tests.sharding_rules.closed_forms import expected_of, total
 
 ROOT = Path(__file__).parents[2]

@@ -19,15 +19,15 @@ from jax.sharding import PartitionSpec as P
 from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, in_model_order, on_devices, shard_on
 
 import train
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import ConfigError
-from mesh_lm.initial import init_state
-from mesh_lm.model import whole_texts
+from mesh_lm.config import load
+from mesh_lm.errors import ConfigError
+from mesh_lm.model import token_batch
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import MASTER, parts
-from mesh_lm.step import train_step
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import Rules, ShardingRuleError, preset
 
 COMPILE_BUDGET = 45
@@ -83,11 +83,11 @@ def test_trains_by_its_own_rules(file: Path, here: list[str], tmp_path: Path, ca
 
 
 def test_its_own_axis_is_cut() -> None:
-    blueprint = Blueprint.of(TINY, shard_on(CONFIG.rules, fsdp=4, tensor=2))
+    layout = ModelLayout.of(TINY, shard_on(CONFIG.rules, fsdp=4, tensor=2))
     for kind in ("params", "gradients", "optimizer"):
-        specs = {name: sharding.spec for name, sharding in blueprint.shardings(kind).items()}
+        specs = {name: sharding.spec for name, sharding in layout.shardings(kind).items()}
         assert specs["blocks.gates"] == P("pipeline", "fsdp", None, "tensor") and specs["blocks.out"] == P("pipeline", "tensor", "fsdp")
-    assert blueprint.shard.spec("gathered", blueprint.axes["blocks.gates"][1:]) == P(None, None, "tensor")
+    assert layout.shard.spec("gathered", layout.axes["blocks.gates"][1:]) == P(None, None, "tensor")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_equals_one_device(rules: Rules, mesh: dict[str, int], separate: bool) -
 
 def test_a_block_speaks_once() -> None:
     """Cut over tensor, the forward pass has two collectives: the sum over the table's rows, and in the scan the sum after `out`."""
-    blueprint = Blueprint.of(TINY, shard_on(with_own("megatron"), data=4, tensor=2))
-    places = blueprint.shardings("params")
-    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in blueprint.shapes.items()}
-    tokens = jax.ShapeDtypeStruct((8, SEQ), "int32", sharding=blueprint.shard.sharding("activations", ("batch", "seq")))
-    program = jax.jit(lambda params, tokens: blueprint.bind(params).logits(whole_texts(tokens))).lower(params, tokens).compile().as_text()
+    layout = ModelLayout.of(TINY, shard_on(with_own("megatron"), data=4, tensor=2))
+    places = layout.shardings("params")
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in layout.shapes.items()}
+    tokens = jax.ShapeDtypeStruct((8, SEQ), "int32", sharding=layout.shard.sharding("activations", ("batch", "seq")))
+    program = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens))).lower(params, tokens).compile().as_text()
     found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
     assert found == ["all-reduce"] * 2
 
@@ -128,15 +128,15 @@ def test_recurrence_is_a_loop() -> None:
 
 
 def test_neither_the_future_nor_another_document_is_seen() -> None:
-    blueprint = Blueprint.of(TINY, shard_on(with_own("ddp")))
-    params = jax.jit(blueprint.init)(jax.random.key(0))
+    layout = ModelLayout.of(TINY, shard_on(with_own("ddp")))
+    params = jax.jit(layout.init)(jax.random.key(0))
     tokens = host_batch(1)["tokens"][0, :2]
     changed = tokens.copy()
     changed[:, 5] = (changed[:, 5] + 1) % VOCAB
     positions = np.broadcast_to(np.r_[:9, : SEQ - 9], tokens.shape).astype(np.int32)  # a document starts at 9
-    run = jax.jit(lambda batch: blueprint.bind(params).logits(batch))
+    run = jax.jit(lambda batch: layout.bind(params).logits(batch))
     for batch, blind in (({}, [slice(5)]), ({"positions": positions}, [slice(5), slice(9, None)])):
-        before, after = (np.asarray(run({**whole_texts(t), **batch})) for t in (tokens, changed))
+        before, after = (np.asarray(run({**token_batch(t), **batch})) for t in (tokens, changed))
         for part in blind:
             np.testing.assert_array_equal(before[:, part], after[:, part])
         assert all((before[:, t] != after[:, t]).any() for t in range(5, 9)), "the recurrence has no memory"
@@ -145,8 +145,8 @@ def test_neither_the_future_nor_another_document_is_seen() -> None:
 def test_matrices_are_used_in_the_type_that_they_say() -> None:
     """Under a distributed optimizer; the fp32 ones are in parts on the replicas."""
     rules = preset("distributed+megatron").replace("own", params=OWN, activations=OWN, optimizer=OWN)
-    blueprint = Blueprint.of(dataclasses.replace(TINY, dtype="bfloat16"), shard_on(rules, data=4, tensor=2))
-    kept = parts(blueprint, Optimizer(CONFIG.optimizer, 9))
+    layout = ModelLayout.of(dataclasses.replace(TINY, dtype="bfloat16"), shard_on(rules, data=4, tensor=2))
+    kept = parts(layout, Optimizer(CONFIG.optimizer, 9))
     assert {name: str(jnp.dtype(leaf.dtype)) for name, leaf in kept["params"].leaves.items()} == {
         "blocks.gates": "bfloat16", "blocks.out": "bfloat16", "embedding": "bfloat16", "blocks.scale": "float32",
     }  # fmt: skip
@@ -162,13 +162,13 @@ def test_a_bias_balances_experts_on_any_mesh() -> None:
     mine, found = {**OWN, "experts": None}, []
     for name, mesh in (("ddp", {}), ("distributed+megatron", {"pipeline": 2, "data": 2, "tensor": 2})):
         rules = preset(name).replace(name, params=mine, activations=mine, optimizer=mine)
-        blueprint = Blueprint.of(model, shard_on(rules, **mesh))
+        layout = ModelLayout.of(model, shard_on(rules, **mesh))
         optimizer = Optimizer(CONFIG.optimizer, 9)
-        state, step = init_state(blueprint, optimizer, 0), train_step(blueprint, optimizer, 0)
+        state, step = init_state(layout, optimizer, 0), train_step(layout, optimizer, 0)
         for number in range(2):
-            state, _ = step(state, on_devices(host_batch(2, seed=number), blueprint))
+            state, _ = step(state, on_devices(host_batch(2, seed=number), layout))
         assert list(state["buffers"]) == ["blocks.bias"]
-        found.append(in_model_order(blueprint, "blocks.bias", state["buffers"]["blocks.bias"]))
+        found.append(in_model_order(layout, "blocks.bias", state["buffers"]["blocks.bias"]))
     np.testing.assert_array_equal(*found)
     up_and_down = found[0] * 2**7
     assert set(np.unique(up_and_down)) == {-2.0, 0.0, 2.0} and up_and_down.any(1).all()
@@ -182,7 +182,7 @@ def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: 
         assert source.count(old) == 1, f"not a line of {FILE.name}: {old}"
         source = source.replace(old, new)
     else:
-        assert (kind, shlex.split(change)[:3]) == ("sh", ["python", "train.py", "--config=docs/custom_model.py"])
+        assert (kind, shlex.split(change)[:3]) == ("sh", ["mesh-lm", "train", "docs/custom_model.py"])
         arguments = shlex.split(change)[3:]
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises((ConfigError, ShardingRuleError)) as caught:

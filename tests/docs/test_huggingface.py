@@ -13,16 +13,17 @@ import pytest
 from support import shard_on
 
 import train
-from mesh_lm import cli, generate, huggingface
-from mesh_lm.blueprint import Blueprint
+from mesh_lm import huggingface
 from mesh_lm.checkpoint import find
-from mesh_lm.config import ConfigError
+from mesh_lm.commands import command_line, generate
+from mesh_lm.commands import huggingface as command
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.huggingface import __main__ as command
+from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import family_for
 from mesh_lm.huggingface.families import FAMILIES
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 50
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
@@ -47,9 +48,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=64,
         positions="rotary", rope_scaling=8.0, rope_original_seq_len=16, norm="rmsnorm", activation="swiglu", biases=False,
     )  # fmt: skip
-    blueprint = Blueprint.of(model, shard_on("ddp"))
-    params = jax.jit(blueprint.init)(jax.random.key(0))
-    huggingface.save(directory / START, blueprint, params, dtype="float32", tokenizer=tokenizer)
+    layout = ModelLayout.of(model, shard_on("ddp"))
+    params = jax.jit(layout.init)(jax.random.key(0))
+    huggingface.save(directory / START, layout, params, dtype="float32", tokenizer=tokenizer)
     (directory / "corpus.txt").write_text(text)
     (directory / "finetune.py").write_text(CONFIG)
     return directory
@@ -57,19 +58,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Trained with a learning rate of 0, what is given away is what was taken, in bf16; train.py gets the options of a tiny run."""
+    """Trained with a learning rate of 0, what is exported is what was imported, in bf16; train gets the options of a tiny run."""
     monkeypatch.chdir(here)
     tiny = {"data.path": "corpus.txt", "data.cache": here, "launch.compile_cache": "", "model.seq_len": 16, "model.dtype": "float32",
             "train.global_batch": 8, "train.steps": 2, "train.sample_tokens": 0, "optimizer.learning_rate": 0.0,
             "train.eval_sequences": 8, "optimizer.warmup_steps": 0}  # fmt: skip
     mains = {
-        "train.py": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
-        "mesh_lm.generate": (lambda argv: print(cli.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
-        "mesh_lm.huggingface": (command.main, []),
+        "train": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
+        "generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
+        "export": (lambda argv: command.main(["export", *argv]), []),
+        "import": (lambda argv: command.main(["import", *argv]), []),
     }
     for words in COMMANDS:
-        program, *rest = words[2:] if words[1] == "-m" else words[1:]
-        main, more = mains[program]
+        _, subcommand, *rest = words
+        main, more = mains[subcommand]
         assert main([*rest, *more]) in (0, None), words
     capsys.readouterr()
 

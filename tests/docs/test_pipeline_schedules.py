@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mesh_lm.cli import command
+from mesh_lm.commands.command_line import command
+from mesh_lm.commands.pipeline import Arguments, main
 from mesh_lm.errors import ConfigError
-from mesh_lm.pipeline.__main__ import Arguments, main
-from mesh_lm.pipeline.custom import load
-from mesh_lm.pipeline.schedules import NAMES
+from mesh_lm.schedules.custom import load
+from mesh_lm.schedules.schedule import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-COMMANDS = re.findall(r"^python -m mesh_lm\.pipeline (.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^mesh-lm pipeline (.*)$", PAGE, re.MULTILINE)
 
 
 def shown(words: str) -> str:

@@ -1,4 +1,4 @@
-"""F6, F8, F11: a checkpoint that is not what was saved, or not of this model. Orbax alone restores a flipped bit without a word."""
+"""F6, F8, F11: damaged checkpoints and checkpoints of another model. Orbax alone silently restores a flipped bit."""
 
 import dataclasses
 import json
@@ -12,25 +12,26 @@ import numpy as np
 import pytest
 from support import shard_on
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.config import ConfigError, TrainConfig
-from mesh_lm.initial import init_state
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import init_state
 
 COMPILE_BUDGET = 60
 pytestmark = pytest.mark.fault
 MODEL = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32")
 DAMAGES = ("flip", "zero", "truncate", "delete")
 FLIPS = 80
-"""Random bits, each in a random file, weighted by size; and each file is damaged in each of the four ways."""
+"""Flips of random bits in random files, weighted by size; and each file damaged in each of four ways."""
 
 
 @pytest.fixture(scope="module", params=["ddp", "distributed"])
-def blueprint(request: pytest.FixtureRequest) -> Blueprint:
-    """Weights and moments as they are used; and, beside a copy for the layers, as flat vectors, each a half on each of two devices."""
-    return Blueprint.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
+def layout(request: pytest.FixtureRequest) -> ModelLayout:
+    """State in its usual form, and as flat vectors sharded over two devices, with a copy of the weights for the layers."""
+    return ModelLayout.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +41,15 @@ def optimizer() -> Optimizer:
 
 
 @pytest.fixture(scope="module")
-def good(blueprint: Blueprint, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
-    """A run's directory with steps 1 and 2, and what they hold."""
+def good(layout: ModelLayout, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
+    """A run's directory with steps 1 and 2, and their contents."""
     config = TrainConfig(model=MODEL, output=str(tmp_path_factory.mktemp("good")))
     held = {}
     with Checkpoints(config) as checkpoints:
         for step in (1, 2):
-            state = init_state(blueprint, optimizer, seed=step)
+            state = init_state(layout, optimizer, seed=step)
             held[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, {"position": step}, blueprint, optimizer)
+            checkpoints.save(step, state, {"position": step}, layout, optimizer)
     return config, held
 
 
@@ -75,7 +76,7 @@ def cases(good: tuple[TrainConfig, dict[int, dict]]) -> Iterator[tuple[Path, str
 
 
 def damaged(path: Path, how: str, seed: int) -> bool:
-    """Whether the file is another now."""
+    """Damages the file. Returns whether it changed."""
     before, chance = path.read_bytes(), random.Random(f"{path.name} {how} {seed}")
     if how == "delete":
         path.unlink()
@@ -95,17 +96,17 @@ def damaged(path: Path, how: str, seed: int) -> bool:
 
 
 def test_f6_no_damage_is_restored_in_silence(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path,
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    """Every restore gives the bits of a step as it was saved: of step 2 where the damage hit nothing that is read, else of step 1."""
+    """Every restore returns exactly what was saved: step 2 if the damage hit nothing that is read, else step 1."""
     count = {"cases": 0, "older step taken": 0, "no effect": 0}
     for name, how, seed in cases(good):
         config = copied(good, tmp_path / "run")
         if not damaged(tmp_path / "run" / "checkpoints" / "2" / name, how, seed):
             continue
         with Checkpoints(config) as checkpoints:
-            saved, state = checkpoints.restore(blueprint, optimizer)
+            saved, state = checkpoints.restore(layout, optimizer)
         assert saved is not None and state is not None
         for (path, leaf), wanted in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(good[1][saved.step]), strict=True):
             np.testing.assert_array_equal(leaf, wanted, err_msg=f"{how} of {name} (seed {seed}): {jax.tree_util.keystr(path)}")
@@ -120,42 +121,42 @@ def test_f6_no_damage_is_restored_in_silence(
 
 
 def test_f6_nothing_whole_is_no_silent_new_start(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
-    """Neither at once, nor when it is started again."""
+    """A run without an intact checkpoint fails, at once and when it is started again."""
     config = copied(good, tmp_path / "run")
     for step in (1, 2):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step) / "state" / "d")
     message = r"no checkpoint in .* is whole: 1\.damaged, 2\.damaged; repair one and take \.damaged from its name"
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
-        checkpoints.restore(blueprint, optimizer)
+        checkpoints.restore(layout, optimizer)
     with pytest.raises(ConfigError, match=message):
         Checkpoints(config)
 
 
 @pytest.mark.parametrize("missing", ["state", "data", "metadata"])
 def test_f8_a_half_copied_step(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path, missing: str,
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path, missing: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Of the name of a complete one, as a copy by hand that was broken off."""
+    """Covers an incomplete checkpoint under a complete one's name, as an aborted manual copy leaves it."""
     config = copied(good, tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
     shutil.copytree(steps / "2", steps / "3")
     shutil.rmtree(steps / "3" / missing)
     with Checkpoints(config) as checkpoints:
-        saved, _ = checkpoints.restore(blueprint, optimizer)
+        saved, _ = checkpoints.restore(layout, optimizer)
     assert saved is not None and saved.step == 2
     assert "3 is damaged" in capsys.readouterr().out and (steps / "3.damaged").is_dir()
 
 
 def test_f8_an_empty_directory_with_a_steps_name(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     config = copied(good, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "7").mkdir()
     with Checkpoints(config) as checkpoints:
-        saved, _ = checkpoints.restore(blueprint, optimizer)
+        saved, _ = checkpoints.restore(layout, optimizer)
     assert saved is not None and saved.step == 2
 
 
@@ -170,26 +171,26 @@ def test_f8_an_empty_directory_with_a_steps_name(
 def test_f11_another_model(
     good: tuple[TrainConfig, dict[int, dict]], optimizer: Optimizer, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    """Wrong config, wrong vocabulary, wrong tree: one error before any array is read, and nothing is put aside."""
+    """A wrong config, vocabulary or tree gives one error before any array is read, and nothing is renamed to `.damaged`."""
     config = copied(good, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2" / "state" / "d")  # the arrays
     model = dataclasses.replace(MODEL, **changes)
     config = dataclasses.replace(config, model=model)
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
-        checkpoints.restore(Blueprint.of(model, shard_on("ddp")), optimizer)
+        checkpoints.restore(ModelLayout.of(model, shard_on("ddp")), optimizer)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"1", "2"}
 
 
 def test_f11_a_tree_with_a_leaf_too_few(
-    good: tuple[TrainConfig, dict[int, dict]], blueprint: Blueprint, optimizer: Optimizer, tmp_path: Path
+    good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
-    """The metadata says that it is there, and no array is."""
+    """The list of arrays lacks a leaf that the metadata describes."""
     config = copied(good, tmp_path / "run")
     tree = tmp_path / "run" / "checkpoints" / "2" / "state" / "_METADATA"
     described = json.loads(tree.read_text())
     described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if "embedding" not in key}
     tree.write_text(json.dumps(described))
     with Checkpoints(config) as checkpoints:
-        saved, state = checkpoints.restore(blueprint, optimizer)
+        saved, state = checkpoints.restore(layout, optimizer)
     assert saved is not None and state is not None
     np.testing.assert_array_equal(state["params"]["embedding"], good[1][saved.step]["params"]["embedding"])

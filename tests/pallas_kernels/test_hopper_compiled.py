@@ -6,15 +6,15 @@ import pytest
 
 from pallas_kernels import BlockMask, flash_attention
 from pallas_kernels.attention import tuning
-from pallas_kernels.attention.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
 from pallas_kernels.attention.mosaic import HEAD_DIMS
-from pallas_kernels.resources import resources
+from pallas_kernels.dev.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
+from pallas_kernels.dev.resources import resources
 from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 60
 
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
-TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.rows() for name in KERNELS))
+TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.entries() for name in KERNELS))
 
 
 def grad_of(**features):
@@ -43,7 +43,7 @@ def test_every_entry_of_the_table_compiles_well(candidate: Candidate, reports: s
 
 
 def test_every_width_has_tiles() -> None:
-    assert {row.head_dims for row in tuning.rows()} == set(HEAD_DIMS)
+    assert {row.head_dims for row in tuning.entries()} == set(HEAD_DIMS)
 
 
 FEATURES = {

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from processes import PATIENCE
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.errors import ConfigError
 
 
 def test_computed_once_and_memory_mapped(tmp_path: Path):
@@ -70,7 +70,7 @@ def test_errors(tmp_path: Path):
     cache.get("kind", {}, lambda: {"x": np.zeros(9)})
     (path,) = tmp_path.glob("indices/kind-*/x.npy")
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ConfigError, match=r"kind-\w+ is damaged .*; remove it, and it will be computed again"):
+    with pytest.raises(ConfigError, match=r"kind-\w+ is damaged .*; remove it to compute it again"):
         cache.get("kind", {}, lambda: {})
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*file"):

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mesh_lm.config import ConfigError
 from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_documents
+from mesh_lm.errors import ConfigError
 
 DOCUMENTS = [np.array([5, 6, 7]), np.array([], np.int64), np.array([8])]
 
 
 def megatron_index(code: int, itemsize: int, lengths: list[int], indices: list[int]) -> bytes:
-    """The bytes that Megatron's _IndexWriter writes, put together by hand."""
+    """Compares with the bytes that Megatron's _IndexWriter writes, assembled by hand."""
     pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
     header = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code) + struct.pack("<QQ", len(lengths), len(indices))
     return header + struct.pack(f"<{len(lengths)}i{len(pointers)}q{len(indices)}q", *lengths, *pointers, *indices)

@@ -13,7 +13,7 @@ from support import GPT, LLAMA
 
 from docs.custom_model import RecurrentConfig as OtherConfig
 from mesh_lm import huggingface
-from mesh_lm.config import ConfigError
+from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.configs import to_json
 from mesh_lm.model import DecoderConfig
 

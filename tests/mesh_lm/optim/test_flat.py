@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import GPT, assert_same_gradients, host_batch, in_model_order, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint, segment_of
-from mesh_lm.check import check
-from mesh_lm.config import ConfigError, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.initial import fresh_state, init_state
+from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optim import Leaf, Optimizer, flat, is_matrix
-from mesh_lm.optim.flat import Flat
-from mesh_lm.optim.unflat import spread
+from mesh_lm.optim import ArraySpec, Optimizer, flat, is_matrix
+from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.optim.unflatten import shard_over_replicas
+from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, State
-from mesh_lm.step import train_step
-from mesh_lm.stored import from_disk, to_disk
+from mesh_lm.state.disk_form import from_disk, to_disk
+from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.training.check import check
+from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 330
@@ -60,13 +61,13 @@ AXES = [[*each] for whole in WHOLE for cut in CUT for each in itertools.permutat
 MATRICES = st.lists(st.tuples(st.booleans(), st.sampled_from(AXES), st.data()), min_size=1, max_size=5)
 
 
-def leaves_of(drawn: list[tuple[bool, list[str], Any]], rows: int) -> dict[str, Leaf]:
+def leaves_of(drawn: list[tuple[bool, list[str], Any]], rows: int) -> dict[str, ArraySpec]:
     found = {}
     for number, (stacked, axes, data) in enumerate(drawn):
         shape = tuple(data.draw(st.sampled_from(WIDTHS[axis])) for axis in axes)
         name = f"blocks.{number}.weight" if stacked else f"table_{number}"
-        found[name] = Leaf((rows,) * stacked + shape, np.dtype("float32"), ("layers",) * stacked + tuple(axes))
-    found["blocks.norm.scale"] = Leaf((rows, 20), np.dtype("float32"), ("layers", "norm"))
+        found[name] = ArraySpec((rows,) * stacked + shape, np.dtype("float32"), ("layers",) * stacked + tuple(axes))
+    found["blocks.norm.scale"] = ArraySpec((rows, 20), np.dtype("float32"), ("layers", "norm"))
     return found
 
 
@@ -75,7 +76,7 @@ def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any],
     """Packed and unpacked it is itself; a device's part is what the leaf and the spec say, and padding is less than one unit."""
     leaves = leaves_of(drawn, height * mesh.shape["pipeline"])
     where = {name: rules.sharding("params", leaf.axes, mesh, leaf.shape, name) for name, leaf in leaves.items()}
-    found = Flat.of(rules, leaves, where, dict.fromkeys(leaves, "bfloat16"), segment_of)
+    found = FlatLayout.of(rules, leaves, where, dict.fromkeys(leaves, "bfloat16"), segment_of)
     inside = [matrix.name for vector in found.vectors for matrix in vector.matrices]
     assert sorted(inside) == sorted(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))
     assert len(found.leaves) == len(found.vectors), "two vectors have one name"
@@ -84,17 +85,19 @@ def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any],
         patched.setattr(flat, "jnp", np)  # nothing to compile
         for vector in found.vectors:
             row: Any = {m.name: random.normal(size=m.local).astype(np.float32) for m in vector.matrices}
-            packed = vector.packed(row)
-            assert packed.shape == (vector.piece * vector.replicas,) and vector.piece % 128 == 0
+            packed = vector.pack(row)
+            assert packed.shape == (vector.shard_size * vector.replicas,) and vector.shard_size % 128 == 0
             size = sum(x.size for x in row.values())
             assert [m.offset for m in vector.matrices] == [0, *itertools.accumulate(m.size for m in vector.matrices)][:-1]
             assert not packed[size:].any() and 0 <= packed.size - size < 128 * vector.replicas
-            for name, x in vector.unpacked(packed).items():
+            for name, x in vector.unpack(packed).items():
                 assert x.tobytes() == row[name].tobytes()
                 assert x.shape == where[name].shard_shape(leaves[name].shape)[int(leaves[name].stacked) :]
-            local = vector.sharding.shard_shape(vector.leaf.shape)
-            assert local == ((leaves[next(iter(row))].shape[0] // mesh.shape["pipeline"],) if vector.rows else ()) + (vector.piece,)
-            assert len(vector.spec) == len(vector.leaf.shape) == len(vector.leaf.axes), "a spec that is too short cuts another dimension"
+            local = vector.sharding.shard_shape(vector.array_spec.shape)
+            assert local == ((leaves[next(iter(row))].shape[0] // mesh.shape["pipeline"],) if vector.rows else ()) + (vector.shard_size,)
+            assert len(vector.spec) == len(vector.array_spec.shape) == len(vector.array_spec.axes), (
+                "a spec that is too short shards another dimension"
+            )
 
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 7, 8, 12, 20, 48, 96]), min_size=1, max_size=4)
@@ -109,7 +112,7 @@ def test_a_matrix_is_spread_as_far_as_it_divides(mesh: Mesh, shape: list[int], s
     wide = next((dim for dim in range(int(stacked), len(shape)) if shape[dim] % mesh.shape["tensor"] == 0), None)
     spec = PartitionSpec(*("pipeline" if stacked and not dim else "tensor" if dim == wide else None for dim in range(len(shape))))
     before = NamedSharding(mesh, spec)
-    after = spread(before, shape, over, int(stacked))
+    after = shard_over_replicas(before, shape, over, int(stacked))
     mesh_after: Any = after.mesh
     assert [d.id for d in mesh_after.devices.flat] == [d.id for d in mesh.devices.flat]
     one, other = before.shard_shape(tuple(shape)), after.shard_shape(tuple(shape))
@@ -143,24 +146,24 @@ CASES: dict[str, tuple[str, dict[str, int], int, PipelineConfig]] = {
 """3 divides no dimension of the model."""
 
 
-def blueprint_of(case: str, model: DecoderConfig = SMALL) -> Blueprint:
+def layout_of(case: str, model: DecoderConfig = SMALL) -> ModelLayout:
     rules, mesh, _, pipeline = CASES[case]
-    return Blueprint.of(model, shard_on(rules, **mesh), pipeline)
+    return ModelLayout.of(model, shard_on(rules, **mesh), pipeline)
 
 
-def batch_of(blueprint: Blueprint, microbatches: int, seed: int) -> dict[str, jax.Array]:
+def batch_of(layout: ModelLayout, microbatches: int, seed: int) -> dict[str, jax.Array]:
     """12 sequences, which 3 divides."""
     whole = host_batch(1, seed=seed)
     parts = {name: x[0, :12].reshape(microbatches, -1, *x.shape[2:]) for name, x in whole.items() if name != "indices"}
     indices = np.broadcast_to(whole["indices"], (microbatches, *whole["indices"].shape[1:]))
-    return on_devices(parts | {"indices": indices}, blueprint)
+    return on_devices(parts | {"indices": indices}, layout)
 
 
-def begun(blueprint: Blueprint, optimizer: Optimizer) -> State:
+def begun(layout: ModelLayout, optimizer: Optimizer) -> State:
     """At the seed-0 initialisation of one device."""
-    params = initial(Blueprint.of(blueprint.config, shard_on("ddp")))
-    everywhere = NamedSharding(blueprint.shard.mesh, PartitionSpec())
-    return fresh_state(blueprint, optimizer, {name: jax.device_put(x, everywhere) for name, x in params.items()})
+    params = initial(ModelLayout.of(layout.config, shard_on("ddp")))
+    everywhere = NamedSharding(layout.shard.mesh, PartitionSpec())
+    return fresh_state(layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in params.items()})
 
 
 Trained = tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]
@@ -169,19 +172,19 @@ Trained = tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]
 @functools.cache
 def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
     """Losses of three steps; the first moments after the first, divided by what they have of its gradient; fp32 weights after two."""
-    blueprint, made = blueprint_of(case), Optimizer(optimizer, 9)
-    state, step, losses = begun(blueprint, made), train_step(blueprint, made, seed=0), []
+    layout, made = layout_of(case), Optimizer(optimizer, 9)
+    state, step, losses = begun(layout, made), train_step(layout, made, seed=0), []
     grads = params = {}
     for number in range(3):
-        state, metrics = step(state, batch_of(blueprint, CASES[case][2], number))
+        state, metrics = step(state, batch_of(layout, CASES[case][2], number))
         losses.append(float(metrics["loss"]))
         held = jax.tree.map(np.asarray, state)
         if number == 0:
             share = 1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1)
-            grads = {name: x / share for name, x in unflattened(blueprint, held["mu"]).items()}
+            grads = {name: x / share for name, x in unflattened(layout, held["mu"]).items()}
         if number == 1:
-            plain = {name: x for name, x in held["params"].items() if name not in blueprint.flat.names}
-            params = unflattened(blueprint, plain | held.get(MASTER, {}))
+            plain = {name: x for name, x in held["params"].items() if name not in layout.flat.names}
+            params = unflattened(layout, plain | held.get(MASTER, {}))
     return losses, grads, params
 
 
@@ -217,10 +220,10 @@ def on_two(rules: str, optimizer: OptimizerConfig) -> Trained:
     return trained(rules, optimizer)
 
 
-def used_are_cast(blueprint: Blueprint, state: State) -> None:
-    found = {name: in_model_order(blueprint, name, x) for name, x in state["params"].items()}
-    wanted = unflattened(blueprint, jax.tree.map(np.asarray, state[MASTER]))
-    assert wanted.keys() == blueprint.flat.names and len(wanted) > 5
+def used_are_cast(layout: ModelLayout, state: State) -> None:
+    found = {name: in_model_order(layout, name, x) for name, x in state["params"].items()}
+    wanted = unflattened(layout, jax.tree.map(np.asarray, state[MASTER]))
+    assert wanted.keys() == layout.flat.names and len(wanted) > 5
     for name, x in wanted.items():
         assert found[name].dtype == ml_dtypes.bfloat16 and x.dtype == np.float32 and x.any()
         assert found[name].tobytes() == x.astype(ml_dtypes.bfloat16).tobytes(), name
@@ -233,32 +236,32 @@ def bits(state: State) -> dict[str, bytes]:
 @pytest.mark.parametrize("case", ["tensor", pytest.param("uneven stages", marks=pytest.mark.slow)])
 def test_layers_use_the_master_cast(case: str) -> None:
     """At the beginning, after a step, after a step of sick numbers, which changes nothing, and of what comes back from disk."""
-    blueprint, optimizer = blueprint_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)
-    state, microbatches = init_state(blueprint, optimizer, seed=0), CASES[case][2]
-    used_are_cast(blueprint, state)
+    layout, optimizer = layout_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)
+    state, microbatches = init_state(layout, optimizer, seed=0), CASES[case][2]
+    used_are_cast(layout, state)
     weights = jax.tree.map(np.asarray, state[MASTER])
-    for name, x in unflattened(blueprint, weights).items():
-        assert x.tobytes() == initial(Blueprint.of(HALF, shard_on("ddp")))[name].tobytes(), f"initial bits of {name}"
-    step = train_step(blueprint, optimizer, seed=0, outlier=5.0)
-    state, _ = step(state, batch_of(blueprint, microbatches, 0))
-    used_are_cast(blueprint, state)
+    for name, x in unflattened(layout, weights).items():
+        assert x.tobytes() == initial(ModelLayout.of(HALF, shard_on("ddp")))[name].tobytes(), f"initial bits of {name}"
+    step = train_step(layout, optimizer, seed=0, outlier=5.0)
+    state, _ = step(state, batch_of(layout, microbatches, 0))
+    used_are_cast(layout, state)
     assert all(np.any(np.asarray(x) != weights[name]) for name, x in state[MASTER].items())
     counters = {"['step']", "['skipped']"}
     before = bits(state)
-    poisoned = batch_of(blueprint, microbatches, 1)
+    poisoned = batch_of(layout, microbatches, 1)
     state, metrics = step(state, poisoned | {"weights": poisoned["weights"] * np.float32(np.nan)})
     after = bits(state)
     assert metrics["skipped"] == 1 and {name for name in after if after[name] != before[name]} == counters
     lately = np.array([[1000, -100, 1]] * 2, np.float32)  # of which any step is far above
     state["recent"] = jax.device_put(lately, state["recent"].sharding)
     before = bits(state)
-    state, metrics = step(state, batch_of(blueprint, microbatches, 1))
+    state, metrics = step(state, batch_of(layout, microbatches, 1))
     after = bits(state)
     assert metrics["skipped"] == 2 and {name for name in after if after[name] != before[name]} <= counters | {"['recent']"}
-    tree, digests = to_disk(blueprint, optimizer, state)
-    back, wrong = from_disk(blueprint, optimizer, tree, digests)
+    tree, digests = to_disk(layout, optimizer, state)
+    back, wrong = from_disk(layout, optimizer, tree, digests)
     assert not wrong and bits(back) == after
-    used_are_cast(blueprint, back)
+    used_are_cast(layout, back)
 
 
 # What is refused.
@@ -271,11 +274,11 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(whole, 3)
     said = (
-        f"optimizer.name={name} works on whole matrices, and rules 'distributed' keep them as flat vectors "
-        "(rules.optimizer['flat']=('pipeline', 'data')); take optimizer adamw or lion, or rules without that row, such as zero2"
+        f"optimizer.name={name} needs full matrices, but rules 'distributed' store its state as flat vectors "
+        "(rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [f"  - {said}"]
-    blueprint = blueprint_of("three replicas")
+    layout = layout_of("three replicas")
     with pytest.raises(ConfigError) as caught:
-        Optimizer(config, 9).slots(blueprint.leaves | blueprint.flat.leaves)
+        Optimizer(config, 9).slots(layout.leaves | layout.flat.leaves)
     assert str(caught.value).startswith(f"optimizer.name={name} works on whole matrices, and ")

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
-from mesh_lm.blueprint import Blueprint
 from mesh_lm.config import OptimizerConfig, PipelineConfig
-from mesh_lm.optim import RULES, Leaf, Optimizer, decayed, is_matrix, rule
+from mesh_lm.optim import RULES, ArraySpec, Optimizer, decayed, is_matrix, make_rule
 from mesh_lm.optim.adafactor import SHORTEST
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
-from mesh_lm.step import train_step
+from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 45
 SLOW = pytest.mark.slow
@@ -32,8 +32,8 @@ SIZES = {
 RATE, DECAY, CLIP = 0.1, 0.3, 0.5
 
 
-def leaf(*axes: str, **sizes: int) -> Leaf:
-    return Leaf(tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes)
+def leaf(*axes: str, **sizes: int) -> ArraySpec:
+    return ArraySpec(tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes)
 
 
 LEAVES = {
@@ -158,7 +158,7 @@ def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
     leaves = {"blocks.w": leaf("layers", "embed", "mlp", mlp=40), "wide": leaf("vocab", "embed"), "thin": leaf("experts", "embed")}
     random = np.random.default_rng(2)
     grads: Any = {name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()}
-    made = rule(config("adafactor"))
+    made = make_rule(config("adafactor"))
     slots = made.slots(leaves)
     assert {slot: set(kept) for slot, kept in slots.items()} == {
         "v_row": {"blocks.w", "wide"},
@@ -186,7 +186,7 @@ TREES = st.dictionaries(
 def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]], name: str) -> None:
     """Shapes and dtypes of slots before and after, and their axes by their sizes, of any parameters; directions are shaped like these."""
     leaves = {n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes)) for n, (stacked, scope, axes) in tree.items()}
-    made = rule(config(name))
+    made = make_rule(config(name))
     slots = made.slots(leaves)
     for each in (each for kept in slots.values() for each in kept.values()):
         assert each.shape == leaf(*cast(Any, each.axes)).shape
@@ -218,12 +218,12 @@ FAST = {("adafactor", "uneven stages"), ("muon", "hsdp+megatron"), ("lion", "zer
 def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of three steps and the weights after them, as the engine has them."""
     rules, mesh, pipeline = MESHES[where]
-    blueprint = Blueprint.of(SMALL, shard_on(rules, **mesh), pipeline)
+    layout = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline)
     optimizer = Optimizer(config(name, learning_rate=0.001 if name == "lion" else 0.01, weight_decay=0.1, clip_norm=1.0), 9)
-    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(blueprint, optimizer))
-    state, step, losses = zeros | {"params": by_stage(blueprint, initial(blueprint))}, train_step(blueprint, optimizer, seed=0), []
+    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(layout, optimizer))
+    state, step, losses = zeros | {"params": by_stage(layout, initial(layout))}, train_step(layout, optimizer, seed=0), []
     for number in (0, 1, 0):
-        state, metrics = step(state, on_devices(host_batch(2, seed=number), blueprint))
+        state, metrics = step(state, on_devices(host_batch(2, seed=number), layout))
         losses.append(float(metrics["loss"]))
     return losses, {name: np.asarray(x) for name, x in state["params"].items()}
 
@@ -242,7 +242,7 @@ def test_losses_do_not_depend_on_the_mesh(name: str, where: str) -> None:
     assert wanted[2] < wanted[0] - 0.01
     np.testing.assert_allclose(found, wanted, rtol=5e-6 if name == "adafactor" else 2e-6)
     rules, mesh, pipeline = MESHES[where]
-    layout = Blueprint.of(SMALL, shard_on(rules, **mesh), pipeline).layout["blocks"]
-    padding = layout.layer_of_row() < 0
+    stack = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline).stacks["blocks"]
+    padding = stack.layer_of_row() < 0
     assert padding.sum() == (1 if where == "uneven stages" else 0)
     assert not any(x[padding].any() for name, x in params.items() if name.startswith("blocks."))

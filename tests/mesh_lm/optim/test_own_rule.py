@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import pytest
 from support import GPT, shard_on
 
-from mesh_lm.blueprint import Blueprint
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, load
 from mesh_lm.errors import ConfigError
-from mesh_lm.initial import init_state
-from mesh_lm.optim import Leaf, Optimizer, is_matrix, rule
+from mesh_lm.optim import ArraySpec, Optimizer, is_matrix, make_rule
+from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import masters, parts
-from mesh_lm.stored import from_disk, to_disk
+from mesh_lm.state.disk_form import from_disk, to_disk
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 60
 
@@ -71,7 +70,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_it_is_imported_and_made_from_the_section(module: str) -> None:
     config = OptimizerConfig(name=f"{module}:Plain", beta1=0.5)
-    made = rule(config)
+    made = make_rule(config)
     assert type(made).__name__ == "Plain" and vars(made)["config"] is config
 
 
@@ -83,7 +82,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
     )
     config = check(load(str(file)), 1)
-    assert type(rule(config.optimizer)).__name__ == "Plain"
+    assert type(make_rule(config.optimizer)).__name__ == "Plain"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     [
         ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
         ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
-        ("rules_of_my_own:Half", "lacks elementwise, direction; a rule has what mesh_lm.optim.Rule has"),
+        ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
         ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
         ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
         (":Plain", "'' cannot be imported (ValueError: Empty module name)"),
@@ -106,7 +105,7 @@ def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
 
 
 def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
-    leaves = {"blocks": Leaf((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": Leaf((32,), jnp.float32, ("norm",))}
+    leaves = {"blocks": ArraySpec((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": ArraySpec((32,), jnp.float32, ("norm",))}
     for name, works in (
         (f"{module}:Plain", True),
         (f"{module}:Whole", False),
@@ -127,11 +126,11 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
 @pytest.mark.parametrize("rules", ["ddp", "distributed"])
 def test_a_slot_of_matrices_in_another_type(module: str, rules: str) -> None:
     """A flat vector is a matrix, as what it holds is; and a slot has its type on disk and after it."""
-    blueprint, optimizer = Blueprint.of(GPT, shard_on(rules, data=2)), Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9)
-    kept = parts(blueprint, optimizer)["kept"].leaves
-    assert kept.keys() == {name for name, leaf in masters(blueprint).items() if is_matrix(name, leaf.axes)} and kept
-    state = init_state(blueprint, optimizer, seed=0)
-    tree, digests = to_disk(blueprint, optimizer, state)
-    assert tree["kept"].keys() == {name for name, leaf in blueprint.leaves.items() if is_matrix(name, leaf.axes)}
-    back, wrong = from_disk(blueprint, optimizer, tree, digests)
+    layout, optimizer = ModelLayout.of(GPT, shard_on(rules, data=2)), Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9)
+    kept = parts(layout, optimizer)["kept"].leaves
+    assert kept.keys() == {name for name, leaf in masters(layout).items() if is_matrix(name, leaf.axes)} and kept
+    state = init_state(layout, optimizer, seed=0)
+    tree, digests = to_disk(layout, optimizer, state)
+    assert tree["kept"].keys() == {name for name, leaf in layout.leaves.items() if is_matrix(name, leaf.axes)}
+    back, wrong = from_disk(layout, optimizer, tree, digests)
     assert not wrong and {str(x.dtype) for part in (tree["kept"], back["kept"]) for x in part.values()} == {"bfloat16"}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import LabError, compile_report, h100
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab.aborts import explain_abort

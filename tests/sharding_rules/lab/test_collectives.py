@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import pytest
 
-from mesh_lm.check import check
-from mesh_lm.cli import load
-from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop
+from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, load
 from mesh_lm.model import DecoderConfig
-from mesh_lm.plan.program import compile_config
+from mesh_lm.planning.program import compile_config
+from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options
@@ -166,7 +165,7 @@ def assert_sends(report: Report, terms: list[Term]) -> None:
             assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
 
 
-NOTICES = {"exposed-reduction", "whole-copy"}
+NOTICES = {"exposed-communication", "whole-copy"}
 """No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; copies are of stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import train
-from mesh_lm.config import ConfigError
+from mesh_lm.errors import ConfigError
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab import hlo
 from sharding_rules.lab.report import Slot

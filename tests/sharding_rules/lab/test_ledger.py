@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import Provenance, collectives, flops_by_phase, kernels
 from sharding_rules.lab.provenance import alternatives, merged, read

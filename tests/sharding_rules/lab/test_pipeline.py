@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import compile_report, h100
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab import compile as lab
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage

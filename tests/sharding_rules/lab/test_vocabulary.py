@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lab_report import report
 
-from mesh_lm.plan.vocabulary import VOCABULARY
+from mesh_lm.planning.vocabulary import VOCABULARY
 from sharding_rules.lab.report import Report
 from sharding_rules.lab.vocabulary import NEUTRAL
 

@@ -1,0 +1,115 @@
+"""How well a model predicts text it has not seen, and text it writes itself.
+
+mesh-lm evaluate runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evaluation.md)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh_lm.commands.model_arguments import ModelArguments
+from mesh_lm.commands.options import command
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(ModelArguments):
+    """Give a text, or tasks of lm-evaluation-harness."""
+
+    text: str = ""
+    """A text file, a .jsonl (field "text") or a directory: perplexity and bits per byte."""
+    stride: int = 0
+    """New tokens in each window after the first, which see at least seq_len - stride before them; 0: half the seq_len."""
+    start: str = ""
+    """The special token that stands before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
+    tasks: str = ""
+    """Names of tasks of lm-evaluation-harness (`pip install 'mesh_lm[eval]'`), with commas between."""
+    include_path: str = ""
+    """A directory of task .yaml files of one's own; the tasks that come with the harness are then not read."""
+    limit: int = 0
+    """Documents of each task; 0: all."""
+    batch: int = 8
+    """Sequences at once."""
+    json: str = ""
+    """Write all results to this file."""
+
+
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    """Raises ConfigError for every mistake that can be seen without the model."""
+    arguments = command(Arguments, argv, "Measures a trained model on a text, or on tasks of lm-evaluation-harness.", prog)
+    if bool(arguments.text) == bool(arguments.tasks):
+        raise ConfigError("give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness")
+    if arguments.batch < 1 or arguments.stride < 0 or arguments.limit < 0:
+        raise ConfigError(
+            f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and --limit={arguments.limit} at least 0"
+        )
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parse(argv))
+
+
+def run(arguments: Arguments) -> int:
+    """Prints what was measured, writes it to --json and returns 0. Raises ConfigError."""
+    import jax  # here, so that --help needs no JAX
+
+    result = _text(arguments) if arguments.text else _tasks(arguments)
+    if arguments.json and jax.process_index() == 0:
+        path = Path(arguments.json).expanduser()
+        try:
+            with atomic_write(path) as (file,):
+                file.write(json.dumps(result, indent=1, default=str).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"--json={path}: cannot be written ({error.strerror})") from error
+    return 0
+
+
+def _text(arguments: Arguments) -> dict[str, Any]:
+    import jax
+
+    from mesh_lm import distributed
+    from mesh_lm.inference import Scorer
+    from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
+    from mesh_lm.inference.text import document_start
+
+    next(read_texts(arguments.text), None)  # first, for what is wrong with the text
+    trained = arguments.load()
+    seq_len = trained.config.model.seq_len
+    if arguments.stride > seq_len:
+        raise ConfigError(
+            f"--stride={arguments.stride} is more than the model's seq_len={seq_len}: tokens between windows would be left out"
+        )
+    stride = arguments.stride or max(1, seq_len // 2)
+    scorer = Scorer(trained.layout, trained.params, arguments.batch)
+    start = document_start(trained.tokenizer, arguments.start)
+    found = measure_perplexity(scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start)
+    summary = found.summary()
+    beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
+    distributed.print_on_process0(
+        f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
+        f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
+        f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
+    )
+    about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
+    counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes}
+    return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
+
+
+def _tasks(arguments: Arguments) -> dict[str, Any]:
+    from mesh_lm import distributed
+    from mesh_lm.inference import harness
+    from mesh_lm.inference.text import document_start
+
+    names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    tasks = harness.find_tasks(names, arguments.include_path)  # first, for what is wrong with their names
+    trained = arguments.load()
+    model = harness.adapter(trained, batch=arguments.batch, start=document_start(trained.tokenizer, arguments.start))
+    results, table = harness.run(model, tasks, names, limit=arguments.limit)
+    distributed.print_on_process0(table)
+    return {"checkpoint": arguments.checkpoint, "step": trained.step, **results}

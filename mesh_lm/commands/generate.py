@@ -1,0 +1,142 @@
+"""Text from a trained model: mesh-lm generate runs/gpt_tiny "def " (see docs/generation.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mesh_lm.commands.model_arguments import ModelArguments
+from mesh_lm.commands.options import command
+from mesh_lm.data.atomic import atomic_write
+from mesh_lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mesh_lm.inference import Completion, Generator
+
+_TOKENS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(ModelArguments):
+    """One prompt is written as it is made; several are made together."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint", "prompt")
+
+    prompt: tuple[str, ...] = ()
+    """Text to continue; may be given several times. None, or an empty one: a new document."""
+    prompts_file: str = ""
+    """More prompts: a .jsonl of objects with a "prompt", or else a text file with one on each line."""
+    start: str = ""
+    """A special token before each prompt, such as <|begin_of_text|> for Llama 3; empty: none."""
+    tokens: int = 0
+    """New tokens of each text, at most; 0: 200, or as many as the model's seq_len leaves room for."""
+    temperature: float = 0.8
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int = 50
+    """Draw from the k likeliest tokens only; 0: all."""
+    top_p: float = 1.0
+    """Of those, from the fewest that have this probability together; 1: all."""
+    stop: tuple[str, ...] = ()
+    """A text ends before this string; may be given several times."""
+    ignore_eod: bool = False
+    """Write on where the model ends the document."""
+    seed: int = 0
+    """The same seed gives the same text, on any mesh."""
+    batch: int = 16
+    """Texts made at once."""
+    stream: bool = True
+    """Write a single text as it is made."""
+    output: str = ""
+    """Write a .jsonl here, one object for each prompt: prompt, text, tokens, logprobs, reason."""
+
+
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    """Raises ConfigError for every mistake that can be seen without the model."""
+    arguments = command(Arguments, argv, "Continues texts with a trained model.", prog)
+    if arguments.tokens < 0 or arguments.batch < 1:
+        raise ConfigError(f"--tokens={arguments.tokens} must be at least 0 and --batch={arguments.batch} at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parse(argv))
+
+
+def run(arguments: Arguments) -> int:
+    """Writes the texts and returns 0. Raises ConfigError."""
+    from mesh_lm import distributed  # here, so that --help needs no JAX
+    from mesh_lm.inference import Generator, Sampling
+    from mesh_lm.inference.text import document_start
+
+    prompts = [*arguments.prompt, *_from_file(arguments.prompts_file)] or [""]
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    trained = arguments.load()
+    start = document_start(trained.tokenizer, arguments.start) if arguments.start else None
+    generator = Generator(trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start)
+    tokens = arguments.tokens or _room(generator, prompts)
+    options = {"seed": arguments.seed, "stop": arguments.stop, "stop_at_eod": not arguments.ignore_eod}
+    if len(prompts) == 1 and arguments.stream and not arguments.output:
+        for number, piece in enumerate(generator.stream(prompts[0], tokens, **options)):
+            _write(piece if number else prompts[0] + piece)  # the prompt only where it can be continued
+        _write("\n")
+        return 0
+    completions = generator.complete(prompts, tokens, **options)
+    if arguments.output:
+        _save(Path(arguments.output).expanduser(), prompts, completions)
+        distributed.print_on_process0(f"{len(prompts)} texts: {arguments.output}")
+        return 0
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        head = f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n" if len(prompts) > 1 else ""
+        distributed.print_on_process0(f"{head}{prompt}{completion.text}")
+    return 0
+
+
+def _room(generator: Generator, prompts: list[str]) -> int:
+    longest = max(len(generator.prompt(prompt)) for prompt in prompts)
+    return max(1, min(_TOKENS, generator.engine.seq_len - longest))
+
+
+def _from_file(name: str) -> Iterator[str]:
+    if not name:
+        return
+    path = Path(name).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # not splitlines: JSON may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a .jsonl") from error
+    for number, line in enumerate(lines, 1):
+        if path.suffix != ".jsonl":
+            yield line
+        elif line.strip():
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                prompt = None
+            if not isinstance(prompt, str):
+                raise ConfigError(f'{name}, line {number}: expected a JSON object with a string "prompt", got {line[:60]!r}')
+            yield prompt
+
+
+def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None:
+    import jax
+
+    if jax.process_index() > 0:
+        return
+    try:
+        with atomic_write(path) as (file,):
+            for prompt, completion in zip(prompts, completions, strict=True):
+                file.write(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from error
+
+
+def _write(text: str) -> None:
+    import jax
+
+    if jax.process_index() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()

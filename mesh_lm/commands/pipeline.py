@@ -1,0 +1,165 @@
+"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Rows
+from rich.text import Text
+
+from mesh_lm.commands.options import command
+from mesh_lm.errors import ConfigError
+from mesh_lm.schedules import custom, gantt, trace
+from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight, stash_bytes, timeline
+from mesh_lm.schedules.schedule import NAMES, Schedule, make_schedule
+from mesh_lm.schedules.table import compile_table
+
+DESCRIPTION = "Draws a pipeline schedule, says how much of it is waiting and what it keeps in memory, and compares it with the others."
+_COMPARED = ("1f1b", "gpipe", "classic_1f1b", "zb_h1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Which schedule, how long its parts take, and where the pictures go."""
+
+    stages: int = 0
+    """Stages of the pipeline; 0: 4, or as many as the file has."""
+    microbatches: int = 0
+    """Microbatches of a step; 0: 4 for each stage, or as many as the file has."""
+    chunks: int = 0
+    """Chunks of layers on each stage; 0: 1, or as many as the file has."""
+    schedule: str = "1f1b"
+    """1f1b, gpipe, classic_1f1b, zb_h1, forward, or a .csv or .json file (see docs/pipeline.md)."""
+    forward: float = Durations.forward
+    """Time of one microbatch's forward pass through one stage, in any unit."""
+    backward: float = Durations.backward
+    """That of the backward pass, with the forward pass that it repeats: 3 with a stash of inputs or remat."""
+    weight_share: float = Durations.weight_share
+    """The part of backward that zb_h1 puts off."""
+    embed: float = Durations.embed
+    """Time of the embedding's forward pass, and of layers before the first that the stages share."""
+    head: float = Durations.head
+    """Time of the forward pass of head and loss."""
+    clock: Clock = "lockstep"
+    """What stages wait for: async, their inputs only; neighbour, those beside them at each tick; lockstep, all at each tick."""
+    drop_last_forward: bool = False
+    """Leave out the last virtual stage's F, which its B repeats with a stash of inputs: it makes room for the head."""
+    input_mib: float = 0.0
+    """MiB that the input of a stage takes on a device, for the stash in bytes: microbatch x sequence x d_model x 2 bytes for bf16."""
+    compare: bool = False
+    """Draw all schedules, not only one."""
+    png: str = ""
+    """File for a picture."""
+    trace: str = ""
+    """File for a trace, to open in ui.perfetto.dev; a unit of time is 1 ms."""
+    csv: str = ""
+    """File for the schedule itself, to change it and give it back as --schedule."""
+
+    def found(self) -> Schedule:
+        """The schedule asked for. Raises ConfigError."""
+        if Path(self.schedule).suffix in custom.SUFFIXES:
+            return custom.find_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
+        stages = self.stages or 4
+        return make_schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
+
+    def timed(self, one: Schedule, clock: Clock | None = None) -> Timeline:
+        durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
+        return timeline(one, durations, clock or self.clock, drop_last_forward=self.drop_last_forward)
+
+
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    return command(Arguments, argv, DESCRIPTION, prog)
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    return run(parse(argv), console)
+
+
+def run(options: Arguments, console: Console | None = None) -> int:
+    """Draws, writes the files asked for and returns 0. Raises ConfigError."""
+    console = console or Console()
+    chosen = options.found()
+    others = [chosen, *(other for other in _comparable(chosen) if other != chosen)]
+    drawn = [options.timed(one) for one in (others if options.compare else [chosen])]
+    for one in drawn:
+        _show(console, one, options)
+    if len(others) > 1:
+        console.print(_comparison(others, options))
+    if options.png:
+        gantt.draw(drawn, options.png)
+    if options.trace:
+        trace.write(drawn, options.trace, seconds=1e-3)
+    if options.csv:
+        custom.write_csv(chosen, options.csv)
+    for file in filter(None, (options.png, options.trace, options.csv)):
+        console.print(f"wrote {file}", style="dim", markup=False, highlight=False)
+    return 0
+
+
+def _comparable(chosen: Schedule) -> list[Schedule]:
+    """All named schedules of the same sizes, with one chunk and with as many as `chosen` has; none for evaluation."""
+    if "B" not in chosen.kinds:
+        return []
+    able = [(name, chunks) for name in _COMPARED for chunks in dict.fromkeys((1, chosen.chunks)) if chunks == 1 or NAMES[name].chunked]
+    found = []
+    for name, chunks in able:
+        with contextlib.suppress(ConfigError):  # one's own schedule may have sizes that a named one cannot have
+            found.append(make_schedule(name, chosen.stages, chosen.microbatches, chunks))
+    return found
+
+
+def _show(console: Console, one: Timeline, options: Arguments) -> None:
+    made = one.schedule
+    about = NAMES[made.name].about if made.name in NAMES else options.schedule
+    console.print(
+        Text(gantt.title(made), style="bold").append(f": {made.stages} stages, {made.microbatches} microbatches; {about}", "not bold")
+    )
+    console.print()
+    for line in gantt.lines(one, console.width, colour=console.color_system is not None):
+        console.print(line, no_wrap=True, crop=True)
+    console.print()
+    busy = one.busy
+    work = f"{max(busy):.4g} on the busiest stage, {min(busy):.4g} on the idlest" if max(busy) - min(busy) > 1e-9 else f"{max(busy):.4g}"
+    bubbles = "   ".join(f"{clock} {options.timed(made, clock).bubble:.2%}" for clock in CLOCKS)
+    facts = {"bubble": f"{bubbles}   ((P-1)/(V M) = {(made.stages - 1) / made.chunks / made.microbatches:.2%})"}
+    facts["time"] = f"{one.span:.4g} ({one.clock}), of which work {work}; {made.n_ticks} ticks"
+    if "B" in made.kinds:
+        facts["in flight"] = f"{' '.join(map(str, in_flight(made)))}   (at most, on each stage; in inputs of a virtual stage)"
+    facts["slots"] = _slots(made, options)
+    for name, fact in facts.items():
+        console.print(f"{name.ljust(10)} {fact}", highlight=False, markup=False)
+    console.print()
+
+
+def _slots(made: Schedule, options: Arguments) -> str:
+    if "W" in made.kinds:
+        return "for study: the engine runs no schedule that splits the backward pass"
+    slots = compile_table(made, drop_last_forward=options.drop_last_forward)
+    size = f": {stash_bytes(slots, round(options.input_mib * 2**20)) / 2**20:,.0f} MiB" if options.input_mib else ""
+    residuals = (
+        f"; {slots.n_residuals} for residuals, where they are stashed" if slots.n_residuals and not options.drop_last_forward else ""
+    )
+    return f"{slots.n_inputs} for inputs, {slots.n_grads} for gradients on each stage{size}{residuals}"
+
+
+def _comparison(others: list[Schedule], options: Arguments) -> Rows:
+    rows = Rows(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", header_style="bold")
+    rows.add_column("schedule")
+    for name in ("chunks", "ticks", "bubble:\nasync", "\nneighbour", "\nlockstep", f"time,\n{options.clock}", "in flight", "slots"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    lines = [{clock: options.timed(other, clock) for clock in CLOCKS} for other in others]
+    best = min(line[options.clock].span for line in lines)
+    for other, line in zip(others, lines, strict=True):
+        time = line[options.clock].span
+        slots = compile_table(other, drop_last_forward=options.drop_last_forward) if "W" not in other.kinds else None
+        rows.add_row(
+            other.name, str(other.chunks), str(other.n_ticks), *(f"{line[clock].bubble:.2%}" for clock in CLOCKS),
+            f"{time:.4g} {time / best - 1:+.1%}", str(max(in_flight(other))),
+            f"{slots.n_inputs} + {slots.n_grads}" if slots else "-", style="bold" if other is others[0] else "",
+        )  # fmt: skip
+    return rows

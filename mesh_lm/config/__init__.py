@@ -1,0 +1,15 @@
+"""What a run is: `TrainConfig` and its sections, and `load`, which reads one from a file."""
+
+from mesh_lm.config.files import load as load
+from mesh_lm.config.run import CheckpointConfig as CheckpointConfig
+from mesh_lm.config.run import DataConfig as DataConfig
+from mesh_lm.config.run import HealthConfig as HealthConfig
+from mesh_lm.config.run import LaunchConfig as LaunchConfig
+from mesh_lm.config.run import ModelConfig as ModelConfig
+from mesh_lm.config.run import OptimizerConfig as OptimizerConfig
+from mesh_lm.config.run import PipelineConfig as PipelineConfig
+from mesh_lm.config.run import ProfileConfig as ProfileConfig
+from mesh_lm.config.run import TrainConfig as TrainConfig
+from mesh_lm.config.run import TrainLoop as TrainLoop
+from mesh_lm.config.run import as_dict as as_dict
+from mesh_lm.config.run import expert as expert

@@ -1,0 +1,284 @@
+"""What a run is: frozen dataclasses, one field per decision. The only logic here is sizes that follow from others.
+
+A config file returns one `TrainConfig`; `mesh_lm.commands.command_line` applies the command line's
+overrides to it; `mesh_lm.training.check` looks at the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from mesh_lm.errors import ConfigError as ConfigError
+from mesh_lm.schedules.segments import Stack
+from sharding_rules import PRESETS, MeshConfig, Rules
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+    from sharding_rules import Shard
+
+
+T = TypeVar("T")
+
+
+def expert(default: T) -> T:
+    """A field that few runs change. --help leaves it out, --help-all shows it, and it is set like any other."""
+    return dataclasses.field(default=default, metadata={"expert": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What every model's config offers to the trainer. This project's own decoder is `mesh_lm.model.DecoderConfig`."""
+
+    vocab_size: int = 4096
+    """Token ids run from 0 to vocab_size - 1."""
+    seq_len: int = 256
+    """Tokens in one training sequence."""
+
+    def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        """Builds the module; called under `jax.eval_shape` and `jax.jit` only. See `mesh_lm.model.Model` for what it must offer."""
+        raise NotImplementedError(f"{type(self).__name__}.make")
+
+    def sizes(self) -> dict[str, tuple[str, int]]:
+        """Logical axis -> (the field that sets its size, the size), so that a size that does not divide is reported by field name."""
+        return {}
+
+    def problems(self) -> list[str]:
+        """Fields that contradict one another, a sentence each."""
+        return []
+
+    def stack(self) -> Stack:
+        """The segments of the model's layers, in order, and what each part costs. Without segments a pipeline cannot divide the model."""
+        return Stack()
+
+    def updated(self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of them and of the step's sums over the global batch.
+
+        Stacked buffers and the layers' arrays, such as "moe/load" [rows, E], have the same rows, some of which may be padding with zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.updated, for its buffers {', '.join(buffers)}")
+
+    def flops_per_token(self) -> float:
+        """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainLoop:
+    """Length of the run, batch size, and how often to evaluate and log."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch: int = 32
+    """Sequences per optimizer step, summed over all devices."""
+    microbatches: int = 1
+    """Microbatches per step: the global batch is split into this many equal parts, whose gradients are accumulated in fp32."""
+    eval_every: int = 250
+    """Evaluate on the held-out text every N steps; 0: only at the end."""
+    eval_sequences: int = 0
+    """Sequences per evaluation, evenly spaced over the held-out text; 0: all of them."""
+    log_every: int = 10
+    """Log a line every N steps."""
+    sample_tokens: int = 128
+    """Tokens of the text that is generated at the end of the run; 0: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How layers are assigned to the pipeline stages of mesh.pipeline, and the schedule of their microbatches (docs/pipeline.md)."""
+
+    schedule: str = "1f1b"
+    """gpipe, 1f1b (interleaved if chunks > 1), classic_1f1b, or a .csv or .json file with a schedule of your own."""
+    chunks: int = 1
+    """Virtual stages per pipeline stage (interleaving). More of them shrink the bubble and send more activations."""
+    layers: tuple[int, ...] = expert(())
+    """Number of layers of each virtual stage, in model order; empty: as `balance` decides."""
+    balance: Literal["equal", "flops"] = "equal"
+    """equal: the same number of layers on each stage; flops: the most even FLOPs per stage, with head and embedding counted."""
+    stash: Literal["input", "residuals"] = expert("input")
+    """What a stage stores of a microbatch until its backward pass. input: its input, and the forward pass is recomputed; residuals:
+    everything that the backward pass needs."""
+    idle: Literal["skip", "mask"] = expert("skip")
+    """What an idle stage does. skip: nothing; mask: it computes and discards the result (forced if layers use collective-permutes)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight decay."""
+
+    name: str = "adamw"
+    """adamw, muon, lion, adafactor, or module:class for your own (docs/optimizers.md)."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below the peak."""
+    final_fraction: float = 0.1
+    """Final learning rate, as a fraction of the peak."""
+    decay_fraction: float = expert(0.2)
+    """Fraction of the run over which wsd decays."""
+    beta1: float = 0.9
+    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to AdamW."""
+    beta2: float = 0.95
+    """Decay rate of the second moment, for adamw and the parameters that muon leaves to AdamW; for lion, of its momentum."""
+    eps: float = expert(1e-8)
+    """Added to the denominator, for adamw and muon."""
+    momentum: float = expert(0.95)
+    """Decay rate of muon's momentum for matrices."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not decay."""
+    clip_norm: float = 1.0
+    """Clip gradients to this global L2 norm; 0: off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The training text, and how it becomes sequences."""
+
+    path: str = ""
+    """Text to train on: a .txt or .jsonl (also .gz, .zst), a .parquet, a directory of text files, or `stdlib`, the 10 MB source code of
+    Python's standard library, which is enough for a tiny model. Without it `blend` must name the data."""
+    text_field: str = "text"
+    """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
+    tokenizer: str = ""
+    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: train one on the text."""
+    tokenizer_vocab: int = 4096
+    """Vocabulary size of the byte-level BPE tokenizer that is trained if `tokenizer` is empty."""
+    cache: str = expert("~/.cache/mesh_lm")
+    """Directory for tokenized corpora (tokenizer.json, train and held-out .bin/.idx)."""
+    blend: tuple[str, ...] = ()
+    """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order; empty: the text of `path`."""
+    split: str = "969,30,1"
+    """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
+    documents: Literal["joined", "separate", "packed"] = "joined"
+    """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
+    packed: as separate, and each sequence is filled with complete documents."""
+    mask_document_start: bool = expert(False)
+    """Exclude the first token of each document from the loss."""
+    fim_rate: float = 0.0
+    """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv 2207.14255)."""
+    fim_spm_rate: float = expert(0.5)
+    """Fraction of FIM documents in suffix-prefix-middle order; the others are in prefix-suffix-middle order."""
+    threads: int = expert(2)
+    """Reader threads (Grain); 0: batches are read between steps."""
+    prefetch: int = expert(4)
+    """Batches to read ahead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save checkpoints, which to keep, and whether to resume."""
+
+    every: int = 250
+    """Save every N steps; 0: only at the end and on SIGTERM."""
+    keep: int = 2
+    """Keep the newest N checkpoints."""
+    alarm: int = expert(3)
+    """Log ERROR after N failed saves in a row. Training continues."""
+    local: str = expert("")
+    """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent checkpoints; empty: off."""
+    local_every: int = expert(0)
+    """Save to `local` every N steps. The newest two are kept, and a third exists while it is written."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """auto: resume from the newest checkpoint of the output, if any; required: fail if there is none; never: fail if there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthConfig:
+    """What a run does about hangs, outliers in the loss and devices that compute wrong numbers (docs/operations.md)."""
+
+    stall: float = 60.0
+    """Exit with status 75 after this many seconds without progress, or after 10 median steps if those take longer; 0: never."""
+    patience: float = expert(1800.0)
+    """The same limit while the run prepares data, compiles, restores, saves or evaluates."""
+    heartbeat: float = expert(30.0)
+    """Seconds without a heartbeat before the other processes declare a process dead."""
+    outlier: float = 0.0
+    """Skip a step whose loss, or log gradient norm, is this many standard deviations above the recent mean; 0: only if it is not finite."""
+    skip_limit: int = expert(10)
+    """Skipped steps in a row that end the run, or roll it back if `rewinds` allows that."""
+    rewinds: int = 0
+    """How often a run may roll back to the checkpoint before a streak of skipped steps; it then skips their batches."""
+    replicas: int = 0
+    """Check every N steps, and before each save, that replicated state is bit-identical on all devices; 0: never."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """A jax.profiler trace of a few steps, written to <output>/profile; open it in Perfetto or XProf."""
+
+    start_step: int = 10
+    """First step to trace, counted from the start of this process; at least 2, because the first step compiles."""
+    steps: int = 0
+    """Number of steps to trace; 0: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """Processes, devices and XLA flags of the run."""
+
+    cpu_devices: int = 0
+    """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
+    compile_cache: str = expert("~/.cache/mesh_lm/xla")
+    """Directory of JAX's persistent compilation cache; empty: off."""
+    coordinator: str = expert("")
+    """host:port of process 0, if the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else a single process."""
+    processes: int = expert(0)
+    """Number of processes, one per node or one per GPU; 0: from MESH_LM_PROCESSES or Slurm."""
+    index: int = expert(-1)
+    """Rank of this process, from 0 to processes - 1; -1: from MESH_LM_PROCESS_INDEX or Slurm."""
+    timeout: float = expert(300.0)
+    """Seconds that processes wait for one another at the start."""
+    xla_flags: str = expert("auto")
+    """XLA flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags. Flags in XLA_FLAGS take precedence."""
+    deterministic: bool = False
+    """On a GPU, use only operations that give the same bits every time, and keep autotuning results with the run. Slower."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. See configs/ for examples. Every field can be set on the command line, as --config.section.field=value."""
+
+    model: ModelConfig
+    output: str
+    """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
+    mesh: MeshConfig = MeshConfig(data=-1)
+    rules: Rules = PRESETS["ddp"]
+    """Sharding rules: a preset (ddp, zero1, zero2, distributed, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp.
+    +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16."""
+    train: TrainLoop = TrainLoop()
+    pipeline: PipelineConfig = PipelineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
+    profile: ProfileConfig = ProfileConfig()
+    launch: LaunchConfig = LaunchConfig()
+    init_from: str = ""
+    """Initial weights, for step 0 with a fresh optimizer: a Hugging Face model directory, or another run's output or checkpoint."""
+    wandb: str = ""
+    """Weights & Biases project to log to (pip install 'mesh_lm[wandb]'; offline with WANDB_MODE=offline); empty: none."""
+    seed: int = 0
+    """Seed of initialisation, dropout and sample order. The same seed gives the same initial bits on any mesh."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.model.seq_len
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A plain, JSON-ready description of a config, with each class's name, for metadata and logs."""
+    out: dict[str, Any] = {"class": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Rules):
+            value = value.as_dict()
+        elif dataclasses.is_dataclass(value):
+            value = as_dict(value)
+        if isinstance(value, tuple):
+            value = [as_dict(each) if dataclasses.is_dataclass(each) else each for each in value]
+        out[field.name] = value
+    return out

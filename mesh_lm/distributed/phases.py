@@ -1,0 +1,75 @@
+"""The phase that a process is in, since when, and its wall time by phase: one clock for the watchdog, the launcher and goodput."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, TypeVar, get_args
+
+Phase = Literal["start", "data", "restore", "compile", "batch", "step", "save", "evaluate"]
+"""start: until all processes are connected. batch: waiting for the next batch. compile: the first two steps."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_Item = TypeVar("_Item")
+
+
+class Phases:
+    """The main thread updates it; other threads may read it.
+
+    Attributes:
+      phase, since: the current phase, and when it began (`clock`'s seconds).
+      step: steps done; -1 before the first is known.
+      saved: the newest complete checkpoint's step; -1: none.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.phase: Phase = "start"
+        self.began = self.since = clock()
+        self.step = self.saved = -1
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._recent: deque[float] = deque(maxlen=64)
+
+    def at(self, phase: Phase) -> None:
+        """Begins a phase and ends the one before. Calling it again with the same phase is a sign of life."""
+        now = self._clock()
+        self._seconds[self.phase] += now - self.since
+        self.phase, self.since = phase, now
+
+    def steps(self, batches: Iterable[_Item]) -> Iterator[_Item]:
+        """Yields the batches. Waiting for one is phase "batch", and the caller's work on it is "step", or "compile" for the first two: the
+        first is compiled and dispatched, and the second waits for the first to finish."""
+        iterator, n, began = iter(batches), 0, 0.0
+        while True:
+            self.at("batch")
+            if n > 2:
+                self._recent.append(self._clock() - began)
+            began = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            n += 1
+            self.at("compile" if n <= 2 else "step")
+            yield batch
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last sign of life."""
+        return self._clock() - self.since
+
+    @property
+    def age(self) -> float:
+        """Seconds since the first phase began."""
+        return self._clock() - self.began
+
+    @property
+    def median_step(self) -> float:
+        """The median of the last 64 step times, in seconds; 0 before there is one."""
+        return statistics.median(list(self._recent)) if self._recent else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds spent in each phase so far, the current one included."""
+        return self._seconds | {self.phase: self._seconds[self.phase] + self.idle}

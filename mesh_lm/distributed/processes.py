@@ -1,0 +1,242 @@
+"""The side of one process: starting JAX, exchanging values and errors with the other processes, and stopping."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mesh_lm.config import TrainConfig, as_dict
+from mesh_lm.distributed import gpu, rendezvous
+from mesh_lm.distributed.heartbeat import Heartbeat
+from mesh_lm.distributed.phases import Phases
+from mesh_lm.errors import ConfigError
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
+from mesh_lm.launch.process_slot import ProcessSlot
+from sharding_rules import ShardingRuleError
+
+T = TypeVar("T")
+_FAREWELL = 5.0
+"""Seconds that a failed process waits for the others to disconnect."""
+_TEXT = 4096
+"""Bytes of an error that are sent to the other processes."""
+
+
+class FewerNodes(Exception):
+    """This process's mesh needs fewer nodes than there are. The launcher has been informed."""
+
+
+def run(main: Callable[[T], int], argv: T) -> int:
+    """Runs a command and returns its exit status. A user's mistake prints one message; no process waits for one that has failed."""
+    try:
+        status = main(argv)
+        _drop_unwritable_output()
+        return status
+    except (ConfigError, ShardingRuleError) as error:
+        with contextlib.suppress(OSError):
+            print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
+        status = EXIT_UNEXPECTED if isinstance(error, rendezvous.RendezvousFailed) else EXIT_CANNOT
+    except FewerNodes:
+        status = EXIT_FEWER
+    except Exception:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        status = EXIT_UNEXPECTED
+    if jax.distributed.is_initialized():
+        # JAX's own exit waits minutes for processes that may themselves wait for this one.
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL)
+        _drop_unwritable_output()
+        os._exit(status)
+    _drop_unwritable_output()
+    return status
+
+
+def _drop_unwritable_output() -> None:
+    """Discards output that a full disk or a pipe without a reader does not accept: Python would exit with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None) -> None:
+    """Sets up JAX and, if the run has several processes, connects them. Must run before the first use of a device; repeating it later with
+    the same config has no effect.
+
+    command: further values that must be equal on all processes. phases: this process's progress, for the launcher.
+
+    Raises ConfigError if a device has been used already, a process does not connect, or two differ in config, code or versions.
+    """
+    Heartbeat(phases or Phases()).start()
+    launch = config.launch
+    if launch.cpu_devices not in (0, jax.config.values["jax_num_cpu_devices"]):
+        try:
+            jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
+        except RuntimeError as error:
+            raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
+    if launch.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    slot = ProcessSlot.of(launch)
+    autotuning = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
+    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=autotuning)
+    if autotuning:  # otherwise JAX would use the cache that all runs share
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    gpu.set_memory()
+    gpu.choose_platform()
+    if flags and (slot is None or slot.index == 0):
+        print(flags, flush=True)
+    if slot and not jax.distributed.is_initialized():
+        join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+
+
+def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
+    """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the others. Raises as `start`."""
+    rendezvous.meet(slot, timeout, description)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        slot.coordinator, slot.count, slot.index, slot.local_devices,
+        cluster_detection_method="deactivate",  # with Slurm it would use one GPU per task
+        initialization_timeout=int(timeout),
+        heartbeat_timeout_seconds=int(heartbeat),
+    )  # fmt: skip
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """Returns the config without the one field that differs between processes."""
+    plain = as_dict(config)
+    plain["launch"].pop("index")
+    return plain
+
+
+def print_on_process0(text: str) -> None:
+    """Prints on process 0 only. A log that cannot be written (full disk, no reader) is ignored."""
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+
+
+def log_prefix() -> str:
+    """Returns the prefix of this process's log lines; empty on process 0."""
+    index = jax.process_index() if jax.distributed.is_initialized() else 0
+    return f"[process {index}] " if index else ""
+
+
+@contextlib.contextmanager
+def process0_first(what: str) -> Iterator[None]:
+    """Runs the block on process 0 first, then on the others: they find its files on a shared disk, or make their own."""
+    if jax.process_index() > 0:
+        multihost_utils.sync_global_devices(what)
+    try:
+        yield
+    finally:  # after an error on process 0 the others fail, too, and report it
+        if jax.process_index() == 0 and jax.process_count() > 1:
+            multihost_utils.sync_global_devices(what)
+
+
+@contextlib.contextmanager
+def collective_errors(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
+    """Raises on every process if the block raises on any, so that none waits for one that failed.
+
+    mistake: the other processes raise mistake("process 1: its message") for a ConfigError, and RuntimeError for any other error.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    errors = gather_from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
+    if error:
+        raise error
+    for process, other in enumerate(errors):
+        if other:
+            raise (mistake if other[0] else RuntimeError)(f"process {process}: {other[1]}")
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError on every process unless all of them see the same existing `directory`."""
+    if jax.process_count() == 1:
+        return
+    mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    with collective_errors():
+        if jax.process_index() == 0:
+            mark.touch()
+    with collective_errors():
+        if not mark.exists():
+            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to a directory that all hosts share")
+    if jax.process_index() == 0:
+        mark.unlink(missing_ok=True)
+
+
+def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
+    """Raises ConfigError on every process unless all of them have the same `value`. what: its name; fix: advice for the message."""
+    if jax.process_count() == 1:
+        return
+    text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    values = gather_from_all(text)
+    if len(set(values)) > 1:
+        other = next(i for i, v in enumerate(values) if v != values[0])
+        raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
+
+
+def broadcast_from_process0(value: Any) -> Any:
+    """Returns process 0's value (JSON) on every process."""
+    return value if jax.process_count() == 1 else gather_from_all(value if jax.process_index() == 0 else None)[0]
+
+
+def gather_from_all(value: Any) -> list[Any]:
+    """Returns the values (JSON) of all processes, by process index. A collective: every process must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    encoded = json.dumps(value).encode()
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8)))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+
+
+class StopOnSigterm:
+    """A context in which SIGTERM to any process makes `poll` return True on all of them at the same call, so that they save and exit.
+
+    With several processes JAX's preemption service catches the signal and picks the call, so all of them must call `poll` equally often.
+    """
+
+    requested = False
+    """Whether `poll` has returned True."""
+
+    def poll(self) -> bool:
+        """Returns whether to stop now."""
+        if jax.process_count() == 1:
+            self.requested |= self._signalled
+        elif not self.requested:
+            self._polls += 1
+            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
+        return self.requested
+
+    def __enter__(self) -> StopOnSigterm:
+        self._polls, self._signalled = 0, False
+        self._before = signal.signal(signal.SIGTERM, self._signal) if jax.process_count() == 1 else None
+        return self
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,154 @@
+"""A model as a Hugging Face directory: gathered a layer of one parameter at a time, written a file at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh_lm import distributed
+from mesh_lm.data.atomic import sibling
+from mesh_lm.errors import ConfigError
+from mesh_lm.huggingface import files
+from mesh_lm.huggingface.configs import CONFIG, family_for, to_json
+from mesh_lm.huggingface.tensor_mapping import Sizes, TensorMapping
+from mesh_lm.model import DecoderConfig
+
+if TYPE_CHECKING:
+    from mesh_lm.data.tokenizer import Tokenizer
+    from mesh_lm.parallel.layout import ModelLayout, Params
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+def save(
+    directory: Path | str,
+    model: ModelLayout | DecoderConfig,
+    params: Params,
+    *,
+    dtype: DType = "bfloat16",
+    max_shard_bytes: int = 2 * 2**30,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
+
+    params: layers in model order, as `TrainedModel.load` reads them (`ModelLayout.to_model_order`).
+
+    The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
+    file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).
+
+    Raises ConfigError where no class of transformers can hold the model, naming the fields in the way, and where the directory is not empty
+    or cannot be written.
+    """
+    config = model if isinstance(model, DecoderConfig) else model.config
+    family = family_for(config)
+    assert isinstance(config, DecoderConfig)
+    if dtype not in get_args(DType):
+        raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
+    directory = Path(directory).expanduser().absolute()
+    rows = [(row, _sizes(row, config, params)) for row in family.mappings if row.ours in params]
+    width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
+    stream = _tensors(rows, params, dtype)
+    with distributed.collective_errors():
+        partial = _begin(directory) if jax.process_index() == 0 else None
+    if partial is None:
+        for _ in stream:  # the gathers need every process
+            pass
+        return
+    try:
+        _write(partial, stream, shards)
+        if tokenizer:
+            tokenizer.save(partial)
+        described = to_json(config, dtype, eod=tokenizer.eod if tokenizer else None)
+        (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        for path in partial.iterdir():
+            _sync(path)
+        os.replace(partial, directory)
+        _sync(directory.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _begin(directory: Path) -> Path:
+    """A new hidden directory beside `directory`, which must not be there, or be empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already and not empty; name another directory")
+    partial = sibling(directory)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+    return partial
+
+
+def _tensors(rows: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor of theirs) in the order of `TensorMapping.names`. Cast on the devices, so that half as many bytes are gathered."""
+
+    def layer(x: jax.Array, i: int, stacked: bool) -> jax.Array:
+        return (lax.dynamic_index_in_dim(x, i, keepdims=False) if stacked else x).astype(dtype)
+
+    for row, sizes in rows:
+        x, stacked = params[row.ours], "L" in row.dims
+        gather = jax.jit(layer, static_argnums=2, out_shardings=_gathered(x, stacked))
+        for i in range(sizes["L"] if stacked else 1):
+            whole = gather(x, i, stacked)
+            if jax.process_index() == 0:
+                yield from zip([name.format(i) for name in row.theirs], row.write(np.asarray(whole), sizes), strict=True)
+            else:
+                jax.block_until_ready(whole)
+
+
+def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
+    """Where a layer of x goes before it is copied to the host: nowhere, unless other processes hold parts of it."""
+    if not isinstance(x.sharding, NamedSharding):
+        return None
+    spec = x.sharding.spec[1:] if stacked else x.sharding.spec
+    return NamedSharding(x.sharding.mesh, PartitionSpec(*spec) if x.is_fully_addressable else PartitionSpec())
+
+
+def _sizes(row: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
+    return dict(zip(row.dims, params[row.ours].shape, strict=True)) | {"V": config.vocab_size}
+
+
+def _cut(tensors: list[tuple[str, int]], limit: int) -> list[dict[str, int]]:
+    """(name, bytes) in order -> the files: as full as `limit` allows, none empty."""
+    shards: list[dict[str, int]] = [{}]
+    for name, size in tensors:
+        if shards[-1] and sum(shards[-1].values()) + size > limit:
+            shards.append({})
+        shards[-1][name] = size
+    return shards
+
+
+def _write(directory: Path, stream: Iterator[tuple[str, np.ndarray]], shards: list[dict[str, int]]) -> None:
+    names = [files.SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        files.write(directory / file, dict(next(stream) for _ in shard))
+    assert next(stream, None) is None
+    if len(shards) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(size for shard in shards for size in shard.values())},
+            "weight_map": {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard},
+        }
+        (directory / files.INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,246 @@
+"""Continues token ids: one pass over the prompts, then one token of every row at a time, in a loop that the host only starts.
+
+The prompts of a batch end in the same slot, with padding before them: every new token then goes into one slot of the cache for all rows,
+and attention counts offsets and windows in slots. Positions count from a row's own first token, and nobody sees padding.
+
+Sizes: B rows (a multiple of what cuts the batch), P slots of the prompts, T slots in all, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference.sampling import Sampling
+from mesh_lm.model import Batch, Generative
+from mesh_lm.parallel.layout import ModelLayout, Params
+from sharding_rules import Shard
+
+DecodeState = dict[str, Any]
+"""tokens int32 [B, T], -1 where a row had ended; logprobs float32 [B, T]; done bool [B]; slot, the next to be written; pads, the padding
+before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids int32 [any]; and the model's cache."""
+
+
+def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
+    """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before.
+
+    Raises ConfigError for a model in stages.
+    """
+    if layout.n_stages > 1:
+        raise ConfigError(
+            f"mesh.pipeline={layout.n_stages}: a model in stages reads and writes no text; see mesh_lm/parallel/merge_stages.py"
+        )
+    rules = layout.shard.rules
+    whole = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
+    return ModelLayout.of(layout.config, Shard(rules.replace(rules.name, activations=whole), layout.shard.mesh))
+
+
+class Engine:
+    """Compiled once for each number of rows and (rounded) length; use one for all prompts."""
+
+    def __init__(self, layout: ModelLayout, params: Params, sampling: Sampling = Sampling()) -> None:
+        """Raises ConfigError for a model that gives no logits."""
+        model = layout.bind(params)
+        if not hasattr(model, "extend") and not hasattr(model, "logits"):
+            raise ConfigError(
+                f"{type(model).__name__} cannot generate: it has neither extend() nor logits(); see mesh_lm/model/contract.py"
+            )
+        self.layout, self.params, self.sampling = without_sequence_sharding(layout), params, sampling
+        self._begin = jax.jit(self._begin_rows, static_argnames="length")
+        self._run: Any = None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a prompt and what follows it, at most."""
+        return self.layout.config.seq_len
+
+    def start(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+        seed: int = 0, rows: Sequence[int] | None = None, stop_ids: Sequence[int] = (), batch: int = 0,
+    ) -> Session:  # fmt: skip
+        """Reads the prompts and chooses the first token of each.
+
+        Args:
+          prompts: token ids, at least one in each.
+          seed, rows: what is drawn depends on the seed, the row's number (None: 0, 1, ...) and the position of the token in the row, and
+            not on the other rows, the batch, or the mesh.
+          stop_ids: a row ends with the first of these that it chooses.
+          batch: rows to compile for where there are fewer prompts, so that batches of several sizes share a program.
+
+        Raises:
+          ConfigError: no or an empty prompt, a token that the vocabulary lacks, or a prompt that leaves no room for the new tokens.
+        """
+        self.check(prompts, max_new_tokens, seed)
+        lengths = [len(prompt) for prompt in prompts]
+        P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
+        T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
+        shard = self.layout.shard
+        ways = shard.n_shards(shard.axes_for("batch"))
+        B = -(-max(len(prompts), batch) // ways) * ways
+        tokens, pads = np.zeros((B, P), np.int32), np.full(B, P - 1, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, P - len(prompt) :], pads[row] = prompt, P - len(prompt)
+        numbers = np.zeros(B, np.int32)
+        numbers[: len(prompts)] = range(len(prompts)) if rows is None else rows
+        idle, stops = np.arange(B) >= len(prompts), np.array(list(stop_ids), np.int32)
+        state = self._begin(self.params, tokens, pads, numbers, np.uint32(seed), stops, idle, length=T)
+        if self._run is None:
+            # Given back as it came: else XLA may place the cache anew, and the second call would be compiled again.
+            self._run = jax.jit(self._run_until, donate_argnums=1, out_shardings=jax.tree.map(lambda x: x.sharding, state))
+        return Session(self, state, len(prompts), P, P + max_new_tokens)
+
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
+        """Raises ConfigError as `start` does, before anything is compiled."""
+        vocab_size = self.layout.config.vocab_size
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed} must be at least 0 and below 2^32")
+        if max_new_tokens < 1:
+            raise ConfigError(f"{max_new_tokens} new tokens: ask for at least 1")
+        if not prompts:
+            raise ConfigError("no prompts")
+        for row, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ConfigError(f"prompt {row} has no tokens; start a text from nothing with the end-of-document token")
+            if min(prompt) < 0 or max(prompt) >= vocab_size:
+                raise ConfigError(
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model's go from 0 to {vocab_size - 1}"
+                )
+            if len(prompt) + max_new_tokens > self.seq_len:
+                raise ConfigError(
+                    f"prompt {row} has {len(prompt)} tokens and {max_new_tokens} are to follow, but model.seq_len={self.seq_len}; "
+                    f"ask for {self.seq_len - len(prompt)} at most, or shorten the prompt"
+                    if len(prompt) < self.seq_len
+                    else f"prompt {row} has {len(prompt)} tokens, but model.seq_len={self.seq_len}; shorten the prompt"
+                )
+
+    # Traced.
+
+    def _begin_rows(
+        self, params: Params, tokens_BP: jax.Array, pads_B: jax.Array, rows_B: jax.Array, seed: jax.Array, stop_ids: jax.Array,
+        idle_B: jax.Array, *, length: int,
+    ) -> DecodeState:  # fmt: skip
+        B, P = tokens_BP.shape
+        model = self._model(params)
+        slots = jnp.arange(P)
+        batch = {
+            "tokens": tokens_BP,
+            "positions": jnp.maximum(slots - pads_B[:, None], 0),
+            "segment_ids": (slots >= pads_B[:, None]).astype(jnp.int32),
+        }
+        logits, cache = model.extend(batch, model.empty_cache(B, length), 0)
+        state = {
+            "tokens": jnp.pad(tokens_BP, [(0, 0), (0, length - P)]), "logprobs": jnp.zeros((B, length), jnp.float32), "done": idle_B,
+            "slot": jnp.int32(P), "pads": pads_B, "rows": rows_B, "seed": seed, "stop_ids": stop_ids,
+        }  # fmt: skip
+        return self._put(state, logits) | {"cache": cache}
+
+    def _run_until(self, params: Params, state: DecodeState, until: jax.Array, ended_B: jax.Array) -> DecodeState:
+        """To slot `until`, or until every row has ended; those in `ended_B` have."""
+        state = state | {"done": state["done"] | ended_B}
+        return lax.while_loop(
+            lambda state: (state["slot"] < until) & ~state["done"].all(), partial(self._next, params), self._everywhere(state)
+        )
+
+    def _next(self, params: Params, state: DecodeState) -> DecodeState:
+        last = state["slot"] - 1
+        batch = {
+            "tokens": jnp.maximum(lax.dynamic_slice_in_dim(state["tokens"], last, 1, axis=1), 0),
+            "positions": (last - state["pads"])[:, None],
+            "segment_ids": jnp.ones((len(state["pads"]), 1), jnp.int32),
+        }
+        logits, cache = self._model(params).extend(batch, state["cache"], last)
+        return self._put(state, logits) | {"cache": cache}
+
+    def _put(self, state: DecodeState, logits_BV: jax.Array) -> DecodeState:
+        """The state with a token chosen for the next slot."""
+        shard, slot, done = self.layout.shard, state["slot"], state["done"]
+        spec = shard.spec("activations", ("batch",))
+        # Each row's logits whole on one device, however the vocabulary is cut: they are about to be ranked.
+        logits_BV = lax.with_sharding_constraint(logits_BV, jax.NamedSharding(shard.mesh, jax.P(*spec, None)))
+        key = jax.random.key(state["seed"])
+        keys = jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
+            state["rows"], slot - state["pads"]
+        )
+        chosen = self.sampling.choose(logits_BV, keys)
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), chosen[:, None], axis=1)
+        new = {
+            "tokens": lax.dynamic_update_slice_in_dim(state["tokens"], jnp.where(done, -1, chosen)[:, None], slot, axis=1),
+            "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], logprob, slot, axis=1),
+            "done": done | jnp.isin(chosen, state["stop_ids"]),
+            "slot": slot + 1,
+        }
+        return self._everywhere(state | new)
+
+    def _everywhere(self, state: DecodeState) -> DecodeState:
+        """All but the cache whole on every device, so that every process can read it."""
+        everywhere = jax.NamedSharding(self.layout.shard.mesh, jax.P())
+        return {name: x if name == "cache" else lax.with_sharding_constraint(x, everywhere) for name, x in state.items()}
+
+    def _model(self, params: Params) -> Generative:
+        model: Any = self.layout.bind(params)
+        return cast(Generative, model) if hasattr(model, "extend") else NoCacheModel(model.logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCacheModel:
+    """A model that only reads whole texts, made to generate: its cache is the text, which it reads anew for every token.
+
+    Each row is read without the padding before it, since such a model may look at the tokens alone.
+    """
+
+    logits: Any
+
+    def empty_cache(self, rows: int, length: int) -> Batch:
+        return {name: jnp.zeros((rows, length), jnp.int32) for name in ("tokens", "positions", "segment_ids")}
+
+    def extend(self, batch: Batch, cache: Batch, start: int | jax.Array) -> tuple[jax.Array, Batch]:
+        cache = {name: lax.dynamic_update_slice_in_dim(x, batch[name], start, axis=1) for name, x in cache.items()}
+        length, ends_B = cache["tokens"].shape[1], batch["positions"][:, -1]
+        pads_B = start + batch["tokens"].shape[1] - 1 - ends_B
+        slots_BT = jnp.arange(length) + pads_B[:, None]
+        text = {name: jnp.take_along_axis(x, jnp.minimum(slots_BT, length - 1), axis=1) for name, x in cache.items()}
+        text["segment_ids"] = jnp.where(jnp.arange(length) <= ends_B[:, None], text["segment_ids"], 0)
+        logits_BTV = self.logits(text | {"positions": jnp.broadcast_to(jnp.arange(length), slots_BT.shape)})
+        return jnp.take_along_axis(logits_BTV, ends_B[:, None, None], axis=1)[:, 0], cache
+
+
+class Session:
+    """One batch under way."""
+
+    def __init__(self, engine: Engine, state: DecodeState, n_prompts: int, first: int, end: int) -> None:
+        self._engine, self._state, self._n = engine, state, n_prompts
+        self._read, self._end = first, end
+        self._ended = np.zeros(state["done"].shape, bool)
+        self.done = False
+        """Whether every row has ended or has all its tokens."""
+
+    def advance(self, n: int | None = None) -> list[list[tuple[int, float]]]:
+        """The next n tokens of every row (None: all that are left), each with its log-probability under the model, before temperature
+        and cuts. A row gets fewer where it ends: with the stop id, which is its last."""
+        until = self._end if n is None else min(self._read + n, self._end)
+        self._state = self._engine._run(self._engine.params, self._state, np.int32(until), self._ended)
+        reached = int(self._state["slot"])
+        # A row chooses its first token before the loop starts.
+        until = min(until, reached)
+        tokens, logprobs = (np.asarray(self._state[name])[: self._n, self._read : until] for name in ("tokens", "logprobs"))
+        self._read = until
+        self.done = until == self._end or bool(np.asarray(self._state["done"]).all())
+        rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [[(token, p) for token, p in zip(*row, strict=True) if token >= 0] for row in rows]
+
+    def end(self, row: int) -> None:
+        """Ends a row: no more tokens of it are wanted."""
+        self._ended[row] = True
+
+
+def rounded(length: int) -> int:
+    """To the next power of two, or multiple of 64: so that prompts of many lengths share a program."""
+    return 1 << (length - 1).bit_length() if length <= 64 else -(-length // 64) * 64

@@ -1,0 +1,137 @@
+"""How well a model predicts given texts: windows over each, and what the tokens in them cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import lzma
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mesh_lm.data import formats, sources
+from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference import Scorer
+
+_GROUP = 64
+"""Batches of windows read at once, so that like lengths find each other and no more text than this is in memory as tokens."""
+
+_COMPRESSED = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Sums over texts. Every token of a text counts once; the document mark before it does not."""
+
+    nats: float
+    tokens: int
+    n_bytes: int
+    texts: int
+
+    def summary(self) -> dict[str, float]:
+        """Per token, and per byte of UTF-8, which does not depend on the tokenizer."""
+        per_token = self.nats / self.tokens
+        perplexity = math.exp(per_token) if per_token < 700 else math.inf
+        bits = bits_per_byte(per_token, self.tokens, self.n_bytes)
+        return {"nats_per_token": per_token, "perplexity": perplexity, "bits_per_byte": bits}
+
+
+def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
+    """A loss in the unit that does not depend on the tokenizer: bits needed for one byte of the text that the tokens encode."""
+    return nats_per_token / math.log(2) * tokens / n_bytes
+
+
+def read_texts(path: str) -> Iterator[str]:
+    """The texts of a directory, .jsonl or .parquet, as `data.path` reads them, or any other file, .gz and .zst too, as one text.
+
+    Raises ConfigError for what is missing or is not UTF-8.
+    """
+    file = Path(path).expanduser()
+    if path != "stdlib" and not file.exists():
+        raise ConfigError(f"--text={path}: no such file or directory")
+    if not file.is_file() or formats.kind_of(file) in ("jsonl", "parquet"):
+        yield from (document.text for document in sources.find(path).documents())
+        return
+    try:
+        with formats.opened(file) as (opened, _):
+            text = opened.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text={path} is not UTF-8 (byte {error.start}); convert it first") from error
+    if text:
+        yield text
+
+
+def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
+    """What the texts cost, each by itself, after the token `start`. stride: as in `windows`.
+
+    Raises ConfigError where there is no token at all, or one that the model lacks.
+    """
+    nats, tokens, n_bytes, n_texts = 0.0, 0, 0, 0
+    for group in _groups(_all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch):
+        scores = scorer([ids for ids, _, _ in group])
+        for score, (_, scored, size) in zip(scores, group, strict=True):
+            nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
+            tokens, n_bytes, n_texts = tokens + scored, n_bytes + size, n_texts + bool(size)
+    if not tokens:
+        raise ConfigError("there is no text to evaluate: every text is empty")
+    return Perplexity(nats, tokens, n_bytes, n_texts)
+
+
+def _all_windows(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
+) -> Iterator[tuple[Sequence[int], int, int]]:
+    """(tokens, how many of them are scored, the bytes of the text where it is its first window)."""
+    vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
+    for text in texts:
+        ids = [start, *tokenizer.encode_batch([text])[0].tolist()]
+        if max(ids) >= vocab_size:
+            raise ConfigError(
+                f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: the tokenizer is not the model's"
+            )
+        size = len(text.encode())
+        for window, scored in windows(ids, seq_len, stride):
+            yield window, scored, size
+            size = 0
+
+
+def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
+    """(a window of at most seq_len + 1 tokens, how many at its end are scored): every token but the first is scored exactly once.
+
+    The first window is scored whole; each further one adds `stride` tokens, of which each sees at least the seq_len - stride before it.
+    """
+    done = 0
+    while done < len(tokens) - 1:
+        new = min(stride if done else seq_len, len(tokens) - 1 - done)
+        done += new
+        yield tokens[max(0, done - seq_len) : done + 1], new
+
+
+def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
+    """What general compressors make of the same texts, in bits per byte: of the first 64 MiB, because xz is slow. {} for no text."""
+    gzip, xz = zlib.compressobj(9, wbits=31), lzma.LZMACompressor(preset=9)
+    size = gzip_size = xz_size = 0
+    cut = ""
+    for data in (text.encode() for text in texts):
+        if size + len(data) > _COMPRESSED:
+            data, cut = data[: _COMPRESSED - size], f" of the first {_COMPRESSED / 2**20:.3g} MiB"
+        size += len(data)
+        gzip_size += len(gzip.compress(data))
+        xz_size += len(xz.compress(data))
+        if cut:
+            break
+    gzip_size, xz_size = gzip_size + len(gzip.flush()), xz_size + len(xz.flush())
+    return {f"gzip -9{cut}": 8 * gzip_size / size, f"xz -9{cut}": 8 * xz_size / size} if size else {}
+
+
+def _groups(items: Iterator[tuple[Sequence[int], int, int]], n: int) -> Iterator[list[tuple[Sequence[int], int, int]]]:
+    group = []
+    for item in items:
+        group.append(item)
+        if len(group) == n:
+            yield group
+            group = []
+    if group:
+        yield group

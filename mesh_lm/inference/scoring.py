@@ -1,0 +1,75 @@
+"""How likely given tokens are, one by one. Sizes: B sequences, S tokens, V vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference.engine import rounded, without_sequence_sharding
+from mesh_lm.model import Batch, token_batch
+from mesh_lm.parallel.layout import ModelLayout, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Of one sequence of n tokens: what the model thinks of each but the first, after those before it."""
+
+    logprobs: np.ndarray
+    """Log-probabilities in nats, float32 [n - 1]."""
+    greedy: np.ndarray
+    """Whether greedy decoding would have chosen the token, bool [n - 1]."""
+
+
+class Scorer:
+    """Compiled once for each (rounded) length."""
+
+    def __init__(self, layout: ModelLayout, params: Params, batch: int = 8) -> None:
+        """batch: sequences at once, rounded up to what the mesh cuts. Raises ConfigError for a model that gives no logits."""
+        model = layout.bind(params)
+        if not hasattr(model, "scores") and not hasattr(model, "logits"):
+            raise ConfigError(
+                f"{type(model).__name__} cannot score text: it has neither scores() nor logits(); see mesh_lm/model/contract.py"
+            )
+        self.layout, self.params = without_sequence_sharding(layout), params
+        shard = self.layout.shard
+        ways = shard.n_shards(shard.axes_for("batch"))
+        self.batch = -(-batch // ways) * ways
+        self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
+
+    def __call__(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Score]:
+        """Token ids, 2 to seq_len + 1 in each sequence -> their scores, in the same order. Like lengths are read together.
+
+        Raises ConfigError for a sequence that is too long or too short.
+        """
+        seq_len = self.layout.config.seq_len
+        for i, tokens in enumerate(sequences):
+            if not 2 <= len(tokens) <= seq_len + 1:
+                raise ConfigError(f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} at once (model.seq_len + 1)")
+        found: dict[int, Score] = {}
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+        for first in range(0, len(order), self.batch):
+            group = order[first : first + self.batch]
+            S = min(rounded(len(sequences[group[0]]) - 1), seq_len)
+            tokens, labels = np.zeros((2, self.batch, S), np.int32)
+            for row, i in enumerate(group):
+                n = len(sequences[i]) - 1
+                tokens[row, :n], labels[row, :n] = sequences[i][:-1], sequences[i][1:]
+            logprobs, greedy = map(np.asarray, self._scores(self.params, {"tokens": tokens, "labels": labels}))
+            for row, i in enumerate(group):
+                n = len(sequences[i]) - 1
+                found[i] = Score(logprobs[row, :n], greedy[row, :n])
+        return [found[i] for i in range(len(sequences))]
+
+    def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model, batch = cast(Any, self.layout.bind(params)), {**batch, **token_batch(batch["tokens"])}
+        if hasattr(model, "scores"):
+            return model.scores(batch)
+        logits_BSV = model.logits(batch)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits_BSV), batch["labels"][..., None], axis=-1)[..., 0]
+        return chosen, jnp.argmax(logits_BSV, axis=-1) == batch["labels"]

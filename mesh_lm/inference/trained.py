@@ -1,0 +1,232 @@
+"""A trained model, ready to generate, to be evaluated or to be exported: from a run's checkpoint or from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints, overload
+
+import jax
+
+from mesh_lm import checkpoint, huggingface
+from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
+from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.errors import ConfigError, hub_hint
+from mesh_lm.inference import Generator, Sampling, Scorer
+from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
+from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel.merge_stages import merged_layout
+from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
+from sharding_rules.rules import Kind
+
+TOKENIZER = "tokenizer"
+"""The directory beside a run's checkpoints in which its tokenizer is kept."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """Weights on a mesh, and what is needed to speak to them."""
+
+    config: TrainConfig
+    """Of the run that made it; for a Hugging Face directory all but `model` are defaults."""
+    layout: ModelLayout
+    params: Params
+    tokenizer: Tokenizer
+    step: int
+    """Optimizer steps that made the weights; 0 for a Hugging Face directory."""
+    _generators: dict[Sampling, Generator] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        mesh: MeshConfig | None = None,
+        rules: Rules | None = None,
+        tokenizer: str = "",
+        model: ModelConfig | None = None,
+        dtype: str = "",
+    ) -> TrainedModel:
+        """Reads the weights, each device its own part.
+
+        Args:
+          path: a run's output directory (the newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
+          mesh, rules: None: those of training where they fit the devices that are visible, else every device a replica. The stages of a
+            pipeline are folded into FSDP (`mesh_lm.parallel.merge_stages`).
+          tokenizer: as `data.tokenizer`; empty: the one kept beside the checkpoint or the weights.
+          model: the model's config, needed for a model class of the user's own, whose code a checkpoint does not hold.
+          dtype: compute type in place of the config's.
+
+        Raises:
+          ConfigError: no such checkpoint, another model, a missing tokenizer or another than the one it was trained with.
+          ShardingRuleError: the rules do not fit the model on this mesh.
+        """
+        saved = checkpoint.find(path)
+        if saved is None and not huggingface.is_huggingface(path):
+            raise ConfigError(_holds_nothing(path))
+        if saved:
+            config = config_from(saved.metadata["config"], model, str(saved.path))
+        else:
+            config = TrainConfig(model=model or huggingface.config_of(path), output=str(path))
+        changes = {"dtype": dtype} if dtype else {}
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+        mesh, rules = _placement(config, mesh, rules)
+        # First what can be wrong cheaply.
+        words = _tokenizer(tokenizer, saved, Path(path))
+        layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
+        mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
+        config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
+        return cls(config, layout, _weights(saved, path, layout)(), words, saved.step if saved else 0)
+
+    @overload
+    def generate(self, prompt: str, tokens: int = ..., **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], tokens: int = ..., **options: Any) -> list[str]: ...
+    def generate(  # pyright: ignore[reportInconsistentOverload]  # the options of both are those here
+        self, prompt: str | Sequence[str] = "", tokens: int = 128, *, temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = 0, stop: Sequence[str] = (), stop_at_eod: bool = True,
+    ) -> str | list[str]:  # fmt: skip
+        """The text that follows a prompt, or a list of them for several prompts; an empty prompt begins a new document.
+
+        Args:
+          tokens: new tokens at most.
+          temperature, top_k, top_p: see `Sampling`; temperature 0 always takes the likeliest token.
+          seed: the same seed gives the same text, on any mesh.
+          stop: a text ends before the first of these strings, or, with stop_at_eod, where the model ends the document.
+
+        Raises:
+          ConfigError: the model cannot generate, or a prompt leaves no room for the new tokens. `Generator` also gives log-probabilities.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        if sampling not in self._generators:  # which keeps what it has compiled
+            self._generators[sampling] = Generator(self.layout, self.params, self.tokenizer, sampling)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        done = self._generators[sampling].complete(prompts, tokens, seed=seed, stop=stop, stop_at_eod=stop_at_eod)
+        texts = [each.text for each in done]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def score(self, text: str | Sequence[str], *, stride: int = 0, batch: int = 8) -> Perplexity:
+        """What the text costs, or each of several: `summary()` has nats per token, perplexity and bits per byte.
+
+        stride: new tokens in each window of a long text after the first; 0: half the model's seq_len. batch: windows at once.
+        Raises ConfigError where there is no text, or the model cannot score any.
+        """
+        scorer = Scorer(self.layout, self.params, batch)
+        texts = [text] if isinstance(text, str) else text
+        stride = stride or max(1, self.layout.config.seq_len // 2)
+        return measure_perplexity(scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod)
+
+
+def _holds_nothing(path: Path | str) -> str:
+    hint = "" if Path(path).expanduser().exists() else hub_hint(str(path))
+    return f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors){hint}"
+
+
+def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
+    """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, layers in model order.
+
+    Raises ConfigError at once where there are none, or those of another model.
+    """
+    return _weights(checkpoint.find(path), path, layout)
+
+
+def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
+    if saved:
+        saved.require_model(layout)
+        return lambda: saved.params(layout)
+    if huggingface.is_huggingface(path):
+        return huggingface.reader(path, layout)
+    raise ConfigError(_holds_nothing(path))
+
+
+def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where the weights in `path` are known to have been trained with another tokenizer."""
+    if saved := checkpoint.find(path):
+        theirs = saved.data.get("tokenizer")
+    else:
+        theirs = None
+        with contextlib.suppress(ConfigError):  # weights may come without one
+            theirs = load_tokenizer(str(path)).fingerprint
+    if theirs not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            f"init_from={path} was trained with another tokenizer than this data's (fingerprint {str(theirs)[:12]}, not "
+            f"{tokenizer.fingerprint[:12]}): ids mean something else; set data.tokenizer to its own"
+        )
+
+
+def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """Writes the tokenizer beside a run's checkpoints, so that its output directory is all that generating text needs; on process 0."""
+    if tokenizer is None or jax.process_index() > 0:
+        return tokenizer
+    kept = Path(output).expanduser() / TOKENIZER
+    with contextlib.suppress(ConfigError):
+        if load_tokenizer(str(kept)).fingerprint == tokenizer.fingerprint:
+            return tokenizer
+    try:
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        tokenizer.save(kept)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the tokenizer in {kept}: {error.strerror}") from error
+    return tokenizer
+
+
+def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:
+    """Mesh axes that the rules declare, and the mesh does not have, are of size 1."""
+    rules = rules or config.rules
+    try:
+        found = (mesh or config.mesh).resolve(jax.device_count())
+    except MeshError as error:
+        if mesh is not None:
+            raise ConfigError(str(error)) from error
+        found = MeshConfig(data=-1).resolve(jax.device_count())
+    return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **found.sizes()}), rules
+
+
+def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
+    kept = saved.directory.parent / TOKENIZER if saved else path
+    if not spec and saved and not kept.exists():
+        raise ConfigError(f"no tokenizer is kept in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")
+    tokenizer = load_tokenizer(spec or str(kept))
+    trained_with = saved.data.get("tokenizer") if saved else None
+    if trained_with not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            f"{spec or kept} is not the tokenizer that {path} was trained with: its ids mean something else "
+            f"(fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"
+        )
+    return tokenizer
+
+
+def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) -> TrainConfig:
+    """The config that `as_dict` described. Fields that this version does not know are dropped, save those of the model."""
+    if model is None:
+        if (name := plain["model"]["class"]) != "DecoderConfig":
+            raise ConfigError(f"{where} is a {name}, which is not a class of mesh_lm; name the config file that makes it: --config=FILE.py")
+        fields = {f.name for f in dataclasses.fields(DecoderConfig)}
+        if unknown := plain["model"].keys() - fields - {"class"}:
+            raise ConfigError(f"{where}: its model has fields that this version does not know: {', '.join(sorted(unknown))}")
+        runs = tuple(SegmentConfig(**_known(SegmentConfig, run)) for run in plain["model"].get("segments", ()))
+        known: dict[str, Any] = {**_known(DecoderConfig, plain["model"]), "segments": runs}
+        model = DecoderConfig(**known)
+    hints = get_type_hints(TrainConfig)
+    sections = {name: hints[name] for name in plain if dataclasses.is_dataclass(hints.get(name)) and name not in ("model", "rules")}
+    built = {name: section(**_known(section, plain[name])) for name, section in sections.items()}
+    rest = {name: value for name, value in _known(TrainConfig, plain).items() if not isinstance(value, dict)}
+    return TrainConfig(**rest, **built, model=model, rules=_rules(plain["rules"]))
+
+
+def _rules(plain: dict[str, Any]) -> Rules:
+    """The inverse of `Rules.as_dict`."""
+    given = {kind: plain[kind] for kind in get_args(Kind)}
+    columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
+    return Rules(plain["name"], **columns, axes=plain.get("axes", {}), reduction=plain.get("reduction", "auto"))
+
+
+def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `plain` that are fields, with JSON's lists as tuples."""
+    names = {f.name for f in dataclasses.fields(section)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items() if name in names}

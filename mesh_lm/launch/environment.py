@@ -1,0 +1,12 @@
+"""The environment variables that the launcher sets for its workers."""
+
+HEARTBEAT = "MESH_LM_HEARTBEAT"
+"""File descriptor of the pipe to which a worker writes its heartbeats."""
+ELASTIC = "MESH_LM_ELASTIC"
+"""Number of nodes of the full job, set if it may continue with fewer (`mesh_lm.training.elastic`)."""
+LEAST = "MESH_LM_LEAST"
+"""The fewest nodes with which the job may continue (--min-nodes)."""
+GENERATION = "MESH_LM_GENERATION"
+"""How often the workers have been started, this time included."""
+BEGUN = "MESH_LM_BEGUN"
+"""How many of the earlier starts came as far as the run's checkpoints."""

@@ -1,0 +1,263 @@
+"""The microbatch engine: gradients of a global batch, by any schedule, on any mesh.
+
+It is manual over {pipeline, data, sequence, expert} and the axes that the rules declare as manual, and leaves {fsdp, tensor} to XLA. A
+gradient is reduced over each manual axis that does not shard it exactly once per step, in fp32, after the last microbatch. XLA by itself
+would all-reduce data-parallel gradients in bf16 at every layer of every microbatch.
+
+A schedule is a table of integers (`mesh_lm.schedules.table`). The program, the same on every stage, is a scan over its ticks. With one
+stage, a tick is one microbatch through the whole model, which is gradient accumulation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from mesh_lm.config import PipelineConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.model import Batch, Sums
+from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.stack import forward, used_outside
+from mesh_lm.optim.contract import is_matrix
+from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.parallel import ring
+from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel.ring import Columns
+from mesh_lm.parallel.stage import StageProgram
+from mesh_lm.schedules import custom
+from mesh_lm.schedules.schedule import Schedule
+from mesh_lm.schedules.table import Table, compile_table
+from sharding_rules import axes_of
+
+
+def manual_axes(layout: ModelLayout) -> frozenset[str]:
+    """The mesh axes that the engine is manual over."""
+    return layout.shard.rules.manual_axes() & set(layout.shard.mesh.axis_names)
+
+
+def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
+    """The sharding of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading
+    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`)."""
+    return layout.shard.sharding("activations", (None, "batch", "seq"))
+
+
+def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], tuple[Sums, Params]]:
+    """A function (params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight).
+
+    params include the model's buffers. Gradients are float32. Arrays among the sums have a segment's layers as leading dimension, in the
+    order that its parameters have in memory.
+    """
+
+    def run(params: Params, batch: Batch, key: jax.Array) -> tuple[Sums, Params]:
+        (sums, arrays), grads = region(layout, batch)(params, dict(batch), key)
+        return {**sums, **arrays}, grads
+
+    return run
+
+
+def region(
+    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
+) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
+    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays).
+
+    flat: parameters whose gradients each replica gets one shard of, as flat vectors.
+    """
+    specs, by_hand = _specs(layout), manual_axes(layout)
+    table = training_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
+
+    def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        _require_layers_apart(layout, params, _first(batch))
+        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
+
+        def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
+            dropout = Dropout.of(key, one["sample_ids"], one["indices"])
+            sinks, shared = differentiated(layout, params)
+            objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight)
+            (_, sums), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(sinks, shared)
+            return _added(total, (sums, layout.constrain({**grads[0], **grads[1]}, "params"))), None
+
+        if table is not None:
+            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(program, table, _own(columns))
+        elif len(batch["tokens"]) == 1:
+            sums, grads = microbatch(None, _first(batch))[0]
+        else:
+            zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
+            sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
+        reduced = _reduced(sums, layout)
+        return reduced, _reduced_gradients(grads, specs, layout, flat, reduced)
+
+    of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
+    of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
+    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
+    run = _manual(gradients, layout, table, batch, (PartitionSpec(),), out_specs)
+    return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
+
+
+def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
+    """A function (params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and gradients."""
+
+    def run(params: Params, batch: Batch) -> Sums:
+        table = evaluation_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
+
+        def on_device(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
+            def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
+                sums = forward(layout.bind, layout.segments, params, one)[1]
+                return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
+
+            if table is not None:
+                return _psum(ring.sums(StageProgram(layout, params, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
+            zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
+            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
+
+        return _manual(on_device, layout, table, batch, (), PartitionSpec())(params, dict(batch))
+
+    return run
+
+
+@functools.cache
+def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
+    """The schedule of a step. Raises ConfigError for a number of microbatches that it does not support, and for ops other than F and B."""
+    schedule = custom.find_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
+    if schedule.kinds != "FB":
+        fix = "separate weight gradients (W) are for study" if "W" in schedule.kinds else "gradients need B"
+        raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; use 1f1b")
+    return schedule
+
+
+@functools.cache
+def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
+    training = training_schedule(pipeline, stages, microbatches)
+    evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
+    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
+
+
+def training_table(layout: ModelLayout, microbatches: int) -> Table:
+    """The table of a step's schedule, as the engine reads it. Raises as `training_schedule` does."""
+    return _tables(layout.pipeline, layout.n_stages, microbatches)[0]
+
+
+def evaluation_table(layout: ModelLayout, microbatches: int) -> Table:
+    """The table of an evaluation: forward passes only."""
+    return _tables(layout.pipeline, layout.n_stages, microbatches)[1]
+
+
+def _first(batch: Batch) -> Batch:
+    return {name: x[0] for name, x in batch.items()}
+
+
+def _zeros(like: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+
+def _added(total: Any, more: Any) -> Any:
+    return more if total is None else jax.tree.map(jnp.add, total, more)
+
+
+def _reduced(sums: Sums, layout: ModelLayout) -> tuple[Sums, Sums]:
+    """(scalars summed over all devices, arrays summed over all devices of a stage, since each stage has its own layers)."""
+    scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
+    return _psum(scalars, manual_axes(layout), layout), _psum(arrays, manual_axes(layout) - {"pipeline"}, layout)
+
+
+def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> None:
+    """Raises ConfigError if the model uses a parameter of its layers elsewhere: the gradient would miss that contribution."""
+    if used := used_outside(layout.bind, params, layout.stacked - layout.buffers, one):
+        fix = "make it a parameter of the model itself"
+        raise ConfigError(f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter of the layers; {fix}")
+
+
+def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]:
+    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves."""
+    trained = {name: x for name, x in params.items() if name not in layout.buffers}
+    sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in layout.stacked}
+    return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
+
+
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any) -> Params:
+    """The gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard.
+
+    before: arrays whose collectives come before those of flat vectors.
+    """
+    sharded_over = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
+    out = {name: _summed(name, g, manual_axes(layout) - sharded_over[name], layout) for name, g in grads.items() if name not in flat.names}
+    dtype = jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
+    auto = frozenset(layout.shard.mesh.axis_names) - manual_axes(layout)
+    if not flat.vectors:
+        return out
+    matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
+    vector_specs = {
+        v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.shard_axes if a in auto) or None) for v in flat.vectors
+    }
+    local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
+    shards = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (matrix_specs, PartitionSpec()), vector_specs)(local, before)
+    for vector in flat.vectors:
+        axes = manual_axes(layout) - sharded_over[vector.matrices[0].name] - {*vector.replica_axes}
+        out[vector.name] = _psum(shards[vector.name], axes, layout)
+    return out
+
+
+def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], layout: ModelLayout) -> jax.Array:
+    """A gradient summed over manual axes, in the type that the rules choose."""
+    logical = layout.axes[name]
+    if layout.shard.rules.reduction != "bfloat16" or not is_matrix(name, logical):
+        return _psum(grad, axes, layout)
+    # On local shards, because XLA:CPU aborts at a bf16 all-reduce of an array that it partitions itself.
+    spec = layout.shard.spec("params", logical)
+    return layout.shard.shard_map(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
+
+
+def _cast_to_float32(run: Callable) -> Callable:
+    """`run` with gradients cast to float32. A cast inside the region would turn ZeRO-2's reduce-scatters into all-reduces."""
+
+    def cast(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        sums, grads = run(params, batch, key)
+        return sums, {name: g.astype(jnp.float32) for name, g in grads.items()}
+
+    return cast
+
+
+def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> Any:
+    over = tuple(a for a in layout.shard.mesh.axis_names if a in axes and layout.shard.mesh.shape[a] > 1)
+    return lax.psum(tree, over) if over else tree
+
+
+def _specs(layout: ModelLayout) -> dict[str, PartitionSpec]:
+    return {name: layout.shard.restrict(s.spec, manual_axes(layout)) for name, s in layout.shardings("params").items()}
+
+
+def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+    """The spec of one leaf of a batch, from the spec of [M, B, S] leaves: that of its dimensions, without those of size 1 (broadcast)."""
+    return PartitionSpec(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=False)))
+
+
+def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, rest: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
+    """A function (params, batch, ...) that calls f(table columns, stage numbers, params, batch, ...) inside a shard_map.
+
+    rest: specs of the arguments after the batch. Columns and numbers are [1, ...], this stage's (`_own`); without a table they are empty.
+    """
+    shard, columns, numbers = layout.shard, {}, {}
+    if table is not None:
+        columns = {name: column.T for name, column in table.columns.items()}
+        numbers = {"number": np.arange(table.stages, dtype=np.int32)}
+        for name, stack in layout.stacks.items():
+            first = stack.chunk_first_layers() + layout.config.stack().start(name)
+            numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
+            numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
+    by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual_axes(layout))
+    in_specs = (by_stage, by_stage, _specs(layout), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
+    region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(layout), check_vma=False)
+    return partial(region, columns, numbers)
+
+
+def _own(by_stage: Columns) -> Columns:
+    """This stage's entry of leaves with a leading stage dimension of size 1."""
+    return {name: x[0] for name, x in by_stage.items()}

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: a schedule is a table, and one engine runs every table."""

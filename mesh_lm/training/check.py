@@ -1,0 +1,313 @@
+"""Checks whether a config can run on a number of devices. All problems are reported at once, each with what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import get_args
+
+from mesh_lm import optim
+from mesh_lm.config import TrainConfig
+from mesh_lm.data import blend
+from mesh_lm.data.gpt_dataset import split_ranges
+from mesh_lm.errors import ConfigError
+from mesh_lm.optim.contract import FLAT
+from mesh_lm.parallel.engine import training_schedule
+from mesh_lm.parallel.layout import divided
+from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from sharding_rules.rules import Column, Kind
+
+
+def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:
+    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem.
+
+    rule: the optimizer's rule if one was passed in; None: the rule that optimizer.name names.
+    """
+    problems = list(_fields(config, rule))
+    try:
+        mesh = config.mesh.resolve(n_devices)
+    except MeshError as error:
+        problems.append(str(error))
+        mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
+    config = dataclasses.replace(config, mesh=mesh)
+    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _pipeline, _permuted):
+        problems += part(config)
+    if problems:
+        raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return config
+
+
+def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
+    """Problems of single sections, and of pairs of fields that do not depend on the mesh."""
+    yield from (problems := config.model.problems())
+    if not problems:
+        yield from (stack := config.model.stack()).problems()
+        yield from unknown_scopes(config.rules, stack.names)
+    at_least = {
+        "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
+        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0,
+        "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
+        "checkpoint.local_every": 0,
+        "profile.start_step": 0, "profile.steps": 0,
+        "launch.cpu_devices": 0, "pipeline.chunks": 1,
+        "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0, "health.skip_limit": 1, "health.rewinds": 0,
+        "health.replicas": 0,
+    }  # fmt: skip
+    for field, least in at_least.items():
+        section, name = field.split(".")
+        if (value := getattr(getattr(config, section), name)) < least or math.isnan(value):
+            yield f"{field}={value} must be at least {least}"
+    if not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must be at least 0 and below 2^32"
+    if config.health.rewinds and config.checkpoint.keep < 2:
+        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
+    yield from _optimizer(config, rule)
+    yield from _data(config)
+    yield from _local(config)
+    if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
+        yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
+
+
+def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
+    """Problems of the optimizer's section, and whether its update rule works with the layout that the sharding rules choose."""
+    optimizer, rules = config.optimizer, config.rules
+    below = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
+    for name, high in below.items():
+        if not 0 <= (value := getattr(optimizer, name)) < high:
+            yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
+    for name in ("learning_rate", "weight_decay", "clip_norm"):
+        if not 0 <= (value := getattr(optimizer, name)) < math.inf:
+            yield f"optimizer.{name}={value} must be a number of at least 0"
+    if not 0 < optimizer.eps < math.inf:  # eps=0 gives 0 / 0 for zero gradients, such as those of padded rows
+        yield f"optimizer.eps={optimizer.eps} must be a number above 0"
+    try:
+        elementwise = (rule or optim.make_rule(optimizer)).elementwise
+    except ConfigError as error:
+        yield str(error)
+        return
+    flat = [(row, entry) for row, entry in rules.column("optimizer").items() if _name(row) == FLAT and entry is not None]
+    if flat and not elementwise:
+        row, entry = flat[0]
+        yield (
+            f"optimizer.name={optimizer.name} needs full matrices, but rules {rules.name!r} store its state as flat vectors "
+            f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules without that row, such as zero2"
+        )
+
+
+def _local(config: TrainConfig) -> Iterator[str]:
+    """Problems of node-local checkpoints."""
+    policy = config.checkpoint
+    if policy.local_every > 0 and not policy.local:
+        yield f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on each node's own disk"
+    if policy.local and policy.local_every == 0:
+        yield f"checkpoint.local={policy.local} is unused; set checkpoint.local_every to the steps between two saves"
+    if "://" in policy.local:
+        yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
+    if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
+        why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
+        yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    for parse in (lambda: blend.parse(data.blend), lambda: split_ranges(data.split, 1)):
+        try:
+            parse()
+        except ConfigError as error:
+            yield str(error)
+    for name in ("fim_rate", "fim_spm_rate"):
+        if not 0 <= (value := getattr(data, name)) <= 1:
+            yield f"data.{name}={value} must be in [0, 1]"
+    if data.fim_rate and data.documents == "packed":
+        yield f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; set data.documents=separate"
+
+
+def _mesh_axes(config: TrainConfig) -> Iterator[str]:
+    """Mesh axes that only one of mesh and rules has."""
+    rules, sizes = config.rules, config.mesh.sizes()
+    for axis, size in sizes.items():
+        if axis not in rules.order():
+            fix = f"declare it, as in rules.replace(axes={{{axis!r}: 'auto'}})"
+            yield f"{setting(axis, size)}: rules {rules.name!r} declare no mesh axis {axis!r}; {fix}"
+    for axis in rules.axes:
+        if axis not in sizes:
+            yield f"rules {rules.name!r} declare the mesh axis {axis!r}, which this mesh lacks; give it a size: mesh.extra={axis}=2"
+    for axis in sorted(rules.mesh_axes() - set(rules.order())):
+        kind, row = next((k, r) for k in get_args(Kind) for r, entry in rules.column(k).items() if axis in axes_of(entry))
+        fix = did_you_mean(axis, rules.order())
+        yield f"rules.{kind}[{row!r}]: mesh axis {axis!r} is neither a standard mesh axis nor declared in rules.axes{fix}"
+
+
+def _unused_axes(config: TrainConfig) -> Iterator[str]:
+    """Mesh axes that shard no activation: their devices would repeat the same work, and XLA would permute arrays along them."""
+    used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
+    for axis, size in config.mesh.sizes().items():
+        if axis == "pipeline" or axis not in config.rules.order():
+            continue  # pipeline shards the layers, not an activation
+        if size > 1 and axis in ("expert", "sequence"):
+            yield f"mesh.{axis}={size}: no model of this version is sharded over {axis}; set mesh.{axis}=1"
+        elif size > 1 and axis not in used:
+            fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
+            names = " or ".join(f"{config.rules.name.removesuffix(' (changed)')}+{name}" for name in fits[:2])
+            problem = f"{setting(axis, size)}, but rules {config.rules.name!r} shard no activation over {axis}"
+            fix = f"rules such as {names}" if fits else f"a row of rules.activations to {axis!r}"
+            yield f"{problem}; set {setting(axis, 1)} or {fix}"
+
+
+def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
+    """Rows that shard a dimension which must not be sharded that way: training would be wrong, not only slow."""
+    manual = config.rules.manual_axes()
+    for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
+        for logical, entry in column.items():
+            for axis in axes_of(entry):
+                if axis in manual and (logical, axis) != ("layers", "pipeline") and _name(logical) != FLAT:
+                    fix = "to shard them over replicas use the mesh axis 'fsdp'"
+                    yield f"rules.{kind}[{logical!r}]={entry!r}: weights are replicated over {axis}; {fix}"
+    reasons = {
+        "embed": "the residual stream is sharded over batch and seq_resid only",
+        "seq": "attention needs the full sequence",
+        "head_dim": "attention needs full heads",
+    }
+    if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):
+        yield f"rules.activations['batch']={entry!r}: every stage needs the full batch; remove 'pipeline'"
+    for logical, entry in config.rules.activations.items():
+        if entry and (reason := reasons.get(logical.rpartition("/")[2])):
+            yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
+        elif logical != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
+            what = "no activation" if axis == "pipeline" else "only the batch"
+            yield f"rules.activations[{logical!r}]={entry!r}: {what} is sharded over {axis}; remove {axis!r}"
+
+
+def _flat(config: TrainConfig) -> Iterator[str]:
+    """Rows of flat vectors belong in the optimizer's column, over mesh axes along which full matrices are replicated."""
+    rules, manual = config.rules, config.rules.manual_axes()
+    for kind in get_args(Kind):
+        for row, entry in (getattr(rules, kind) or {}).items():
+            where, axes = f"rules.{kind}[{row!r}]={entry!r}", axes_of(entry)
+            if kind == "optimizer" and _name(row) != FLAT and row not in rules.params and did_you_mean(_name(row), [FLAT]).endswith("?"):
+                yield f"{where}: no parameter has such an axis{did_you_mean(_name(row), [FLAT])}"
+            if _name(row) != FLAT or not axes:
+                continue
+            if kind != "optimizer":
+                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
+            elif twice := [axis for axis in axes if axes.count(axis) > 1]:
+                yield f"{where}: has {twice[0]!r} twice"
+            elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
+                over = ", ".join(axis for axis in rules.order() if axis in manual)
+                yield f"{where}: flat vectors are sharded over replicas, whose axes are {over}; remove {auto[0]!r}"
+            elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
+                yield f"{where}: each flat vector holds one layer, but rules.params['layers']={layers!r}; set that to 'pipeline'"
+
+
+def _name(row: str) -> str:
+    """The name of a row without its scope."""
+    return row.rpartition("/")[2]
+
+
+def _sizes(config: TrainConfig) -> Iterator[str]:
+    mesh, seen = config.mesh.sizes(), set()
+    for kind in ("params", "activations", "gradients", "optimizer"):
+        column = config.rules.column(kind)
+        for logical, field, size in _rows_with_sizes(column, config.model.sizes()):
+            axes = tuple(a for a in axes_of(column[logical]) if mesh.get(a, 1) > 1)
+            ways = math.prod(mesh[a] for a in axes)
+            if size % ways and (field, axes) not in seen:
+                seen.add((field, axes))
+                product = " x ".join(setting(a, mesh[a]) for a in axes)
+                hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
+                hint += _replicate_kv_heads(config, logical, ways)
+                yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
+
+
+def _replicate_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
+    """The other fix if kv heads do not divide: each device holds all of them, and uses those of its query heads."""
+    sizes = config.model.sizes()
+    heads, kv_heads = (sizes.get(name, ("", 0))[1] for name in ("heads", "kv_heads"))
+    if logical.rpartition("/")[2] != "kv_heads" or not kv_heads or heads % kv_heads or heads % ways:
+        return ""
+    group, local = heads // kv_heads, heads // ways
+    if local % group and group % local:
+        return ""
+    given = [k for k in get_args(Kind) if getattr(config.rules, k) is not None and axes_of(config.rules.column(k).get(logical))]
+    return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device then has all kv heads"
+
+
+def _rows_with_sizes(column: Column, sizes: dict[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
+    """Yields (row, field, size) for each row, scoped or not, of a logical axis whose size is known."""
+    for logical in dict.fromkeys([*sizes, *column]):
+        known = sizes.get(logical, sizes.get(logical.rpartition("/")[2]))
+        if known and (row := row_of(column, logical)):
+            yield row, *known
+
+
+def _batch(config: TrainConfig) -> Iterator[str]:
+    mesh, train = config.mesh.sizes(), config.train
+    axes = [a for a in axes_of(config.rules.activations.get("batch")) if mesh.get(a, 1) > 1]
+    unit = train.microbatches * math.prod(mesh[a] for a in axes)
+    if train.microbatches > 0 and train.global_batch % unit:
+        product = " x ".join([f"train.microbatches={train.microbatches}", *(setting(a, mesh[a]) for a in axes)])
+        below = train.global_batch // unit * unit
+        fits = f"{below} or {below + unit}" if below else str(unit)
+        yield f"train.global_batch={train.global_batch} is not divisible by {product}; it can be {fits}"
+
+
+def _pipeline(config: TrainConfig) -> Iterator[str]:
+    stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
+    if stages == 1 or config.model.problems() or (stack := config.model.stack()).problems():
+        return
+    if pipeline.chunks < 1 or config.train.microbatches < 1:
+        return
+    if pipeline.stash == "residuals" and (offloaded := [s.name for s in stack.segments if s.remat == "offload"]):
+        whose = "model.remat=offload" if len(offloaded) == len(stack.segments) else f"remat=offload of segment {offloaded[0]!r}"
+        yield f"pipeline.stash=residuals keeps on the device what {whose} moves to the host; change one of them"
+    for kind in ("params", "gradients", "optimizer"):
+        if axes_of(rules.column(kind).get("layers")) != ("pipeline",):
+            yield f"mesh.pipeline={stages}, but rules.{kind}['layers']={rules.column(kind).get('layers')!r}; set it to 'pipeline'"
+    for fits in (lambda: divided(config.model, pipeline, stages), lambda: training_schedule(pipeline, stages, config.train.microbatches)):
+        try:
+            fits()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _permuted(config: TrainConfig) -> Iterator[str]:
+    """Rules with which XLA would permute weights among devices. In a pipeline this deadlocks, as some stages skip the branch."""
+    rules, mesh = config.rules, config.mesh.sizes()
+    if mesh["pipeline"] == 1:
+        return
+
+    def auto_axes(kind: Kind, logical: str) -> tuple[str, ...]:
+        row, auto = rules.row(kind, logical), set(mesh) - rules.manual_axes()
+        return tuple(a for a in axes_of(rules.column(kind)[row] if row else None) if a in auto and mesh[a] > 1)
+
+    for logical in dict.fromkeys([*rules.params, *rules.column("gathered"), *rules.activations]):
+        stored, used, acts = (auto_axes(kind, logical) for kind in ("params", "gathered", "activations"))
+        if stored[: len(used)] != used:
+            pair = f"rules.params[{logical!r}]={stored} does not start with rules.gathered[{logical!r}]={used}"
+        elif acts[: len(used)] != used[: len(acts)]:
+            pair = f"rules.activations[{logical!r}]={acts} and rules.gathered[{logical!r}]={used} do not start with the same axes"
+        else:
+            continue
+        yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
+    default = auto_axes("activations", "seq_resid")
+    for logical in rules.activations:
+        if logical.endswith("/seq_resid") and (scoped := auto_axes("activations", logical))[: len(default)] != default[: len(scoped)]:
+            pair = f"rules.activations[{logical!r}]={scoped} and rules.activations['seq_resid']={default} do not start with the same axes"
+            yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
+
+
+_WAITS = "XLA would permute arrays in a branch that some stages skip, and deadlock"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _field(axis: str) -> str:
+    """The config field that has the size of a mesh axis."""
+    return setting(axis, 0).removesuffix("=0")
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

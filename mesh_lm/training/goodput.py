@@ -1,0 +1,110 @@
+"""How a run spent its wall time, over all its starts and restarts: <output>/goodput/ has one small file for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from mesh_lm.distributed.phases import Phases
+
+_ORDER = {
+    "step": "steps", "lost": "repeated steps", "down": "between restarts", "start": "start", "data": "preparing data",
+    "restore": "restoring", "compile": "first steps (compiling)", "batch": "waiting for data", "save": "saving", "evaluate": "evaluating",
+}  # fmt: skip
+
+
+_EVERY = 2.0
+
+
+class Goodput:
+    """The record of one life of a run's process 0, rewritten every few seconds so that it survives a kill.
+
+    A life ends with its process, or when the run rolls back to an earlier step. In both cases the next life repeats its last steps.
+    """
+
+    def __init__(self, output: Path, phases: Phases, first: int) -> None:
+        """first: the step that this life continues from."""
+        self._phases, self._first = phases, first
+        self._directory = output / "goodput"
+        self._begin(time.time() - phases.age, dict.fromkeys(phases.seconds(), 0.0), went_back=False)
+
+    def _begin(self, born: float, before: dict[str, float], *, went_back: bool) -> None:
+        """before: seconds that this process spent in earlier lives."""
+        self._born, self._before, self._went_back = born, before, went_back
+        self._written = -_EVERY
+        self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
+
+    def roll_back(self, step: int) -> None:
+        """Starts another life of the same process, which continues from this step. Call it before the phases get the new step."""
+        self.write(now=True)
+        self._first, spent = step, self._phases.seconds()
+        self._begin(self._born + sum(spent.values()) - sum(self._before.values()), spent, went_back=True)
+
+    def write(self, *, now: bool = False) -> None:
+        """Writes the times so far, every few seconds unless `now`. Errors of the disk are ignored."""
+        if not now and self._phases.age - self._written < _EVERY:
+            return
+        self._written, step = self._phases.age, max(self._phases.step, self._first)
+        seconds = {phase: value - self._before[phase] for phase, value in self._phases.seconds().items()}
+        life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            (part := self._path.with_suffix(".part")).write_text(json.dumps(life))
+            part.replace(self._path)
+
+    def total(self) -> dict[str, Any]:
+        """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far."""
+        self.write(now=True)
+        return total(self._directory)
+
+
+def total(directory: Path) -> dict[str, Any]:
+    """Returns the totals over the lives in a run's `goodput` directory.
+
+    seconds: by phase, with "lost" (steps that a later life repeated) and "down" (no process ran). goodput: the share of steps that count.
+    """
+    lives = sorted((life for path in directory.glob("*.json") if (life := _read(path))), key=lambda life: life["born"])
+    seconds, lost_steps = dict.fromkeys(_ORDER, 0.0), 0
+    for life, after in zip(lives, [*lives[1:], None], strict=True):
+        for phase, value in life["seconds"].items():
+            seconds[phase] += value
+        if after:
+            done, lost = life["step"] - life["first"], max(0, life["step"] - after["first"])
+            lost_steps += lost
+            share = life["seconds"]["step"] * min(1.0, lost / done) if done else 0.0
+            seconds["step"] -= share
+            seconds["lost"] += share
+            seconds["down"] += max(0.0, after["born"] - life["born"] - sum(life["seconds"].values()))
+    everything = sum(seconds.values())
+    starts = sum(not life.get("went_back") for life in lives)
+    return {
+        "seconds": seconds, "starts": starts, "lost_steps": lost_steps, "goodput": seconds["step"] / everything if everything else 0.0,
+    }  # fmt: skip
+
+
+def describe(totals: dict[str, Any]) -> str:
+    """Returns a line of text for what `total` returns."""
+    seconds = totals["seconds"]
+    parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
+    starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
+    starts += f", {totals['lost_steps']} steps repeated" if totals["starts"] > 1 or totals["lost_steps"] else ""
+    return f"goodput {totals['goodput']:.1%} of {_clock(sum(seconds.values()))}{starts}: {', '.join(parts)}"
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = round(seconds) // 60, round(seconds) // 3600
+    return f"{minutes} min {round(seconds) % 60} s" if not hours else f"{hours} h {minutes % 60} min"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        life = json.loads(path.read_text())
+        return life if {"born", "first", "step", "seconds"} <= life.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None

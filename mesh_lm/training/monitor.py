@@ -1,0 +1,214 @@
+"""Everything a run shows and records, fed one step late so that the host never makes the devices wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
+from mesh_lm.data.corpus import TextCorpus
+from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.distributed.phases import Phases
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference.perplexity import bits_per_byte
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.report.plot import loss_curve
+from mesh_lm.report.progress import Progress
+from mesh_lm.report.weights_and_biases import WeightsAndBiases
+from mesh_lm.report.writer import Writer
+from mesh_lm.training.goodput import Goodput, describe
+
+
+class Monitor:
+    """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
+
+    def __init__(
+        self, config: TrainConfig, layout: ModelLayout, corpus: TextCorpus | MegatronCorpus, phases: Phases, first_step: int
+    ) -> None:
+        self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
+        self.speaks = jax.process_index() == 0
+        device = jax.devices()[0]
+        self._progress = Progress(
+            config.train.steps,
+            first_step,
+            log_every=config.train.log_every,
+            tokens_per_step=config.tokens_per_step,
+            flops_per_token=config.model.flops_per_token(),
+            n_devices=jax.device_count(),
+            device_kind=device.device_kind,
+            enabled=self.speaks,
+            bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
+        )
+        wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
+        try:
+            self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
+        except OSError as error:
+            raise ConfigError(f"cannot write metrics to {error.filename or self.output}: {error.strerror}; set another output") from error
+        self._profile = Profile(config.profile, self.output / "profile", first_step)
+        self._told: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
+        self._late = self._told  # the same, until it is read
+        self._unwritten = ""
+        self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
+        n_params = sum(math.prod(shape.shape) for shape in layout.shapes.values())
+        epochs = config.train.steps * config.tokens_per_step / corpus.train_tokens
+        self._opening = [
+            f"{n_params / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, rules {config.rules.name}, "
+            f"{jax.device_count()} {device.device_kind} ({config.mesh})",
+            f"corpus {corpus.name}: {corpus.train_tokens:,} training tokens, {epochs:.2f} epochs",
+        ]
+
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
+        """Takes the metrics of a step just dispatched, and returns those of the one before, which is done; None at the first step."""
+        told, self._told = self._told, (step, metrics)
+        self._phases.step = step
+        if self._goodput:
+            self._goodput.write()
+        self._profile.step(step, metrics, self._phases)
+        self.flush()
+        self._late = self._told
+        return told
+
+    def roll_back(self, step: int) -> None:
+        """Forgets what came after this step: the run goes on from there."""
+        if self._goodput:
+            self._goodput.roll_back(step)
+        self._told = self._late = None
+        self._phases.step = step
+        self._progress.roll_back(step)
+        try:
+            self._writer.roll_back(step)
+        except OSError as error:
+            self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
+
+    def heldout(self, step: int, loss: float) -> dict[str, float]:
+        """Notes a held-out loss in nats per token, and returns what goes on record.
+
+        Where all of the held-out text was read, the log also says what compressors make of the same bytes.
+        """
+        beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
+        row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
+        if self.corpus.heldout_bytes:
+            row["heldout_bpb"] = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
+            shown = f"{row['heldout_bpb']:.3f} bits per byte"
+        self._write(step, row)
+        part = f"{self.config.train.eval_sequences or 'all'} sequences"
+        self.note(f"step {step}: held-out {shown} ({beside or part})")
+        return row
+
+    def has_heldout(self, step: int) -> bool:
+        """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
+        try:
+            lines = (self.output / "metrics.jsonl").read_text().splitlines() if self.speaks else []
+        except OSError:
+            return False
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut the last one short
+        return any(row["step"] == step and "heldout_loss" in row for row in rows)
+
+    def _yardsticks(self) -> dict[str, float]:
+        """Bits per byte of general compressors on the held-out text; none where only a part of it is evaluated."""
+        known = {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte}
+        return {} if self.config.train.eval_sequences else {name: value for name, value in known.items() if value is not None}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
+        self.flush()
+        before = self._phases.phase
+        self._phases.at("evaluate")
+        with self._progress.paused():
+            yield
+        self._phases.at(before)
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def finish(self, sample: str | None) -> None:
+        """Draws the loss curve and keeps the generated text; a full disk makes no finished run fail."""
+        if not self.speaks:
+            return
+        try:
+            loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", self._yardsticks())
+            self.note(f"loss curve: {self.output / 'loss.png'}")
+            if sample is not None:
+                (self.output / "sample.txt").write_text(sample)
+        except OSError as error:
+            self.note(f"warning: {error.filename or self.output} cannot be written: {error.strerror}")
+        if sample is not None:
+            self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
+
+    def flush(self) -> None:
+        """Reads and writes the metrics of the newest step, for which it waits."""
+        late, self._late = self._late, None
+        self._read(late)
+
+    def _read(self, late: tuple[int, dict[str, jax.Array]] | None) -> None:
+        if late is None:
+            return
+        jax.block_until_ready(late[1])  # so that the host is never more than one step ahead
+        if row := self._progress.step(*late):
+            self._write(late[0], row)
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        """A full disk is no reason to stop; what it did not take is written when it has room again."""
+        try:
+            self._writer.write(step, row)
+            problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem != self._unwritten:
+            said = f"cannot be written: {problem}; training goes on" if problem else "are written again"
+            self.note(f"warning: the metrics in {self.output} {said}")
+        self._unwritten = problem
+
+    def __enter__(self) -> Monitor:
+        self._progress.__enter__()
+        for line in self._opening:
+            self.note(line)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.flush()
+        self._profile.stop()
+        if kind is None and self._profile.missed:
+            self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")
+        if self._goodput:
+            self.note(describe(self._goodput.total()))
+        self._progress.__exit__(kind, value, trace)
+        with contextlib.suppress(OSError):  # said when it was written
+            self._writer.close()
+
+
+class Profile:
+    """A jax.profiler trace of some steps; the model's named scopes appear in it."""
+
+    def __init__(self, config: ProfileConfig, directory: Path, first_step: int) -> None:
+        self.directory, self._tracing, self._began = directory, False, False
+        self._start = first_step + max(2, config.start_step) if config.steps else None
+        self._stop = (self._start or 0) + config.steps
+
+    def step(self, step: int, metrics: dict[str, jax.Array], phases: Phases) -> None:
+        """Called after step `step` was dispatched, with what it will return."""
+        if self._tracing and step + 1 >= self._stop:
+            phases.at("save")  # a trace of a large model takes minutes to write
+            jax.block_until_ready(metrics)
+            self.stop()
+        elif step + 1 == self._start:
+            jax.profiler.start_trace(str(self.directory))
+            self._tracing = self._began = True
+
+    @property
+    def missed(self) -> int | None:
+        """The step that was to be traced first, where none came to it."""
+        return None if self._began else self._start
+
+    def stop(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False

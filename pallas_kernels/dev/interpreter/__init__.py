@@ -1,0 +1,107 @@
+"""Mosaic GPU kernels on the CPU, checked as they run: no GPU, no compiler.
+
+    with interpreted():
+        out = f(q, k, v)  # arrays on the CPU; f calls plgpu.kernel, in jit or not
+
+jax's own interpreter (plgpu.InterpretGPUParams) lacks what attention kernels use (pl.run_state, wgmma with an operand in registers), takes
+minutes where this one takes seconds, and hangs where a thread fails. This one evaluates the kernel's traced program in NumPy. Copies land
+when somebody waits for them, no earlier; asynchronous reads last until they are waited for. So it finds, as KernelError: a missing
+barrier_wait, wgmma_wait, wait_smem_to_gmem or commit_smem, a buffer that is overwritten while in use, a phase that a thread missed,
+a deadlock, an index out of bounds. It knows nothing of layouts, registers and the size of shared memory: see pallas_kernels.dev.resources.
+
+What no kernel here uses it refuses, with a KernelError too, rather than guess:
+
+- clusters: of more than one block, their barriers, copies to several of their blocks
+- tensor memory (TMEM) and semaphores
+- copy_gmem_to_smem without a barrier; copy_smem_to_gmem with a reduction other than add
+- an array as an index (a gather), a reshape of a reference that would copy, any reference transform that it does not know
+- axis_index of several axes at once, dot_general with batch dimensions
+- any primitive that is not in operations.py, primitives.py or machine.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import callback, config
+from jax._src.interpreters import mlir
+from jax._src.pallas import mpmd
+
+from pallas_kernels.dev.interpreter.machine import run_kernel
+from pallas_kernels.dev.interpreter.threads import KernelError
+
+__all__ = ["KernelError", "interpreted"]
+
+KNOWN = ("0.10.", "0.11.")
+"""The versions of jax whose internals this was written for: mpmd_map, its parameters, the primitives of Mosaic GPU."""
+_FAULTS: list[list[KernelError]] = []
+"""Of each context that is open, innermost last: XLA hands an exception of a callback on as text only."""
+
+
+@dataclass(frozen=True)
+class _Interpreted:
+    """Marks what is traced inside the context, so that jit keeps it apart from what is traced outside."""
+
+    seed: int | None
+
+
+@contextlib.contextmanager
+def interpreted(seed: int | None = None) -> Iterator[None]:
+    """Inside, plgpu.kernel programs that run on the CPU are interpreted.
+
+    Args:
+      seed: None: a warpgroup runs until it must wait. A number: warpgroups take turns at random, another order for another seed.
+
+    Until the context ends, jax's internals have a lowering rule of ours for Pallas programs on the CPU, and the interpret mode of Pallas is
+    set to a mark of ours, which is part of the key under which jax keeps traces and compiled programs. Nothing else of jax is changed.
+
+    Raises ValueError for a version of jax it does not know. The first fault of a kernel that has run is raised as KernelError when the
+    context ends, whatever became of jax's own exception: wait for the results inside.
+    """
+    if not jax.__version__.startswith(KNOWN):
+        raise ValueError(f"the interpreter knows jax {', '.join(k + 'x' for k in KNOWN)}, this is {jax.__version__}")
+    mode, rules = config.pallas_tpu_interpret_mode_context_manager, mlir._platform_specific_lowerings["cpu"]
+    faults: list[KernelError] = []
+    outer, outer_rule = mode.swap_local(_Interpreted(seed)), rules.get(mpmd.mpmd_map_p)
+    mlir.register_lowering(mpmd.mpmd_map_p, _lowering, platform="cpu")
+    _FAULTS.append(faults)
+    try:
+        yield
+    except KernelError:
+        raise
+    except Exception:
+        if faults:
+            raise faults[0] from None
+        raise
+    finally:
+        _FAULTS.pop()
+        mode.set_local(outer)
+        if outer_rule is None:
+            del rules[mpmd.mpmd_map_p]
+        else:
+            rules[mpmd.mpmd_map_p] = outer_rule
+    if faults:
+        raise faults[0]
+
+
+def _lowering(ctx: Any, *operands: Any, jaxprs: Any, meshes: Any, interpret: Any, input_output_aliases: Any, name: Any, **_: Any) -> Any:
+    if not isinstance(interpret, _Interpreted):
+        raise ValueError(f"{name}: traced outside interpreted(), compiled for the CPU inside")
+    [jaxpr], [mesh] = jaxprs, meshes
+
+    def run(*arrays: Any) -> tuple[np.ndarray, ...]:
+        try:
+            given = [np.asarray(array) for array in arrays]
+            return run_kernel(str(name), jaxpr, mesh, given, ctx.avals_out, dict(input_output_aliases), interpret.seed)
+        except KernelError as fault:
+            if _FAULTS:
+                _FAULTS[-1].append(fault)
+            raise
+
+    results, _, _ = callback.emit_python_callback(ctx, run, None, operands, ctx.avals_in, ctx.avals_out, has_side_effect=False)
+    return results

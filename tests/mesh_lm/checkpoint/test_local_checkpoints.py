@@ -1,0 +1,296 @@
+"""The local tier: taken when all of it is whole, newest and of this layout; the durable one otherwise, and never a wrong bit."""
+
+import dataclasses
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from fault.job import Job, arguments, certificates, corpus
+from fixtures import make_checkpoint as fixture
+from support import shard_on
+
+from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint
+from mesh_lm.config import CheckpointConfig, ModelConfig, PipelineConfig, TrainConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.model import DecoderConfig
+from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state import State, abstract_state
+from mesh_lm.state.disk_form import with_used, without_used
+from mesh_lm.training.check import check
+from sharding_rules import Shard
+
+COMPILE_BUDGET = 130
+
+
+@dataclasses.dataclass
+class Run:
+    """Saves and restores states that tell their step, with one layout, on disks below one directory."""
+
+    config: TrainConfig
+    shard: Shard
+    pipeline: PipelineConfig = PipelineConfig()
+
+    @property
+    def layout(self) -> ModelLayout:
+        return ModelLayout.of(self.config.model, self.shard, self.pipeline)
+
+    def state(self, step: int) -> State:
+        abstract = abstract_state(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
+
+        def filled(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            values = fixture.pattern(jax.tree_util.keystr(path), leaf.shape, np.dtype(np.float32)) + step
+            return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+        return with_used(self.layout, jax.tree_util.tree_map_with_path(filled, abstract))
+
+    def save(self, *steps: int) -> None:
+        with Checkpoints(self.config) as checkpoints:
+            checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
+            for step in steps:
+                assert checkpoints.due(step)
+                checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.layout, fixture.OPTIMIZER)
+
+    def restored(self) -> tuple[SavedCheckpoint, State]:
+        with Checkpoints(self.config) as checkpoints:
+            saved, state = checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
+        assert saved is not None and state is not None
+        return saved, state
+
+    def require(self, step: int) -> SavedCheckpoint:
+        """The state of this step comes back: bits, places and data."""
+        saved, state = self.restored()
+        assert (saved.step, saved.data["position"]) == (step, step)
+        for (path, found), wanted in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(self.state(step)), strict=True):
+            assert found.sharding == wanted.sharding and found.dtype == wanted.dtype, path
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted), str(path))
+        return saved
+
+    @property
+    def places(self) -> list[Path]:
+        """Directories of the steps on the local disk."""
+        return sorted(Path(self.config.checkpoint.local).glob("*/*/*-of-*"), key=lambda path: int(path.parent.name))
+
+
+def at(tmp_path: Path, model: ModelConfig = fixture.CONFIG.model) -> TrainConfig:
+    policy = CheckpointConfig(every=10, local=str(tmp_path / "local"), local_every=2)
+    return dataclasses.replace(fixture.CONFIG, output=str(tmp_path / "run"), checkpoint=policy, model=model)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(at(tmp_path), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
+
+
+def test_the_newest_local_step_comes_back(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.save(2, 4, 10, 12, 14, 16)
+    assert [path.parent.name for path in run.places] == ["14", "16"], "the newest two are kept"
+    saved = run.require(16)
+    assert f"step 16 is on the disks of all processes ({saved.directory}), newer" in capsys.readouterr().out
+    assert saved.digests and saved.changed(run.config) == []
+    held = (run.places[-1] / "state.raw").stat().st_size
+    assert held == sum(x.nbytes for x in jax.tree.leaves(run.state(16))), "a part that several devices hold is written once"
+    run.save(20)
+    assert run.require(20).directory.name == "checkpoints", "a durable step that is newer"
+
+
+def test_local_steps_alone_are_a_run(run: Run) -> None:
+    run.save(2)
+    run.require(2)
+
+
+def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
+    """Padding included: no layer moves."""
+    model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=6, d_model=8, n_heads=2, dtype="float32")
+    staged = Run(at(tmp_path, model), shard_on("megatron", pipeline=2, tensor=2), PipelineConfig(chunks=2, layers=(2, 2, 1, 1)))
+    assert not staged.layout.is_contiguous
+    staged.save(2)
+    staged.require(2)
+    other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))
+    with Checkpoints(other.config) as checkpoints:
+        found = checkpoints.restore(other.layout, Optimizer(other.config.optimizer, other.config.train.steps))
+    assert found == (None, None), "the same shapes, with other layers in the rows"
+
+
+def test_flat_vectors(tmp_path: Path) -> None:
+    """They come back, and the copy that layers use is made of them; never of another model, whose vectors have the same sizes."""
+    model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2, biases=False)
+    run = Run(at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
+    run.save(2)
+    run.require(2)
+    held = (run.places[-1] / "state.raw").stat().st_size
+    assert held == sum(x.nbytes for x in jax.tree.leaves(without_used(run.layout, run.state(2)))), "that copy is not written"
+    other = dataclasses.replace(run, config=at(tmp_path, dataclasses.replace(model, n_heads=4)))
+    assert [leaf.shape for leaf in other.layout.flat.leaves.values()] == [leaf.shape for leaf in run.layout.flat.leaves.values()]
+    with Checkpoints(other.config) as checkpoints:
+        assert checkpoints.restore(other.layout, Optimizer(other.config.optimizer, 10)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("state.raw", "flip"),
+        ("state.raw", "cut"),
+        ("description.json", "flip"),
+        ("description.json", "delete"),
+        ("description.json", "edit"),
+    ],
+)
+def test_a_damaged_part_means_the_step_before_it_or_the_durable_one(
+    run: Run, name: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    run.save(10, 12, 14)
+
+    def damage(place: Path) -> None:
+        file, data = place / name, bytearray((place / name).read_bytes())
+        if how == "edit":
+            data = data.replace(b'"position"', b'"pasition"')
+        else:
+            data[len(data) // 2] ^= 1
+        file.unlink() if how == "delete" else file.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+
+    older, newer = run.places
+    damage(newer)
+    capsys.readouterr()
+    run.require(12)
+    damage(older)
+    run.require(10)
+    said = capsys.readouterr().out
+    if (name, how) == ("state.raw", "flip"):
+        assert re.search(r"local checkpoints are not used: step 14 on process 0: \S+ is damaged in state.raw; step 12 on", said), said
+    run.require(10)
+    assert "not used" not in capsys.readouterr().out, "said once: they are removed"
+
+
+@pytest.mark.slow
+def test_another_layout_means_the_durable_step(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.save(10, 12)
+    kept = shutil.copytree(run.places[0], tmp_path / "kept")
+    place = run.places[0]
+    dataclasses.replace(run, shard=shard_on("hsdp+megatron", data=4, tensor=2)).require(10)
+    assert "not used: step 12 on process 0: it has other mesh sizes\n" in capsys.readouterr().out
+    shutil.copytree(kept, place)
+    dataclasses.replace(run, shard=shard_on("fsdp", data=2, fsdp=2, tensor=2)).require(10)
+    assert re.search(r"not used: step 12 on process 0: \S+ is cut in another way\n", capsys.readouterr().out)
+    shutil.copytree(kept, place.with_name("0-of-2"))
+    run.require(10)
+    assert "not used: step 12 was saved by 2 processes\n" in capsys.readouterr().out
+    assert not run.places
+
+
+def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that was killed in its save still has that step of the life before."""
+    run.save(10, 12)
+    from mesh_lm import distributed
+
+    def two(value: object) -> list[object]:
+        return [value, ["", "state 0, samples 0"]] if isinstance(value, list) and value[:1] == [""] else [value, value]
+
+    monkeypatch.setattr(distributed, "gather_from_all", two)
+    run.require(10)
+    assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
+
+
+def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.save(10, 20)
+    run.save(22)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")  # by someone who wants to go back
+    run.require(10)
+    assert "not used: step 22 on process 0: saved when the output had step 20, which is gone\n" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run")
+    run.save(2)
+    shutil.rmtree(tmp_path / "run")
+    with Checkpoints(run.config) as checkpoints:
+        found = checkpoints.restore(run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
+    assert found == (None, None) and not run.places, "a run that began anew"
+
+
+def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
+    run.save(10, 12, 14)
+    with Checkpoints(run.config) as checkpoints:
+        saved, _ = checkpoints.roll_back(15, {}, run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
+    assert saved.step == 10 and not run.places
+    run.require(10)
+
+
+def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
+    run.save(10, 20)
+    optimizer = Optimizer(run.config.optimizer, run.config.train.steps)
+    with Checkpoints(run.config) as checkpoints:
+        saved, state = checkpoints.roll_back(20, {}, run.layout, optimizer)
+        assert saved.step == 10 and int(state["step"]) == int(run.state(10)["step"])
+        assert (checkpoints.directory / "20.passed").is_dir()
+
+
+def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written in the background; a file system that takes no more, and one that is not there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run.save(10)
+    with Checkpoints(run.config) as checkpoints:
+        checkpoints.save(12, run.state(12), {"position": 12}, run.layout, fixture.OPTIMIZER)
+        checkpoints._local.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
+        try:
+            for step in (14, 16):
+                checkpoints.save(step, run.state(step), {"position": step}, run.layout, fixture.OPTIMIZER)
+            checkpoints._local.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().out
+    assert said.count("warning: no local checkpoint in ") == 1 and "File too large; training goes on" in said, said
+    assert [path.parent.name for path in run.places] == ["12"], "no remains"
+    run.require(12)
+    shutil.rmtree(tmp_path / "local")
+    (tmp_path / "local").write_text("a file")
+    run.save(12)
+    assert "Not a directory; training goes on" in capsys.readouterr().out
+    run.require(10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
+        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
+        ({"local": "gs://a", "local_every": 5}, "checkpoint.local=gs://a must be a directory"),
+        (
+            {"local": "/dev/shm", "local_every": 20},
+            "checkpoint.local_every=20 is a multiple of checkpoint.every=10, and those steps are saved to the output; set it below 10",
+        ),
+    ],
+)
+def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], said: str) -> None:
+    config = dataclasses.replace(fixture.CONFIG, checkpoint=dataclasses.replace(CheckpointConfig(every=10), **changes))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check(config, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["hsdp", "distributed+hsdp"])
+def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp_path: Path) -> None:
+    """Each has a directory of its own; killed at step 9, they go on from 8, and from 5 where one disk is lost. The end is the same bits."""
+    data = corpus(tmp_path)
+    settings = {"checkpoint__local": tmp_path / "disk", "checkpoint__local_every": 2, "train__steps": 10, "rules": rules}
+    with Job(tmp_path / "faults", arguments(data, tmp_path / "straight", train__steps=10, rules=rules)) as job:
+        assert job.ended() == 0, job.log
+    wanted = certificates(job.log)[10]
+    with Job(tmp_path / "faults", arguments(data, tmp_path / "run", **settings), MESH_LM_PACE="0.3") as job:
+        job.fault(1, 9, "kill")
+        assert job.ended() == 0, job.log
+    assert "step 8 is on the disks of all processes" in job.log and "resumed at step 8 " in job.log, job.log
+    assert certificates(job.log)[10] == wanted, job.log
+    places = sorted(path.name for path in (tmp_path / "disk").glob("*/8/*"))
+    assert places == ["0-of-2", "1-of-2"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "10")
+    (run,) = (tmp_path / "disk").iterdir()
+    shutil.rmtree(run / "8" / "1-of-2")
+    shutil.rmtree(run / "6" / "0-of-2")
+    with Job(tmp_path / "faults", arguments(data, tmp_path / "run", **settings)) as job:
+        assert job.ended() == 0, job.log
+    assert "local checkpoints are not used: no step is on the disks of all processes" in job.log, job.log
+    assert "resumed at step 5 " in job.log, job.log
+    assert certificates(job.log)[10] == wanted, job.log

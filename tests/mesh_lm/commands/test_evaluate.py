@@ -1,0 +1,138 @@
+"""Perplexity of given texts against one forward pass for each token, and the command that measures it."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_lm.commands import evaluate
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference import perplexity
+from mesh_lm.inference.perplexity import windows
+from mesh_lm.inference.trained import TrainedModel
+from mesh_lm.model import token_batch
+from mesh_lm.training import evaluation
+from sharding_rules import MeshConfig
+
+COMPILE_BUDGET = 30
+SEQ = tiny_run.MODEL.seq_len
+TEXTS = ["A text of more than one window: " + "naïve and long, long, long. " * 4, "short", "x" * 48, "y" * 49]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("run")
+    tiny_run.write(output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def cost(run: Path):
+    """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
+    trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
+    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
+
+    def nats(cases: list[tuple[list[int], int]]) -> float:
+        tokens = np.zeros((256, SEQ), np.int32)
+        for row, (context, _) in enumerate(cases):
+            tokens[row, : len(context)] = context
+        scores = np.asarray(jax.nn.log_softmax(logits(trained.params, tokens)))
+        return -sum(float(scores[row, len(context) - 1, token]) for row, (context, token) in enumerate(cases))
+
+    return nats
+
+
+def test_the_mean_is_over_all_labels() -> None:
+    """Not the last batch's, nor the mean of the batches' means."""
+    batches = [{"loss": np.float32(loss), "weight": np.float32(weight)} for loss, weight in ((6, 1), (1, 2), (3, 5))]
+    assert evaluation.mean_loss(lambda params, batch: {**params, **batch}, {}, batches) == 10 / 8
+    assert math.isnan(evaluation.mean_loss(lambda params, batch: batch, {}, []))
+
+
+def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "_COMPRESSED", 2**20)
+    random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()
+    texts = iter([random[: 2**19], random[: 2**19 + 1], "never read"])
+    found = perplexity.compressed_bits_per_byte(texts)
+    assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(texts) == "never read"
+    whole = random[: 2**19] * 2
+    assert found["gzip -9 of the first 1 MiB"] == 8 * len(gzip.compress(whole.encode(), 9)) / 2**20
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.data())
+def test_windows(n: int, seq_len: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, seq_len))
+    done = 1
+    for window, scored in windows(range(n), seq_len, stride):
+        assert list(window) == list(range(window[0], done + scored)), "tokens are left out or scored twice"
+        assert scored >= 1 and len(window) <= seq_len + 1
+        assert len(window) - scored >= min(done, seq_len - stride + 1), "a token sees too little"
+        done += scored
+    assert done == n
+
+
+@pytest.mark.parametrize("stride", [1, 20, SEQ])
+def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    arguments = [f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/texts.jsonl", f"--stride={stride}", f"--json={tmp_path}/r"]
+    assert evaluate.main([*arguments, "--mesh=data=2,tensor=4", "--rules=megatron_sp"]) == 0
+    nats, tokens = 0.0, 0
+    for text in TEXTS:
+        ids = [tiny_run.BYTES.eod, *text.encode()]
+        cases = []
+        for i in range(1, len(ids)):
+            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)  # of the window that scores it
+            cases.append((ids[max(0, end - SEQ) : i], ids[i]))
+        nats, tokens = nats + cost(cases), tokens + len(cases)
+    found = json.loads((tmp_path / "r").read_text())
+    n_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert (found["texts"], found["tokens"], found["bytes"], found["stride"], found["step"]) == (4, tokens, n_bytes, stride, 3)
+    assert found["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+    assert found["gzip -9 bits_per_byte"] == 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
+    out = capsys.readouterr().out
+    assert f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 {found['gzip -9 bits_per_byte']:.4f}, xz -9 " in out
+    assert f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
+
+
+def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:
+    """One line, an unknown suffix, compressed, or a directory of it: the same numbers."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.md").write_text(TEXTS[0])
+    (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
+    found = []
+    for text in ("a/notes.md", "a", "notes.txt.gz"):
+        assert evaluate.main([f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/{text}", f"--json={tmp_path}/r"]) == 0
+        found.append({k: v for k, v in json.loads((tmp_path / "r").read_text()).items() if k != "text"})
+    assert found[0] == found[1] == found[2] and found[0]["stride"] == SEQ // 2
+
+
+MISTAKES = [
+    ([], "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness"),
+    (["--text=a", "--tasks=b"], "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness"),
+    (["--text=a", "--batch=0"], "--batch=0 must be at least 1, --stride=0 and --limit=0 at least 0"),
+    (["--text=no/such"], "--text=no/such: no such file or directory"),
+    (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it first"),
+    (["--text=TMP/empty"], "there is no text to evaluate: every text is empty"),
+    (["--text=TMP/good", "--stride=49"], "--stride=49 is more than the model's seq_len=48: tokens between windows would be left out"),
+    (["--text=TMP/good", "--start=<s>"], "--start=<s>: the tokenizer has no such special token"),
+    (["--text=TMP/good", "--json=no/such/file"], "--json=no/such/file: cannot be written (No such file or directory)"),
+]
+
+
+@pytest.mark.parametrize(("more", "answer"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_mistakes(run: Path, more: list[str], answer: str, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "good").write_text("some text")
+    with pytest.raises(ConfigError) as caught:
+        evaluate.main([f"--checkpoint={run}", "--compile-cache=", *(word.replace("TMP", str(tmp_path)) for word in more)])
+    assert str(caught.value) == answer.replace("TMP", str(tmp_path))

@@ -1,0 +1,189 @@
+"""What --plan asks for, and what can be said without compiling."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lab_report import report
+
+import train
+from mesh_lm.commands.plan import refusal
+from mesh_lm.commands.plan_options import Plan, parse, parse_either
+from mesh_lm.config import load
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.changes import candidates
+from mesh_lm.planning.microbatch import largest_microbatch
+from mesh_lm.planning.program import devices_for
+from mesh_lm.training.check import check
+from sharding_rules import MeshConfig, preset
+from sharding_rules.lab.fixes import Candidate, rank
+from sharding_rules.lab.report import LabError
+
+
+def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
+    words = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2", "--output=runs/mine"]
+    run = parse_either(words)[1]
+    assert (run.model.n_layers, run.output) == (2, "runs/mine")  # pyright: ignore[reportAttributeAccessIssue]
+    assert parse_either(words) == (None, run)
+    assert parse_either([*words, "--plan"]) == (Plan("screen"), run)
+    assert parse_either(["--plan", *words]) == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]]) == (Plan("screen"), run)
+    wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
+    assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), run)
+    plan = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
+    assert parse_either([plan[0], *words, *plan[1:]]) == (wanted, run)
+
+
+def test_a_plan_by_its_own_command() -> None:
+    """--output is the report's there; the run's is --config.output."""
+    words = ["gpt_tiny", "--devices=8", "--output=report.html", "--config.output=runs/mine", "--rules=fsdp"]
+    planned, config = parse(words, "mesh-lm plan")
+    assert (planned, config.output, config.rules.name) == (Plan("report.html", devices=8), "runs/mine", "fsdp")
+    assert parse([], "mesh-lm plan")[0] == Plan("screen")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices=8"], "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8"),
+        (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
+        (["--plan=report.pdf"], "--plan=report.pdf: expected a file that ends in .html or .json, or nothing for the screen"),
+        (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
+        (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
+        (["--plan", "--devices=many"], "--devices=many: expected int"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train.main(words)
+    assert message in str(caught.value)
+
+
+def test_a_config_that_cannot_run_is_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(ConfigError, match=r"mesh has 64 x \? devices .* but 100 are visible"):
+        train.main(["--config=configs/gpt_175b.py", "--plan", "--devices=100"])
+
+
+def test_changes_are_of_every_kind_and_all_can_run() -> None:
+    config = check(load("configs/llama3_8b.py"), 8)
+    compiled = []
+    found = list(candidates(config, 8, compiled.append))
+    assert {c.kind for c in found if not c.parts} == {"remat", "offload", "microbatch", "mesh", "loss"}
+    assert "--config.rules=zero1" in {c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)}
+    zero2 = replace(load("configs/megatron_16b.py"), rules=preset("zero2+megatron_sp"))
+    assert "--config.rules=distributed+megatron_sp" in {c.text for c in candidates(zero2, 192, compiled.append)}
+    assert "--config.train.microbatches=" in next(c.text for c in found if c.kind == "microbatch")
+    found[0].compile()
+    assert len(compiled) == 1 and compiled[0] != config and check(compiled[0], 8) == compiled[0]
+    assert len({c.text for c in found}) == len(found)
+
+
+def test_changes_of_rules_keep_the_type_of_sums() -> None:
+    config = replace(load("configs/llama3_8b.py"), rules=preset("hsdp+reduce_float32"), mesh=MeshConfig(data=2, fsdp=4))
+    compiled = []
+    found = [c for c in candidates(config, 8, compiled.append) if "rules" in c.text]
+    assert {"--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8"} <= {c.text for c in found}
+    assert "--config.rules=hsdp+reduce_float32+megatron_sp --config.mesh.data=1 --config.mesh.tensor=2" in {c.text for c in found}
+    for c in found:
+        c.compile()
+    assert {c.rules.reduction for c in compiled} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given", "devices"),
+    [
+        ({"data": -1, "fsdp": 16, "tensor": 8}, 0, 128),
+        ({"data": -1}, 0, 8),
+        ({"data": -1, "tensor": 3}, 0, 24),
+        ({"data": 2}, 0, 2),
+        ({"data": 2}, 4, 4),
+    ],
+)
+def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], given: int, devices: int) -> None:
+    assert devices_for(replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh)), given) == devices
+
+
+def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
+    small, big = report(), report()
+    tight = SimpleNamespace(**{**big.__dict__, "hbm": int(big.peak_bytes * 0.9), "fits": False, "peak_bytes": big.peak_bytes})
+    less = SimpleNamespace(peak_bytes=big.peak_bytes // 2, fits=True, timeline=None)
+    same = SimpleNamespace(peak_bytes=big.peak_bytes, fits=False, timeline=None)
+
+    def cannot() -> None:
+        raise LabError("no")
+
+    tried = [Candidate("remat", "--a", lambda: less), Candidate("rule", "--b", lambda: same), Candidate("mesh", "--c", cannot)]  # pyright: ignore
+    fixes = rank(tight, tried)  # pyright: ignore
+    assert [fix.text for fix in fixes] == ["--a"], "what saves nothing, or does not compile, is no fix"
+    said = refusal(tight, fixes)  # pyright: ignore
+    assert f"in the way: {small.memory.buffers[0].bytes / 2**30:.2f} GiB of {small.memory.buffers[0].kind}" in said
+    assert "--a: " in said and said.endswith("it fits")
+
+
+@given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 2), st.integers(1, 1000))
+def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int, bend: int, limit: int) -> None:
+    def peak(b: int) -> int:
+        return base + slope * b + bend * b * b
+
+    def compiled(config):
+        b = config.train.global_batch // 2
+        tried.append(b)
+        return SimpleNamespace(peak_bytes=peak(b), hbm=limit, fits=peak(b) <= limit)
+
+    tried: list[int] = []
+    config = load("configs/gpt2_124m.py")
+    if peak(1) > limit:
+        (_, found), *more = largest_microbatch(config, 1, compiled, say=lambda text: None)
+        assert found.startswith("none: one sequence on each device needs ") and not more
+        return
+    (_, found), *_ = largest_microbatch(config, 1, compiled, say=lambda text: None)
+    b = int(found.split()[0])
+    assert peak(b) <= limit < peak(b + 1) and {b, b + 1} <= set(tried)
+    assert len(tried) <= 5 or bend
+
+
+def test_the_largest_microbatch_in_stages() -> None:
+    """What a pipeline keeps grows with its microbatches, and their number must suit its schedule: of what is tried, and what is advised."""
+    n_devices, config = 1024, load("configs/gpt_175b.py")
+    mesh = check(config, n_devices).mesh
+
+    def compiled(tried):
+        check(tried, n_devices)
+        counts.add(tried.train.microbatches)
+        b = tried.train.global_batch // tried.train.microbatches // (mesh.data * mesh.fsdp)
+        return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
+
+    counts: set[int] = set()
+    facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
+    assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
+    field, advised = facts["for this batch"].split(":")[0].split("=")
+    assert field == "--config.train.microbatches"
+    check(replace(config, train=replace(config.train, microbatches=int(advised))), n_devices)
+
+
+def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
+    """Names, shapes and dtypes: the program that was compiled is the one that will run."""
+    import jax
+    import numpy as np
+
+    from mesh_lm.data.abstract import abstract_batch
+    from mesh_lm.data.batches import Batches
+    from mesh_lm.data.corpus import prepare
+    from sharding_rules import MeshConfig, make_mesh
+
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play makes jack a dull boy\n" * 2000)
+    words = {"data.path": str(text), "data.cache": str(tmp_path / "cache"), "data.tokenizer": "bytes"}
+    for documents in ("joined", "separate"):
+        from mesh_lm.commands import command_line
+
+        config = command_line.parse([f"--config.{k}={v}" for k, v in {**words, "data.documents": documents, "model.seq_len": 32}.items()])
+        corpus = prepare(config.data, vocab=300, model_vocab=config.model.vocab_size, progress=lambda text: None)
+        sharding = jax.NamedSharding(make_mesh(MeshConfig(data=8)), jax.P(None, "data"))
+        batches = Batches(config, corpus, sharding)
+        _, batch = next(training := batches.train())
+        training.close()
+        wanted = {name: (leaf.shape, np.dtype(leaf.dtype), leaf.sharding.spec) for name, leaf in batch.items()}
+        assert {n: (s.shape, np.dtype(s.dtype), s.sharding.spec) for n, s in abstract_batch(config, sharding).items()} == wanted

@@ -1,0 +1,72 @@
+"""One process of a run: trains by train.py, then writes down the bits of initialisation, batches and dropout masks.
+
+Started by test_processes.py, through `python -m mesh_lm.launch` or through Slurm: worker.py OUTPUT train.py's arguments ...
+"""
+
+import hashlib
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+import train
+from mesh_lm.commands import command_line
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import prepare
+from mesh_lm.errors import ConfigError
+from mesh_lm.model.dropout import Dropout
+from mesh_lm.optim import Optimizer
+from mesh_lm.parallel.engine import batch_sharding
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import init_state
+from mesh_lm.training.check import check
+from sharding_rules import Shard, make_mesh
+
+
+def digest(tree: Any) -> dict[str, str]:
+    """SHA-256 of every leaf, whole."""
+    whole = multihost_utils.process_allgather(tree, tiled=True)
+    return {
+        jax.tree_util.keystr(path): hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+        for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
+    }
+
+
+def bits(argv: list[str]) -> dict[str, Any]:
+    config = check(command_line.parse(argv), jax.device_count())
+    layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
+    batches = Batches(config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(layout))
+    loader = batches.train()
+    taken = [batch for _, batch in islice(loader, 3)]
+    loader.close()
+    ids = taken[-1]["sample_ids"][0]
+    mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
+    return {
+        "init": digest(init_state(layout, Optimizer(config.optimizer, config.train.steps), config.seed)),
+        "batches": [digest(batch) for batch in taken],
+        "masks": digest(mask(ids)),
+        "processes": jax.process_count(),
+        "devices": jax.device_count(),
+    }
+
+
+def main(output: str, *argv: str) -> int:
+    if status := train.main([*argv, f"--config.output={output}"]):
+        return status
+    found = bits([*argv, f"--config.output={output}"])
+    if jax.process_index() == 0:
+        (Path(output) / "bits.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

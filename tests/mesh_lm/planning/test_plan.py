@@ -1,0 +1,85 @@
+"""--plan on real programs, compiled for H100s that are not here."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import train
+from mesh_lm.commands import plan as command
+from mesh_lm.errors import ConfigError
+
+pytestmark = pytest.mark.deviceless
+COMPILE_BUDGET = 20
+
+SMALL = {
+    "model.n_layers": 2, "model.d_model": 512, "model.n_heads": 8, "model.vocab_size": 4096, "model.seq_len": 1024,
+    "model.vocab_multiple": 128, "mesh.pipeline": 1, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
+    "rules": "hsdp+megatron_sp", "train.global_batch": 16, "train.microbatches": 2, "data.tokenizer_vocab": 4096, "model.remat": "full",
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(reports: str):
+    def words(config: str, *more: str, **fields: object) -> list[str]:
+        return [f"--config=configs/{config}.py", f"--config.launch.compile_cache={os.path.dirname(reports)}", *more] + [
+            f"--config.{name}={value}" for name, value in fields.items()
+        ]
+
+    return lambda *args, **fields: train.main(words(*args, **fields))
+
+
+def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
+    assert plan("gpt_175b", "--plan", "--devices=8", **SMALL) == 0
+    said = capsys.readouterr().out
+    assert "8 x H100" in said and "hsdp+megatron_sp" in said and "fits" in said and "reduce-scatter" in said
+    page, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
+    assert plan("gpt_175b", f"--plan={page}", "--devices=8", **SMALL) == 0
+    assert plan("gpt_175b", f"--plan={data}", "--devices=8", **SMALL) == 0
+    assert "<html" in page.read_text()
+    found = json.loads(data.read_text())
+    memory = found["report"]["memory"]
+    assert sum(buffer["bytes"] for buffer in memory["buffers"]) == memory["peak"]
+    assert memory["arguments"] <= memory["peak"] <= (memory["arguments"] + memory["temporaries"] + memory["outputs"]) * 1.001
+    assert {axis for one in found["report"]["collectives"] for axis in one["axes"]} == {"data", "fsdp", "tensor"}
+    assert found["facts"]["rules"] == "hsdp+megatron_sp"
+    gradients = r"summed in f32 \([\d.]+ MiB\) over data, f32 \([\d.]+ MiB\) and bf16 \([\d.]+ MiB\) over fsdp \(rules.reduction=auto\)"
+    assert re.fullmatch(gradients, found["facts"]["gradients"])
+    assert found["state"].keys() == {"params", "mu", "nu"} and len(set(found["state"].values())) == 1
+    assert sum(found["state"].values()) == sum(a["bytes"] for a in found["report"]["arguments"] if a["kind"] in ("params", "moments"))
+    assert re.fullmatch(r"params (.* MiB) fp32, mu \1 fp32, nu \1 fp32", state := found["facts"]["state"])
+    assert state in page.read_text() and state in " ".join(said.split())
+    assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
+
+
+def test_a_page_that_cannot_be_written_is_one_error(plan) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write --plan=/proc/report\.html"):
+        plan("gpt_175b", "--plan=/proc/report.html", "--devices=8", **SMALL)
+
+
+@pytest.mark.exhaustive
+def test_too_large_is_refused_with_a_fix_that_fits(plan, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten per cent over the memory: what is in the way, fixes of at least four kinds, and the first of them, typed in, fits.
+
+    Of each kind the first change that is tried is compiled, not all eleven.
+    """
+    every = command.candidates
+    monkeypatch.setattr(command, "candidates", lambda *about: list({one.kind: one for one in reversed(list(every(*about)))}.values()))
+    fields = SMALL | {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "rules": "ddp", "train.microbatches": 1, "model.remat": "none"}
+    file = tmp_path / "report.json"
+    assert plan("gpt_175b", f"--plan={file}", "--devices=8", "--max-microbatch", **fields) == 0
+    largest = int(json.loads(file.read_text())["facts"]["largest microbatch"].split()[0])
+    over = fields | {"train.global_batch": 8 * round(largest * 1.1 / 4) * 4}
+    with pytest.raises(ConfigError) as caught:
+        plan("gpt_175b", f"--plan={file}", "--devices=8", **over)
+    said = str(caught.value)
+    assert "on each device, and h100 has 72.8" in said and "in the way: " in said
+    fixes = json.loads(file.read_text())["fixes"]
+    assert len({fix["kind"] for fix in fixes}) >= 4 and fixes[0]["fits"] and f"  - {fixes[0]['text']}: " in said
+    fitting = [fix["cost"] for fix in fixes if fix["fits"]]
+    assert fitting == sorted(fitting), "the cheapest first"
+    changed = dict(word.removeprefix("--config.").split("=", 1) for word in fixes[0]["text"].split())
+    assert plan("gpt_175b", f"--plan={file}", "--devices=8", **{**over, **changed}) == 0
+    assert json.loads(file.read_text())["report"]["memory"]["peak"] == fixes[0]["peak_bytes"]

@@ -1,0 +1,308 @@
+"""train.py as a user runs it: on 8 devices, killed and continued, stopped by SIGTERM, and given bad input."""
+
+import argparse
+import errno
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from processes import ended, wait_for
+
+import train
+from mesh_lm import distributed
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference.trained import TrainedModel
+from mesh_lm.training import loop, monitor
+
+COMPILE_BUDGET = 400
+ROOT = Path(__file__).parents[3]
+SHRUNK = {
+    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dtype": "float32",
+    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 0,
+    "train.sample_tokens": 0,
+    "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.cpu_devices": 0, "checkpoint.every": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(inspect.getsource(argparse))
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments(text: Path):
+    """Command lines for a tiny run; keywords change fields, with __ for the dot."""
+
+    def make(output: Path, file: str = "gpt_tiny", **changes: object) -> list[str]:
+        fields = SHRUNK | {"data.path": text, "data.cache": text.parent / "cache", "output": output}
+        fields |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [f"--config={ROOT}/configs/{file}.py", *(f"--config.{name}={value}" for name, value in fields.items())]
+
+    return make
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in metrics(output) if "loss" in row]
+
+
+def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, read with Orbax alone."""
+    tree = ocp.PyTreeCheckpointer().restore(output.absolute() / "checkpoints" / str(step) / "state")
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def spawn(arguments: list[str], program: tuple[str, ...] = (str(ROOT / "train.py"),)) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shrink = {"mesh__pipeline": 2, "pipeline__chunks": 1, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2}
+    shrink |= {"train__sample_tokens": 8}
+    changes = {"train__steps": 12, "optimizer__learning_rate": 3e-3, "profile__start_step": 5, "profile__steps": 2}
+    assert train.main(arguments(tmp_path, "gpt_175b", **shrink, **changes)) == 0
+    found = losses(tmp_path)
+    assert len(found) == 12 and found[-1] < found[0] - 0.05 and abs(found[0] - np.log(512)) < 0.1
+    assert [row for row in metrics(tmp_path) if "heldout_bpb" in row][-1]["step"] == 12
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").exists()
+    out = capsys.readouterr().out
+    assert "rules distributed+megatron_sp" in out and "pipeline=2 x data=2 x tensor=2" in out and "gzip -9" in out
+
+
+KILLED = """
+import os, signal, sys, time, train
+from mesh_lm.training import loop
+due = loop.Checkpoints.due
+def die(self, n):
+    if n == 6:
+        while not (self.directory / "4").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return due(self, n)
+loop.Checkpoints.due = die
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
+    """8 steps straight equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
+    changes = {
+        "train__steps": 8,
+        "checkpoint__every": 4,
+        "model__dropout": 0.1,
+        "mesh__data": 4,
+        "mesh__tensor": 2,
+        "rules": "megatron_sp+zero1",
+    }
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert train.main(arguments(straight, **changes)) == 0
+
+    process = spawn(arguments(killed, **changes), ("-c", KILLED))
+    out = ended(process)
+    assert process.returncode == -signal.SIGKILL, out
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["4"]
+
+    assert train.main(arguments(killed, **changes)) == 0
+    wanted, found = leaves(straight, 8), leaves(killed, 8)
+    assert found.keys() == wanted.keys() and len(wanted) > 20
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) -> None:
+    changes = {"train__steps": 8, "checkpoint__every": 4, "checkpoint__keep": 5}
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert train.main(arguments(whole, **changes, mesh__data=8)) == 0
+    shutil.copytree(whole / "checkpoints" / "4", moved / "checkpoints" / "4")
+    assert (
+        train.main(arguments(moved, **changes, mesh__data=2, mesh__fsdp=2, mesh__tensor=2, rules="hsdp+megatron", train__microbatches=2))
+        == 0
+    )
+    np.testing.assert_allclose(losses(moved), losses(whole)[4:], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
+    process = spawn(arguments(tmp_path, train__steps=100_000))
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
+    process.send_signal(signal.SIGTERM)
+    out = ended(process)
+    assert process.returncode == 99, out
+    (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
+    assert leaves(tmp_path, step)["['step']"] == step
+
+
+@pytest.mark.slow
+def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
+    due = loop.Checkpoints.due
+    monkeypatch.setattr(
+        loop.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
+    )
+    assert train.main(arguments(tmp_path)) == 99
+    assert leaves(tmp_path, 3)["['step']"] == 3
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(loop, "mean_loss", lambda *args: 1 / 0)
+        train.main(arguments(tmp_path, train__steps=2))
+    for _ in range(2):
+        assert train.main(arguments(tmp_path, train__steps=2)) == 0
+        assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
+
+
+def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def mean_loss(step, params, batches):
+        for batch in batches:
+            seen.append(batch)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    monkeypatch.setattr(loop, "mean_loss", mean_loss)
+    assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
+    assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
+    assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
+    arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
+        assert train.main(arguments(tmp_path)) == 99
+    assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
+    assert train.main(arguments(tmp_path)) == 0
+    assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [4]
+
+
+def test_bad_steps_are_noticed_however_often_is_evaluated(arguments, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step 2 skipped, .*health.skip_limit=1"):
+        train.main(arguments(tmp_path, train__steps=6, train__eval_every=1, optimizer__learning_rate=1e30, health__skip_limit=1))
+
+
+def test_a_disk_that_is_full_at_the_very_end(
+    arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*about: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "loss.png")
+
+    monkeypatch.setattr(monitor, "loss_curve", full)
+    assert train.main(arguments(tmp_path, train__steps=1)) == 0
+    assert "warning: loss.png cannot be written: No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
+    """Its weights, and only with its tokenizer; the same for whoever uses it later."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train.main(arguments(first)) == 0
+    still = {"optimizer__learning_rate": 0, "checkpoint__every": 0, "train__steps": 1, "init_from": first}
+    assert train.main(arguments(second, **still)) == 0
+    wanted, found = leaves(first, 4), leaves(second, 1)
+    for name in wanted:
+        if "params" in name:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+    with pytest.raises(ConfigError, match=r"init_from=.* was trained with another tokenizer than this data's"):
+        train.main(arguments(tmp_path / "third", **still, data__tokenizer="bytes"))
+    with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
+        train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
+    with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
+        TrainedModel.load(first, tokenizer="bytes")
+    assert not (tmp_path / "third").exists()
+
+
+def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> None:
+    assert train.main(arguments(tmp_path, train__steps=1)) == 0
+    for changes, message in (
+        (
+            {"model__d_model": 64},
+            r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 32, 4, 8, 'float32'\] in the",
+        ),
+        ({"model__tied": "false"}, "head: absent in the checkpoint"),
+        ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
+        ({"seed": 1}, "in sequences of 32, seed 0, this config reads corpus-"),
+        ({"checkpoint__resume": "never"}, "already holds step 1, and checkpoint.resume=never"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train.main(arguments(tmp_path, train__steps=2, **changes))
+    assert train.main(arguments(tmp_path, train__steps=2)) == 0, "a refused run damaged the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__path": "/no/such/text"}, "data.path=/no/such/text"),
+        ({"train__global_batch": 4000}, "fewer than train.global_batch=4000"),
+        ({"checkpoint__resume": "required"}, "no checkpoint in "),
+        ({"output": "/proc/no"}, "cannot write checkpoints to /proc/no/checkpoints"),
+        ({"model__d_mode": 3}, "--config.model.d_mode: no such field; did you mean --config.model.d_model?"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert distributed.run(train.main, arguments(**{"output": tmp_path} | changes)) == 1
+    out = capsys.readouterr().err
+    assert out.startswith("error: ") and message in out and "Traceback" not in out
+    assert not tmp_path.exists() or not list(tmp_path.iterdir()), "something half-made is left"
+
+
+def test_attention_that_cannot_serve_is_the_users_mistake(arguments, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.attention=mosaic: .*implementation='mosaic' cannot serve this call"):
+        train.main(arguments(tmp_path, model__attention="mosaic"))
+
+
+@pytest.mark.slow
+def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> None:
+    process = spawn(arguments(tmp_path, data__path="/no/such/text"))
+    out = ended(process)
+    assert process.returncode == 1 and "Traceback" not in out
+    assert out.splitlines()[-1].startswith("error: ") and "data.path=/no/such/text" in out
+
+
+@pytest.fixture(scope="module")
+def losses_alone(arguments, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run on one device, in a process of its own."""
+    alone = tmp_path_factory.mktemp("alone")
+    process = spawn(arguments(alone, launch__cpu_devices=1))
+    out = ended(process)
+    assert process.returncode == 0, out
+    return losses(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [("ddp", {"data": 8}), ("zero1", {"data": 8}), ("zero2", {"data": 8}), ("fsdp", {"fsdp": 8, "data": 1}),
+     ("hsdp", {"data": 2, "fsdp": 4}),
+     ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}),
+     ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
+)  # fmt: skip
+def test_every_preset_by_command_line(arguments, tmp_path: Path, losses_alone: list[float], rules: str, mesh: dict[str, int]) -> None:
+    assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0
+    np.testing.assert_allclose(losses(tmp_path), losses_alone, rtol=1e-6)

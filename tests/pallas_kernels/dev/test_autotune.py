@@ -1,0 +1,68 @@
+"""What measuring writes into the table of tiles: with times that are made up, on a copy."""
+
+import json
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.mosaic import HEAD_DIMS
+from pallas_kernels.dev import autotune
+
+COMPILE_BUDGET = 0
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the table in its place; timing takes a second of a clock that stands still else."""
+    clock = [0.0]
+
+    def time_of(candidate: autotune.Candidate, length: int, causal: bool) -> float:
+        clock[0] += 1
+        return candidate.tiles.block + candidate.tiles.stages
+
+    path = tmp_path / "tuning.json"
+    shutil.copy(tuning.PATH, path)
+    monkeypatch.setattr(tuning, "PATH", path)
+    monkeypatch.setattr(autotune, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(autotune, "time_of", time_of)
+    return path
+
+
+def rows(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["rows"]
+
+
+def test_each_shape_gets_its_fastest_tiles_above_those_that_nobody_timed(table: Path) -> None:
+    untimed = rows(table)
+    found = autotune.measure(seconds=1e9)
+    assert len(found) == len(HEAD_DIMS) * 2 * len(autotune.LENGTHS)
+    assert rows(table)[: len(found)] == json.loads(json.dumps(sorted(found, key=lambda row: -row["length"])))
+    assert rows(table)[len(found) :] == untimed
+    for row in found:
+        for kernel in autotune.KERNELS:
+            tried = [one.tiles for one in autotune.passing(kernel, row["head_dims"])]
+            assert row[kernel] == autotune.as_data(min(tried, key=lambda tiles: tiles.block + tiles.stages))
+
+
+def test_a_run_cut_short_replaces_only_the_rows_that_it_measured(table: Path) -> None:
+    autotune.measure(seconds=1e9)
+    before = rows(table)
+    others = [before[0] | {"device": "another"}, before[0] | {"length": 10**6}]
+    autotune.write(table, {"rows": [*before, *others]})
+    shapes = list(autotune.order(autotune.LENGTHS))[:2]
+    (again, *none) = autotune.measure(seconds=sum(len(autotune.passing(kernel, shapes[0][0])) for kernel in autotune.KERNELS))
+    assert not none and (again["head_dims"], again["causal"], again["length"]) == shapes[0]
+    after = rows(table)
+    lengths = [row["length"] for row in after if row.get("device") == again["device"]]
+    assert lengths == sorted(lengths, reverse=True) and after[0] == others[1]
+    assert len(after) == len(before) + 2 and all(row in after for row in (*before, *others))
+
+
+def test_a_new_row_takes_the_place_of_the_old() -> None:
+    old = {"device": "H", "head_dims": [64, 64], "causal": True, "length": 0, "dq": "old"}
+    new = {**old, "head_dims": (64, 64), "dq": "new"}
+    kept = [old | {"head_dims": [96, 96]}, old | {"causal": False}, old | {"device": None}, old | {"length": 5}]
+    assert autotune.merged([new], [old, *kept]) == [kept[3], new, kept[0], kept[1], kept[2]]

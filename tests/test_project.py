@@ -1,0 +1,52 @@
+"""The files around the code: what is installed, what is promised of versions, and that templates and metadata can be read."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import mesh_lm
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
+
+
+def test_the_version_is_the_projects() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert mesh_lm.__version__ == PROJECT["version"] == citation["version"]
+    assert f"## {mesh_lm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_types_are_announced() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("mesh_lm", "sharding_rules", "pallas_kernels"):
+        assert (ROOT / package / "py.typed").exists() and "py.typed" in data[package]
+
+
+@pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
+def test_tested_versions_are_allowed(path: Path) -> None:
+    """Each base dependency is pinned, to a version that pyproject.toml allows."""
+    pins = [Requirement(line) for line in path.read_text().splitlines() if not line.startswith("#")]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    for required in map(Requirement, PROJECT["dependencies"]):
+        version = versions[canonicalize_name(required.name)]
+        assert version in required.specifier, f"{path.name}: {required} does not allow {version}"
+
+
+def test_a_constraints_file_for_each_python_that_is_tested() -> None:
+    classifiers = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text}
+    assert {path.stem.removeprefix("python") for path in CONSTRAINTS} < classifiers
+
+
+def test_templates_and_hooks_can_be_read() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["id"] for hook in hooks} >= {"ruff-check", "ruff-format", "pyright"}
+    words = next(hook["entry"] for hook in hooks if hook["id"] == "words")
+    assert (ROOT / words.split()[-1]).exists()
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert path.name == "config.yml" or all(part["attributes"]["label"] for part in form["body"])
