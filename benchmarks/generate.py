@@ -1,4 +1,4 @@
-"""Tokens a second that gpt_tiny writes: with its cache, streamed, and reading the whole text anew for every token, as before the cache.
+"""Tokens per second that gpt_tiny generates: with its cache, streamed, and without a cache, reading the full text again for every token.
 
 fp32, random weights, greedy, no stop: every text has all its tokens. The first call of each compiles and is not counted.
 """
@@ -17,7 +17,7 @@ import tiny
 from record import Record, Row, milliseconds, options
 
 from mesh_lm.inference import Engine, Sampling
-from mesh_lm.inference.engine import Rereading
+from mesh_lm.inference.engine import NoCacheModel
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import Params
 
@@ -26,8 +26,8 @@ REPEATS = {"cache": 5, "cache, streamed": 5, "no cache": 2}
 
 
 class WithoutCache(Engine):
-    def _model(self, params: Params) -> Rereading:
-        return Rereading(self.layout.bind(params).logits)
+    def _model(self, params: Params) -> NoCacheModel:
+        return NoCacheModel(self.layout.bind(params).logits)
 
 
 def whole(engine: Engine, prompts: list[list[int]], new: int) -> Callable[[], list]:

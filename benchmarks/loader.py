@@ -1,4 +1,4 @@
-"""Tokens a second that the loader delivers, against what gpt_tiny's train step consumes on the same machine. Target: twice as many.
+"""Tokens per second that the loader delivers and that gpt_tiny's train step consumes on the same machine. Target: twice as many.
 
 Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch counts when it is on the device.
 """
@@ -19,7 +19,7 @@ from record import Record, Row, options
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
-from mesh_lm.data.corpus import Corpus, prepare
+from mesh_lm.data.corpus import TextCorpus, prepare
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.state.initial import init_state
@@ -32,8 +32,8 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
-def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
-    """Tokens per second, from after the first few batches on."""
+def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> float:
+    """Returns tokens per second, without the first few batches."""
     batches = Batches(config, corpus, batch_sharding(tiny.layout(config))).train()
     with contextlib.closing(batches):
         for _ in range(config.data.prefetch + 2):
@@ -45,8 +45,8 @@ def loader_rate(config: TrainConfig, corpus: Corpus, seconds: float) -> float:
         return n * config.tokens_per_step / (time.perf_counter() - began)
 
 
-def model_rate(config: TrainConfig, corpus: Corpus, steps: int) -> float:
-    """Tokens per second of the real train step, its batch already there; from the median step."""
+def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
+    """Returns tokens per second of the real train step with its batch already on the device, from the median step."""
     layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
     batches = Batches(config, corpus, batch_sharding(layout)).train()
     with contextlib.closing(batches):

@@ -1,4 +1,4 @@
-"""docs/configs.md, from the results of plan_table.py alone: what was measured is nowhere written by hand."""
+"""Writes docs/configs.md from the results of plan_table.py, so that no figure is written by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTES = {
     DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is sharded over them.",
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
-"""Table -> what its rows are."""
+"""Table -> the description of its rows."""
 BY_FSDP_OF_2 = {
     "megatron_70b": {
         "mesh": "pipeline 2 x data 24 x fsdp 2 x tensor 8", "microbatches": 2, "chunks": 14, "remat": "full",
@@ -32,7 +32,7 @@ BY_FSDP_OF_2 = {
         "peak_gib": 64.836326, "sent_gib": 641.386115, "flops_over_model": 1.233111, "step_s": 12.34192,
     },
 }  # fmt: skip
-"""What the results of 2026-11-22 have of configs whose rules were hsdp+megatron_sp then."""
+"""Results of 2026-11-22, when the rules of these configs were hsdp+megatron_sp."""
 AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
 
 _PAGE = """\
@@ -40,7 +40,7 @@ _PAGE = """\
 
 What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for:
 Megatron-LM's table of nine, with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is
-compiled for absent GPUs, as `--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
+compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
 and not here.
 
 One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with
@@ -122,7 +122,7 @@ Resident memory is the peak of the whole process, Python and JAX included.
 
 
 def newest() -> Path:
-    """The results of the latest day. Raises FileNotFoundError where there are none, ValueError where that day has those of two machines."""
+    """Returns the latest day's results. Raises FileNotFoundError if there are none, ValueError if two machines have some of that day."""
     dated: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("plan_table_*.json")):
         if match := re.match(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name):
@@ -130,13 +130,13 @@ def newest() -> Path:
     if not dated:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
     found = dated[max(dated)]
-    if len(found) > 1:  # a checkout keeps no times that could tell which is the newer
+    if len(found) > 1:  # a checkout has no modification times that would show the newer one
         raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
     return found[0]
 
 
 def page(data: dict[str, Any], source: str) -> str:
-    """The whole page. source: the results' file name."""
+    """Returns the page. source: the results' file name."""
     rows = {title: table["rows"] for title, table in data["tables"].items()}
     configs = rows[CONFIGS]
     return _PAGE.format(
@@ -151,13 +151,13 @@ def page(data: dict[str, Any], source: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; a column whose head begins with > is aligned to the right."""
+    """Returns a Markdown table; a column whose head starts with > is aligned to the right."""
     rule = ["---:" if name.startswith(">") else "---" for name in head]
     return "\n".join("| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows])
 
 
 def billions(n: int) -> str:
-    """174.59 B; below one, in millions."""
+    """Returns the number in billions, as in 174.59 B; below one in millions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
 
 
@@ -189,7 +189,7 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether all fit, and which send more than 5 % above the least."""
+    """Returns a sentence: do all configs fit, and which send more than 5 % above the minimum?"""
     large = [f"`{r['name']}` needs {r['peak_gib']:.1f} GiB" for r in rows if not r["fits"]]
     over = [f"`{r['name']}` ({r['sent_over_least']:.2f})" for r in rows if (r["sent_over_least"] or 0) > 1.05]
     fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
@@ -210,7 +210,7 @@ def _changed(old: Any, new: Any) -> str:
 
 
 def _flat(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each config that had FSDP inside its stages: before -> now."""
+    """Returns a row for each config that had FSDP inside its stages: before -> now."""
     changed = ("microbatches", "chunks", "remat")
     head = ["config", "mesh before", "mesh", *changed, *_COMPARED_HEAD]
     pairs = [(BY_FSDP_OF_2[r["name"]], r) for r in rows if r["name"] in BY_FSDP_OF_2]
@@ -220,7 +220,7 @@ def _flat(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    """A row for each config with stages: FSDP -> stages."""
+    """Returns a row for each config with stages: FSDP -> stages."""
     head = ["config", "by FSDP", "with stages", *_COMPARED_HEAD]
     return table(head, ([f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)] for r, other in _pairs(rows, without)))
 

@@ -25,22 +25,22 @@ class MeshError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis. One of them may be -1: whatever is left."""
+    """Number of devices along each mesh axis. One axis may be -1: the devices that are left."""
 
     pipeline: int = 1
-    """Stages that hold different layers."""
+    """Pipeline stages, which hold different layers."""
     data: int = 1
-    """Replicas that see different sequences; gradients are summed once per step."""
+    """Data-parallel replicas, which see different sequences and sum their gradients once per step."""
     fsdp: int = 1
-    """Replicas that also share the weights between them, gathered layer by layer."""
+    """Data-parallel replicas across which weights are sharded; they are all-gathered layer by layer."""
     expert: int = 1
-    """Groups that hold different experts."""
+    """Groups of devices that hold different experts."""
     sequence: int = 1
-    """Parts of each sequence (context parallelism)."""
+    """Shards of each sequence (context parallelism)."""
     tensor: int = 1
-    """Parts of each matmul; keep it inside a node."""
-    extra: tuple[str, ...] = ()
-    """Sizes of mesh axes that the rules declare, innermost of all: tensor_y=2, or several with commas between them."""
+    """Shards of each matmul (tensor parallelism); keep them inside a node."""
+    extra: tuple[str, ...] = dataclasses.field(default=(), metadata={"expert": True})
+    """Sizes of further mesh axes that the rules declare, innermost of all: tensor_y=2, or several separated by commas."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()

@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 ONE_DOOR = {
     "safetensors": "mesh_lm/huggingface/files.py",
-    "tyro": "mesh_lm/commands/command_line.py",
+    "tyro": "mesh_lm/commands/options.py",
     "grain": "mesh_lm/data/loader.py",
     "tensorboardX": "mesh_lm/report/writer.py",
     "tokenizers": "mesh_lm/data/tokenizer/hugging_face.py",

@@ -8,6 +8,6 @@ compares.
 """
 
 from mesh_lm.checkpoint.manager import Checkpoints as Checkpoints
-from mesh_lm.checkpoint.reader import Damaged as Damaged
-from mesh_lm.checkpoint.reader import Saved as Saved
+from mesh_lm.checkpoint.reader import DamagedCheckpoint as DamagedCheckpoint
+from mesh_lm.checkpoint.reader import SavedCheckpoint as SavedCheckpoint
 from mesh_lm.checkpoint.reader import find as find

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from mesh_lm.checkpoint.reader import Damaged, parts_of
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, parts_of
 from mesh_lm.state.digest import host_sums, joined
 
 _PIECE = 1 << 18
@@ -25,8 +25,8 @@ _PIECE = 1 << 18
 Box = tuple[slice, ...]
 
 
-class Leaf:
-    """One array on disk. Reading it raises Damaged where it cannot be read."""
+class StoredArray:
+    """One array on disk. Reading it raises DamagedCheckpoint where it cannot be read."""
 
     def __init__(self, path: Path, name: str, store: ts.TensorStore) -> None:
         self._path, self._name, self._store = path, name, store
@@ -37,7 +37,7 @@ class Leaf:
 
     @property
     def described(self) -> list[Any]:
-        """As `Saved.metadata` describes a parameter: [*shape, dtype]."""
+        """As `SavedCheckpoint.metadata` describes a parameter: [*shape, dtype]."""
         return [*self.shape, str(self.dtype)]
 
     @property
@@ -61,7 +61,7 @@ class Leaf:
         """The 16 hex digits that `mesh_lm.state.digest` gives of the whole array."""
         return joined(host_sums(self[box], [side.start for side in box], self.shape) for box in self.boxes())
 
-    def distance(self, other: Leaf) -> tuple[int, float]:
+    def distance(self, other: StoredArray) -> tuple[int, float]:
         """Elements whose bits differ from those of an array of the same shape and dtype, and the largest |a - b|; NaN where one is."""
         grid = self if math.prod(self.part) >= math.prod(other.part) else other
         count, far = 0, 0.0
@@ -76,11 +76,11 @@ class Leaf:
         return count, far
 
 
-class Arrays:
+class StoredArrays:
     """The arrays of one checkpoint by their names, "params/blocks.mlp.up.weight". Opening it reads their index and none of them."""
 
     def __init__(self, path: Path) -> None:
-        """path: of a checkpoint, put aside or not. Raises Damaged where the index or the list of arrays cannot be read."""
+        """path: of a checkpoint, put aside or not. Raises DamagedCheckpoint where the index or the list of arrays cannot be read."""
         self.path = path
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / 'state'}/"}}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})  # for the index, not for arrays
@@ -97,13 +97,13 @@ class Arrays:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
-    def __getitem__(self, name: str) -> Leaf:
-        """Raises Damaged where its description is missing or cannot be read."""
+    def __getitem__(self, name: str) -> StoredArray:
+        """Raises DamagedCheckpoint where its description is missing or cannot be read."""
         if self._names[name] not in self._stored:
-            raise Damaged(self.path, [f"{name}: is missing"])
+            raise DamagedCheckpoint(self.path, [f"{name}: is missing"])
         spec = {"driver": "zarr3", "kvstore": self._store | {"path": f"{self._names[name]}/"}}
         with _readable(self.path, name):
-            return Leaf(self.path, name, ts.open(spec, context=self._context, open=True, read=True).result())
+            return StoredArray(self.path, name, ts.open(spec, context=self._context, open=True, read=True).result())
 
     def verified(self, metadata: dict[str, Any]) -> Iterator[tuple[int, str]]:
         """Of every array that is here or that `metadata` describes: its bytes, and what is wrong with it, or ""."""
@@ -118,11 +118,11 @@ class Arrays:
                 try:
                     leaf = self[name]
                     yield leaf.nbytes, _wrong(name, leaf, wanted.get(name), digests.get(name))
-                except Damaged as damage:
+                except DamagedCheckpoint as damage:
                     yield 0, damage.reasons[0]
 
 
-def _wrong(name: str, leaf: Leaf, wanted: list[Any] | None, saved_as: str | None) -> str:
+def _wrong(name: str, leaf: StoredArray, wanted: list[Any] | None, saved_as: str | None) -> str:
     if wanted and leaf.described != wanted:
         return f"{name}: {leaf.described}, saved as {wanted}"
     found = leaf.digest()
@@ -131,9 +131,9 @@ def _wrong(name: str, leaf: Leaf, wanted: list[Any] | None, saved_as: str | None
 
 @contextlib.contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Raises Damaged for any error: TensorStore has no class of its own."""
+    """Raises DamagedCheckpoint for any error: TensorStore has no class of its own."""
     try:
         yield
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0][:300]
-        raise Damaged(path, [f"{what}: cannot be read: {said}"]) from error
+        raise DamagedCheckpoint(path, [f"{what}: cannot be read: {said}"]) from error

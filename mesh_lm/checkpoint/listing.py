@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.checkpoint.reader import Damaged, descriptions
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, descriptions
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import is_huggingface
 from mesh_lm.state.digest import combined
@@ -25,7 +25,7 @@ _ASIDE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One directory among the checkpoints: a step, complete or not, or one that was put aside."""
 
     path: Path
@@ -40,31 +40,31 @@ class Entry:
         return re.split(r"\W", self.path.name.partition(".")[2])[0]
 
     def descriptions(self) -> dict[str, Any]:
-        """{"data": ..., "metadata": ...}, as `Saved` has them. Raises Damaged."""
+        """{"data": ..., "metadata": ...}, as `SavedCheckpoint` has them. Raises DamagedCheckpoint."""
         return descriptions(self.path)
 
     @cached_property
-    def _said(self) -> dict[str, Any] | Damaged:
+    def _said(self) -> dict[str, Any] | DamagedCheckpoint:
         try:
             return self.descriptions()
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             return damage
 
     @property
     def complete(self) -> bool:
         """Whether a run would try to continue from it."""
-        return not self.kind and not isinstance(self._said, Damaged)
+        return not self.kind and not isinstance(self._said, DamagedCheckpoint)
 
     @property
     def what(self) -> str:
         if self.kind:
             return _ASIDE.get(self.kind, "of a name that no run gives")
-        return f"damaged: {self._said.reasons[0]}" if isinstance(self._said, Damaged) else "complete"
+        return f"damaged: {self._said.reasons[0]}" if isinstance(self._said, DamagedCheckpoint) else "complete"
 
     @property
     def described(self) -> tuple[str, str, str]:
         """Format, digest of the state and of the samples; "-" for what it does not say."""
-        if isinstance(self._said, Damaged):
+        if isinstance(self._said, DamagedCheckpoint):
             return "-", "-", "-"
         data, metadata = self._said["data"], self._said["metadata"]
         digests = metadata.get("digests")
@@ -89,25 +89,25 @@ class Entry:
         return total
 
 
-def at(path: Path | str) -> list[Entry]:
+def at(path: Path | str) -> list[CheckpointEntry]:
     """What a run's output, its `checkpoints`, or one step holds, oldest first. Raises ConfigError where that is nothing."""
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if _NAME.fullmatch(directory.name) and (directory.parent.name == "checkpoints" or (directory / "metadata").is_dir()):
-        return [Entry(directory)]
+        return [CheckpointEntry(directory)]
     if directory.name != "checkpoints":
         if is_huggingface(path):
             raise ConfigError(f"{path} is a Hugging Face model, not a run: there is no digest of its weights")
         raise ConfigError(f"{path} holds no checkpoints; name a run's output, its `checkpoints`, or one step there")
-    found = [Entry(child) for child in directory.iterdir() if child.is_dir() and _NAME.fullmatch(child.name)]
+    found = [CheckpointEntry(child) for child in directory.iterdir() if child.is_dir() and _NAME.fullmatch(child.name)]
     if not found:
         raise ConfigError(f"no checkpoint in {directory}")
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
-def chosen(path: Path | str, name: str) -> list[Entry]:
+def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
     """The steps of a run, or the one directory that `path` or `name` names, put aside or not. Raises ConfigError where there is none."""
     entries = at(path)
     if name:
@@ -120,7 +120,7 @@ def chosen(path: Path | str, name: str) -> list[Entry]:
     return steps
 
 
-def newest(path: Path | str) -> Entry:
+def newest(path: Path | str) -> CheckpointEntry:
     """The newest step of a run, or the one directory that `path` names. Raises ConfigError where there is none."""
     return chosen(path, "")[-1]
 

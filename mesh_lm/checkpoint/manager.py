@@ -21,8 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from mesh_lm import distributed
-from mesh_lm.checkpoint.node_local import Local
-from mesh_lm.checkpoint.reader import FORMAT, Damaged, Saved, array_handler, certificate, described, seal, steps_in
+from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
+from mesh_lm.checkpoint.reader import FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, seal, steps_in
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
@@ -60,7 +60,7 @@ class Checkpoints:
             raise ConfigError(f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
         _open(self.directory)
-        self._local = Local(self.policy, self.directory)
+        self._local = NodeLocalCheckpoints(self.policy, self.directory)
         self._saver = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler())
         )
@@ -88,17 +88,22 @@ class Checkpoints:
         fix = "repair one and take .damaged from its name, or set another output to begin anew"
         return f"no checkpoint in {self.directory} is whole: {left}; {fix}"
 
-    def newest(self) -> Saved | None:
-        """The newest checkpoint's descriptions; None where there is none. Raises Damaged."""
-        return None if self._saved is None else Saved.read(self.directory, self._saved)
+    def newest(self) -> SavedCheckpoint | None:
+        """The newest checkpoint's descriptions; None where there is none. Raises DamagedCheckpoint."""
+        return None if self._saved is None else SavedCheckpoint.read(self.directory, self._saved)
 
-    def restore(self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None) -> tuple[Saved, State] | tuple[None, None]:
-        """The newest checkpoint that is what was saved, and its state; (None, None) where the run has none. All processes get the same.
+    def restore(
+        self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None
+    ) -> tuple[SavedCheckpoint, State] | tuple[None, None]:
+        """Returns the newest intact checkpoint and its state, or (None, None) for a run without checkpoints; the same on all processes.
 
-        One that is damaged is named, with the leaves or files, put aside as `N.damaged`, and the one before it is taken. before: only steps
-        below this one.
+        A damaged checkpoint is reported with its leaves or files and renamed to `N.damaged`, and the one before it is tried.
 
-        Raises ConfigError for a checkpoint of another model, and where there are checkpoints and none is whole: never a silent new start.
+        Args:
+          before: consider only steps below this one.
+
+        Raises:
+          ConfigError: the checkpoint is of another model, or there are checkpoints but none is intact: a run never silently starts over.
         """
         self._phases.at("restore")
         steps = [step for step in self._steps() if before is None or step < before]
@@ -109,9 +114,9 @@ class Checkpoints:
             return found
         for step in reversed(steps):
             try:
-                saved = Saved.read(self.directory, step)
+                saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
-            except Damaged as damage:
+            except DamagedCheckpoint as damage:
                 distributed.print_on_process0(f"warning: {damage}\nput aside as {step}.damaged; the checkpoint before it is taken")
                 self._put_aside(step, "damaged")
                 continue
@@ -121,7 +126,7 @@ class Checkpoints:
             raise ConfigError(self._nothing_whole())
         return None, None
 
-    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State]:
+    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
         """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
         `N.passed`. Raises ConfigError without one."""
         self._settle(before)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_lm import distributed
-from mesh_lm.checkpoint.reader import Saved, certificate, seal
+from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, seal
 from mesh_lm.config import CheckpointConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
@@ -38,7 +38,7 @@ _PATIENCE = 60.0
 _ARRAYS, _DESCRIPTION = "state.raw", "description.json"
 
 
-class Local:
+class NodeLocalCheckpoints:
     """The local tier of one run; without `checkpoint.local` it does nothing. A disk that fails is a warning and no more."""
 
     def __init__(self, policy: CheckpointConfig, directory: Path) -> None:
@@ -80,7 +80,7 @@ class Local:
             self._thread = threading.Thread(target=self._write, args=(step, parts, about), daemon=True)
             self._thread.start()
 
-    def restore(self, newest: int, layout: ModelLayout, optimizer: Optimizer) -> tuple[Saved, State] | None:
+    def restore(self, newest: int, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State] | None:
         """The newest step that all processes have whole, if it is newer than `newest` (a durable step, or -1) and of this very layout.
 
         It is bitwise what was saved. None otherwise; local steps that are not taken are removed, and one line says why. All processes must
@@ -103,7 +103,7 @@ class Local:
                 saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
                 mine = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unfit) else repr(error)}", ""]
+                mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
             problems, proofs = zip(*distributed.gather_from_all(mine), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
@@ -199,23 +199,23 @@ class Local:
             shutil.rmtree(place, ignore_errors=True)
             place.parent.rmdir()
 
-    def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[Saved, State]:
-        """Verified part by part. Raises _Unfit, or what a description that is not ours leads to."""
+    def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[SavedCheckpoint, State]:
+        """Verified part by part. Raises _Unusable, or what a description that is not ours leads to."""
         place = self.directory / str(step) / self._place
         about = json.loads((place / _DESCRIPTION).read_text())
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
-            raise _Unfit(f"{_DESCRIPTION} is not what was written")
+            raise _Unusable(f"{_DESCRIPTION} is not what was written")
         if about["layout"] != (here := _layout(abstract, layout)):
-            raise _Unfit(f"it has other {_differ(here, about['layout'])}")
+            raise _Unusable(f"it has other {_differ(here, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
-            raise _Unfit(f"saved when the output had step {durable}, which is gone")
+            raise _Unusable(f"saved when the output had step {durable}, which is gone")
         with (place / _ARRAYS).open("rb") as file:
             leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
             state = jax.tree.unflatten(tree, [_leaf(file, about["parts"][leaf_name(path)], leaf_name(path), leaf) for path, leaf in leaves])
-        return Saved(self.directory, step, about["data"], about["metadata"]), state
+        return SavedCheckpoint(self.directory, step, about["data"], about["metadata"]), state
 
 
-class _Unfit(ValueError):
+class _Unusable(ValueError):
     """A local step that cannot be taken."""
 
 
@@ -243,12 +243,12 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
     for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
         if (index := _index(slices, abstract.shape)) not in read:
             if index not in parts:
-                raise _Unfit(f"{name} is cut in another way")
+                raise _Unusable(f"{name} is cut in another way")
             offset, *shape, proof = parts[index]
             file.seek(offset)
             raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
             if raw.size != np.prod(shape) or host_digest(part := raw.reshape(shape)) != proof:
-                raise _Unfit(f"{name} is damaged in {_ARRAYS}")
+                raise _Unusable(f"{name} is damaged in {_ARRAYS}")
             read[index] = part
         arrays.append(jax.device_put(read[index], device, may_alias=False))
     return jax.make_array_from_single_device_arrays(abstract.shape, where, arrays)

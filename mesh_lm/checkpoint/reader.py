@@ -29,7 +29,7 @@ _SECTIONS = ("train", "pipeline", "optimizer", "data", "checkpoint", "health", "
 """Sections of a config whose classes are always the same."""
 
 
-class Damaged(ConfigError):
+class DamagedCheckpoint(ConfigError):
     """A checkpoint that is not what was saved. `reasons` names files or leaves."""
 
     def __init__(self, path: Path, reasons: list[str]) -> None:
@@ -38,7 +38,7 @@ class Damaged(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint on disk. Its descriptions are here; its arrays stay there until they are asked for."""
 
     directory: Path
@@ -47,7 +47,7 @@ class Saved:
     data: dict[str, Any]
     """The place in the data, as `Batches.state` gave it."""
     metadata: dict[str, Any]
-    """config (as `as_dict` gives it), parts (see `Parts`), digests (leaf -> 16 hex digits), format and versions."""
+    """config (as `as_dict` gives it), parts (see `StateShapes`), digests (leaf -> 16 hex digits), format and versions."""
 
     @property
     def path(self) -> Path:
@@ -59,22 +59,23 @@ class Saved:
         return self.metadata.get("digests", {})
 
     @classmethod
-    def read(cls, directory: Path, step: int) -> Saved:
-        """Its descriptions. Raises Damaged where they are missing, no JSON, or not those that were written."""
+    def read(cls, directory: Path, step: int) -> SavedCheckpoint:
+        """Its descriptions. Raises DamagedCheckpoint where they are missing, no JSON, or not those that were written."""
         path = directory / str(step)
-        with distributed.collective_errors(lambda said: Damaged(path, [said])):
+        with distributed.collective_errors(lambda said: DamagedCheckpoint(path, [said])):
             return cls(directory, step, **descriptions(path))
 
     def state(self, abstract: State) -> State:
         """The leaves of `abstract` ({"params": ...} alone will do), layers in model order, with its shapes and shardings; verified.
 
-        Raises ConfigError for a checkpoint of another model, before any array is read, and Damaged, naming the leaves, for arrays that
-        cannot be read or are not those that were saved.
+        Raises:
+          ConfigError: the checkpoint is of another model; raised before any array is read.
+          DamagedCheckpoint: arrays cannot be read or differ from those that were saved; the message names the leaves.
         """
         state = self._read(abstract)
         found = digests(state)
         if wrong := [f"{leaf}: digest {found[leaf]}, saved as {was}" for leaf, was in self.digests.items() if found.get(leaf, was) != was]:
-            raise Damaged(self.path, wrong)
+            raise DamagedCheckpoint(self.path, wrong)
         return state
 
     def resumed(self, layout: ModelLayout, optimizer: Optimizer) -> State:
@@ -85,7 +86,7 @@ class Saved:
         self._require_order(layout)
         state, wrong = from_disk(layout, optimizer, self._read(stored(layout, optimizer)), self.digests)
         if wrong:
-            raise Damaged(self.path, wrong)
+            raise DamagedCheckpoint(self.path, wrong)
         return state
 
     def params(self, layout: ModelLayout) -> Params:
@@ -101,15 +102,15 @@ class Saved:
             recent = jax.device_put(initial_statistics(), abstract["recent"].sharding)
             return self._read({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
         args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)  # pyright: ignore[reportCallIssue]
-        with distributed.collective_errors(lambda said: Damaged(self.path, [said])):
+        with distributed.collective_errors(lambda said: DamagedCheckpoint(self.path, [said])):
             try:
                 state = array_handler().restore(epath.Path(self.path / "state"), args=args)
             except Exception as error:
                 if not _proves_damage(error):
                     raise  # no memory, or a disk that does not answer: another time it may be read
-                raise Damaged(self.path, [f"its arrays cannot be read: {_root(error)}"]) from error
+                raise DamagedCheckpoint(self.path, [f"its arrays cannot be read: {_root(error)}"]) from error
             if absent := [leaf_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if not isinstance(leaf, jax.Array)]:
-                raise Damaged(self.path, [f"{name}: is missing" for name in absent])
+                raise DamagedCheckpoint(self.path, [f"{name}: is missing" for name in absent])
         return state
 
     @property
@@ -159,10 +160,10 @@ class Saved:
         if "step" in wanted and (different := [part for part in {**has, **asked} if has.get(part) != asked.get(part)]):
             raise ConfigError(self._other_optimizer(different, has, asked))
 
-    def _other_optimizer(self, different: Sequence[str], has: Parts, asked: Parts) -> str:
+    def _other_optimizer(self, different: Sequence[str], has: StateShapes, asked: StateShapes) -> str:
         name = self.metadata["config"].get("optimizer", {}).get("name", "adamw")
 
-        def slots(tree: Parts) -> str:
+        def slots(tree: StateShapes) -> str:
             return ", ".join(part for part in tree if part not in ("params", "buffers")) or "nothing"
 
         lines = [f"{self.path} is a checkpoint of another optimizer: {name}, which keeps {slots(has)}; this config's keeps {slots(asked)}"]
@@ -174,12 +175,12 @@ class Saved:
         return "\n".join([*lines, f"set optimizer.name={name}, or another output with init_from={self.path} to take its weights alone"])
 
 
-def find(path: Path | str) -> Saved | None:
+def find(path: Path | str) -> SavedCheckpoint | None:
     """The checkpoint that a path names: a run's output (its newest step), the `checkpoints` in it, or one step there; None for any other.
 
     All processes must call it, and get the same: a run may be saving meanwhile.
 
-    Raises ConfigError for a run's directory without a complete checkpoint, and Damaged for a damaged one.
+    Raises ConfigError for a run's directory without a complete checkpoint, and DamagedCheckpoint for a damaged one.
     """
     path = Path(path).expanduser().absolute()
     step = int(path.name) if path.name.isdecimal() and path.parent.name == "checkpoints" and path.is_dir() else None
@@ -188,7 +189,7 @@ def find(path: Path | str) -> Saved | None:
         return None
     if step is None and (step := distributed.broadcast_from_process0(max(steps_in(directory), default=None))) is None:
         raise ConfigError(f"no complete checkpoint in {directory}")
-    return Saved.read(directory, step)
+    return SavedCheckpoint.read(directory, step)
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -214,7 +215,7 @@ def seal(data: Any, metadata: Mapping[str, Any]) -> str:
 
 
 def descriptions(path: Path) -> dict[str, Any]:
-    """{"data": ..., "metadata": ...} of the checkpoint in this directory. Raises Damaged."""
+    """{"data": ..., "metadata": ...} of the checkpoint in this directory. Raises DamagedCheckpoint."""
     found, reasons = {}, []
     for item in ("data", "metadata"):
         try:
@@ -226,7 +227,7 @@ def descriptions(path: Path) -> dict[str, Any]:
     if not reasons and not _sealed(**found):
         reasons.append("data/metadata and metadata/metadata are not those that were written (seal)")
     if reasons:
-        raise Damaged(path, reasons)
+        raise DamagedCheckpoint(path, reasons)
     return found
 
 
@@ -238,18 +239,18 @@ def _sealed(data: Any, metadata: Any) -> bool:
     return metadata.get("seal") == seal(data, metadata)
 
 
-Parts = dict[str, dict[str, list[Any]]]
+StateShapes = dict[str, dict[str, list[Any]]]
 """part -> name -> [*shape, dtype], of what a checkpoint holds but its counters."""
 
 
-def described(tree: Mapping[str, Any]) -> Parts:
+def described(tree: Mapping[str, Any]) -> StateShapes:
     """Of arrays or of jax.ShapeDtypeStruct."""
     return {
         part: {name: [*x.shape, str(x.dtype)] for name, x in leaves.items()} for part, leaves in tree.items() if isinstance(leaves, Mapping)
     }
 
 
-def parts_of(metadata: Mapping[str, Any]) -> Parts:
+def parts_of(metadata: Mapping[str, Any]) -> StateShapes:
     """What a checkpoint says that it holds, of any format."""
     if "parts" in metadata:
         return metadata["parts"]

@@ -1,9 +1,10 @@
-"""python -m mesh_lm.pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
+"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as Rows
 from rich.text import Text
 
-from mesh_lm.commands.command_line import command
+from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules import custom, gantt, trace
 from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight, stash_bytes, timeline
@@ -71,9 +72,16 @@ class Arguments:
         return timeline(one, durations, clock or self.clock, drop_last_forward=self.drop_last_forward)
 
 
-def main(argv: list[str], console: Console | None = None) -> int:
-    """Raises ConfigError."""
-    options = command(Arguments, argv, DESCRIPTION)
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    return command(Arguments, argv, DESCRIPTION, prog)
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    return run(parse(argv), console)
+
+
+def run(options: Arguments, console: Console | None = None) -> int:
+    """Draws, writes the files asked for and returns 0. Raises ConfigError."""
     console = console or Console()
     chosen = options.found()
     others = [chosen, *(other for other in _comparable(chosen) if other != chosen)]

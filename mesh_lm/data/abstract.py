@@ -1,4 +1,4 @@
-"""A batch as shapes: what is compiled for, where nothing that reads data is needed or installed."""
+"""Abstract batches, to compile a step without reading data or installing the libraries that do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mesh_lm.config import TrainConfig
 
 
 def abstract_batch(config: TrainConfig, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the leaves of one global batch; no data is read. `sharding` is that of a [M, B, S] leaf."""
+    """Returns shapes, dtypes and shardings of one global batch without reading data; `sharding` is that of a [M, B, S] leaf."""
     train = config.train
     shape = (train.microbatches, train.global_batch // train.microbatches, config.model.seq_len)
     dtypes = {"tokens": np.int32, "labels": np.int32, "weights": np.float32, "sample_ids": np.uint32, "indices": np.int32}

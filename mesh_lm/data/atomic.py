@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever kills the process that writes them."""
+"""Atomic writes: a file appears complete or not at all, even if the writing process is killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 
 def sibling(path: Path) -> Path:
-    """A hidden, unused name in the directory of `path`: a rename from it to `path` stays within one file system.
+    """Returns a hidden, unused name in the directory of `path`, so that renaming it to `path` stays within one file system.
 
-    `tempfile` is not used because its files and directories are private to the user, and a cache may be shared.
+    `tempfile` is not used because its files are private to the user, and a cache may be shared.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
@@ -22,10 +22,10 @@ def sibling(path: Path) -> Path:
 def atomic_write(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
     """Opens one temporary file beside each path; on a clean exit syncs all of them and renames them in the order given.
 
-    On an exception nothing is renamed and the temporaries are removed; SIGKILL may leave them (hidden names), never a partial `path`.
+    On an exception nothing is renamed and the temporary files are removed. SIGKILL may leave temporary files, but never a partial `path`.
 
     Raises:
-      OSError: full disk, no permission and the like; `filename` is always set.
+      OSError: the disk is full or not writable; `filename` is always set.
     """
     temporaries = [sibling(path) for path in paths]
     try:
@@ -38,7 +38,7 @@ def atomic_write(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
         for temporary, path in zip(temporaries, paths, strict=True):
             os.replace(temporary, path)
     except OSError as error:
-        if error.filename is None:  # write() knows a descriptor only
+        if error.filename is None:  # write() only knows a descriptor
             raise OSError(error.errno, error.strerror or str(error), str(paths[0])) from error
         raise
     finally:

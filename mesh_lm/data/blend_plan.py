@@ -1,9 +1,9 @@
-"""What a run reads from each member of its blend, and how that goes on when the blend changes at a resume.
+"""The position of a run in each member of its blend, and how reading continues if the blend changes at a resume.
 
-The rule. Every member has its own order, and a run remembers how much of it is consumed. When members or weights change, the new blend
-begins at the position of the change: its sample 0 is the next one of the run, and each member goes on where it stopped, one that was absent
-for a while too. When a member is to give more than its order holds (a longer run, a larger weight), the order is finished first, and
-another one with the next seed is appended for what is lacking. So within an epoch no sample is skipped, and none is seen twice.
+Every member has its own sample order, and a run records how much of it is consumed. When members or weights change, the new blend starts at
+the position of the change, and each member continues where it stopped, including one that was absent for a while. If a member needs more
+samples than its order holds (a longer run, a larger weight), an order with the next seed is appended. So within an epoch no sample is
+skipped or repeated.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from mesh_lm.data import blend
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """One member of a blend."""
+class MemberProgress:
+    """How much of one member of a blend is consumed."""
 
     prefix: str
-    """As the config names it; it may move."""
+    """As the config names it; the files may move."""
     fingerprint: str
-    """Which data it is."""
+    """Identifies the data (`Documents.fingerprint`)."""
     consumed: int = 0
-    """Samples that it gave before the plan's start."""
+    """Samples drawn before the plan's start."""
     orders: tuple[int, ...] = ()
-    """Samples that each of its appended orders was asked for."""
+    """Requested samples of each of its appended orders."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One blend from one position on."""
+class BlendPlan:
+    """A blend that is used from one position on."""
 
     start: int
     weights: tuple[float, ...] | None
-    """Normalized; None: the members' sizes."""
-    members: tuple[Share, ...]
-    left: tuple[Share, ...] = ()
-    """Members of earlier blends, should they come back."""
+    """Normalized; None: in proportion to the members' sizes."""
+    members: tuple[MemberProgress, ...]
+    left: tuple[MemberProgress, ...] = ()
+    """Members of earlier blends, kept in case they return."""
     changed: tuple[str, ...] = ()
-    """What is not as it was saved, in words."""
+    """Messages about what changed since the plan was saved."""
 
     def state(self, consumed: Sequence[int]) -> dict[str, Any]:
-        """JSON for a checkpoint; consumed: samples that each member has given by now."""
+        """Returns JSON for a checkpoint; consumed: samples drawn from each member so far."""
         members = [dataclasses.asdict(share) | {"consumed_now": n} for share, n in zip(self.members, consumed, strict=True)]
         return {"start": self.start, "weights": self.weights, "members": members, "left": [dataclasses.asdict(s) for s in self.left]}
 
     @classmethod
-    def restored(cls, state: dict[str, Any]) -> Plan:
-        """What `state` came from."""
+    def restored(cls, state: dict[str, Any]) -> BlendPlan:
+        """Returns the plan that `state` describes."""
         weights = None if state["weights"] is None else tuple(state["weights"])
-        members, left = ([_share(share) for share in state[name]] for name in ("members", "left"))
+        members, left = ([_member(share) for share in state[name]] for name in ("members", "left"))
         return cls(state["start"], weights, tuple(members), tuple(left))
 
 
-def _share(state: dict[str, Any]) -> Share:
-    return Share(state["prefix"], state["fingerprint"], state["consumed"], tuple(state["orders"]))
+def _member(state: dict[str, Any]) -> MemberProgress:
+    return MemberProgress(state["prefix"], state["fingerprint"], state["consumed"], tuple(state["orders"]))
 
 
 def make_plan(
@@ -68,20 +68,20 @@ def make_plan(
     order_size: Callable[[int, int], int],
     saved: dict[str, Any] | None,
     position: int,
-) -> Plan:
-    """The plan of a run that reads positions up to n_samples.
+) -> BlendPlan:
+    """Returns the plan of a run that reads positions up to n_samples.
 
     Args:
-      members: (prefix, fingerprint) of each.
+      members: (prefix, fingerprint) of each member.
       weights: normalized, or None.
       epoch_sizes: samples in one epoch of each member.
-      order_size: (member, samples asked for) -> samples of that order.
-      saved: `Plan.state` of the run that is resumed, at `position`.
+      order_size: (member, requested samples) -> samples in that order.
+      saved: `BlendPlan.state` of the run that is resumed, at `position`.
     """
     now = None if weights is None else tuple(weights)
-    plan = Plan(0, now, tuple(Share(*member) for member in members))
+    plan = BlendPlan(0, now, tuple(MemberProgress(*member) for member in members))
     if saved:
-        before = Plan.restored(saved)
+        before = BlendPlan.restored(saved)
         if before.weights == now and [share.fingerprint for share in before.members] == [fingerprint for _, fingerprint in members]:
             plan = dataclasses.replace(plan, start=before.start, left=before.left, members=_renamed(before.members, members))
         else:
@@ -95,18 +95,22 @@ def make_plan(
     return dataclasses.replace(plan, members=tuple(shares))
 
 
-def _renamed(shares: Sequence[Share], members: Sequence[tuple[str, str]]) -> tuple[Share, ...]:
+def _renamed(shares: Sequence[MemberProgress], members: Sequence[tuple[str, str]]) -> tuple[MemberProgress, ...]:
     return tuple(dataclasses.replace(share, prefix=prefix) for share, (prefix, _) in zip(shares, members, strict=True))
 
 
 def _changed(
-    before: Plan, consumed: Sequence[int], members: Sequence[tuple[str, str]], weights: tuple[float, ...] | None, position: int
-) -> Plan:
+    before: BlendPlan, consumed: Sequence[int], members: Sequence[tuple[str, str]], weights: tuple[float, ...] | None, position: int
+) -> BlendPlan:
     gone = [dataclasses.replace(share, consumed=n) for share, n in zip(before.members, consumed, strict=True)]
     known = {share.fingerprint: share for share in (*before.left, *gone)}
-    shares = [dataclasses.replace(known.get(fingerprint, Share(prefix, fingerprint)), prefix=prefix) for prefix, fingerprint in members]
+    shares = [
+        dataclasses.replace(known.get(fingerprint, MemberProgress(prefix, fingerprint)), prefix=prefix) for prefix, fingerprint in members
+    ]
     here = {share.fingerprint for share in shares}
     left = tuple(share for share in known.values() if share.fingerprint not in here)
-    words = [f"{share.prefix} goes on after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares]
+    words = [
+        f"{share.prefix} continues after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares
+    ]
     words += [f"{share.prefix} left after {share.consumed:,} samples" for share in gone if share in left]
-    return Plan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position} on", *words))
+    return BlendPlan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position}", *words))

@@ -1,6 +1,6 @@
-"""Text to a prepared corpus: a tokenizer, its tokens in two splits, and how well gzip and xz compress the held-out one.
+"""Prepares a text corpus: a tokenizer, tokens in two splits, and how well gzip and xz compress the held-out one.
 
-`gzip -9` and `xz -9` are the baselines that a language model's held-out bits per byte has to beat to have learnt more than repetition.
+`gzip -9` and `xz -9` are baselines: a language model that needs fewer bits per held-out byte has learned more than repetition.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.indexed import Documents, write_documents
-from mesh_lm.data.prefixes import Prefixes
+from mesh_lm.data.megatron_corpus import MegatronCorpus
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
-"""Raised whenever the same text would be prepared differently: older caches are then left alone."""
+"""Incremented whenever the same text would be prepared differently; older caches are then ignored."""
 _REPORT = 10**8
-"""Characters between two lines of progress."""
+"""Characters between two progress messages."""
 _BPE_CHARACTERS = 2**25
-"""Text that the vocabulary is learnt from. All of it up to here (less costs compression: with a fifth of stdlib, 3% more tokens);
-beyond, a fixed sample of 80 to 100% of this, because the time grows with the text and the vocabulary no longer changes much."""
+"""Characters that the vocabulary is trained on. Longer text is sampled (80 to 100% of this size), because training time grows with the text
+while the vocabulary hardly changes. Less text costs compression: a fifth of stdlib gives 3% more tokens."""
 _BASELINE_BYTES = 64 * 2**20
-"""Held-out text that gzip and xz are measured on: xz takes about a second per MB."""
+"""Bytes of held-out text that gzip and xz compress; xz takes about a second per MB."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A prepared corpus: the contents of its corpus.json, and the way to its files."""
+class TextCorpus:
+    """A prepared corpus: the contents of its corpus.json, and access to its files."""
 
     directory: Path
     documents: int
-    """In the training split."""
+    """Documents in the training split."""
     train_tokens: int
-    """Including one EOD per document, as all token counts here."""
+    """Includes one EOD per document, as do all token counts here."""
     train_bytes: int
     """UTF-8 bytes of the training text, without EOD."""
     heldout_documents: int
@@ -53,51 +53,54 @@ class Corpus:
     heldout_bytes: int
     """UTF-8 bytes of the held-out text, without EOD."""
     vocab_size: int
-    """Entries of the tokenizer; below the size asked for when the text is small."""
+    """Entries of the tokenizer; less than requested if the text is small."""
     gzip_bits_per_byte: float
-    """Of the held-out documents, concatenated (the first 64 MiB)."""
+    """gzip -9 on the concatenated held-out documents (the first 64 MiB)."""
     xz_bits_per_byte: float
     settings: dict[str, Any]
-    """What it was made from and how."""
+    """How the corpus was prepared, and from what."""
 
     @property
     def name(self) -> str:
-        """Changes with the text, the vocabulary and the format: what a position in the data is a position in."""
+        """Identifies the text, vocabulary and format; data positions are only valid within one name."""
         return self.directory.name
 
     def train(self) -> Documents:
+        """Returns the training split."""
         return Documents(self.directory / "train")
 
     def heldout(self) -> Documents:
+        """Returns the held-out split."""
         return Documents(self.directory / "heldout")
 
     def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer that encoded the corpus."""
         return load_tokenizer(self.directory)
 
 
 def prepare(
     config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Corpus | Prefixes:
-    """Opens config.blend; without one, finds the corpus of config.path in config.cache, or makes it there.
+) -> TextCorpus | MegatronCorpus:
+    """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
     see `sources`. The tokenizer is config.tokenizer, or a byte-level BPE trained on the training split only. Each document is stored as
     its tokens followed by EOD.
 
-    The directory <cache>/<name>-<hash of text, tokenizer and format> is made under another name and renamed when complete, so that a killed
-    process leaves nothing that looks finished, and of several processes that prepare at once the first wins and the others use its files.
+    The directory <cache>/<name>-<hash of text, tokenizer and format> is built under a temporary name and renamed when complete. So a killed
+    process leaves no half-finished corpus, and of several processes that prepare at once the first wins and the others use its files.
 
     Args:
-      vocab: entries of the vocabulary to train, at least 257; not used where config.tokenizer is set.
-      model_vocab: ids that the model has; None: any.
-      progress: receives a line of text at each stage.
+      vocab: entries of the vocabulary to train, at least 257; ignored if config.tokenizer is set.
+      model_vocab: number of ids that the model has; None: no check.
+      progress: called with a line of text at each stage.
 
     Raises:
-      ConfigError: path missing or not text, no document in one of the splits, a bad .jsonl line, vocab too small, a tokenizer that cannot
-        be read or has more ids than the model, cache full or not writable.
+      ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
+        read or has more ids than the model, or the cache is full or not writable.
     """
     if config.blend:
-        prefixes = Prefixes(config, progress)
+        prefixes = MegatronCorpus(config, progress)
         _require_ids(prefixes.tokenizer(), prefixes.eod, model_vocab, "the tokenizer of data.blend")
         return prefixes
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
@@ -130,7 +133,7 @@ def prepare(
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
-    """Raises ConfigError where the model lacks an id that the tokenizer makes, or the end-of-document token of data that has none."""
+    """Raises ConfigError if the model lacks an id of the tokenizer or, without a tokenizer, the end-of-document token."""
     last = tokenizer.vocab_size - 1 if tokenizer else -1 if eod is None else eod
     if model_vocab is not None and last >= model_vocab:
         what = f"{name} has ids up to {last}" if tokenizer else f"the data's end-of-document token is {last}"
@@ -142,20 +145,20 @@ def _rename(unfinished: Path, directory: Path) -> None:
         os.rename(unfinished, directory)
     except OSError:
         if not directory.exists():
-            raise  # else another process was faster, with the same contents
+            raise  # otherwise another process was faster, with the same contents
 
 
-def _load(directory: Path) -> Corpus:
+def _load(directory: Path) -> TextCorpus:
     try:
-        return Corpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
+        return TextCorpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it, and it will be prepared again") from error
+        raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it to prepare it again") from error
 
 
 def _build(
     directory: Path, source: sources.Source, tokenizer: Tokenizer | int, settings: dict[str, Any], progress: Callable[[str], None]
 ) -> None:
-    """Fills `directory`; corpus.json comes last. A number for a tokenizer is the vocabulary to train."""
+    """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is trained."""
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
     sample, heldout, n_bytes = _read(source, settings["path"])
     with ThreadPoolExecutor(2) as pool:  # both release the GIL
@@ -190,7 +193,7 @@ def _build(
 
 
 def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict[str, int]]:
-    """One pass: the text to train the BPE on, the held-out bytes (the first 64 MiB), and the number of all bytes by split."""
+    """Reads the source once. Returns text to train the BPE on, the first 64 MiB of held-out bytes, and all bytes per split."""
     sample: list[tuple[float, str]] = []
     sample_size, threshold, n_pieces = 0, 1.0, 0
     heldout = bytearray()
@@ -212,23 +215,23 @@ def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict
             sample = [(mark, piece) for mark, piece in sample if mark < threshold]
             sample_size = sum(len(piece) for _, piece in sample)
     if not any(counts.values()):
-        raise ConfigError(f"data.path={path} has no text: none of its files is UTF-8 and not empty; give .txt, .md, .py or similar files")
+        raise ConfigError(f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, .py or similar files")
     for split, count in counts.items():
         if count == 0:
             raise ConfigError(
-                f"data.path={path} has too few documents ({sum(counts.values())}): a hash holds out one in 20, and none fell in the "
+                f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
                 f"{split} split; give more of them, or join them into one .txt"
             )
     return [piece for _, piece in sample], heldout, n_bytes
 
 
 def _fraction(number: int) -> float:
-    """A fixed pseudo-random number in [0, 1)."""
+    """Returns a pseudo-random number in [0, 1) that depends only on `number`."""
     return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6], "big") / 2**48
 
 
 class _Reporter:
-    """A line of progress every so many characters."""
+    """Reports progress every _REPORT characters."""
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self._progress, self._done = progress, 0

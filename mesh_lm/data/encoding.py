@@ -1,4 +1,4 @@
-"""Documents to token ids, in pieces that keep all cores busy and memory bounded."""
+"""Encodes documents in pieces, which keeps all cores busy and memory bounded."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import numpy as np
 from mesh_lm.data.tokenizer import Tokenizer
 
 BATCH = 2**22
-"""Characters encoded at once: the tokenizer needs about 100 bytes of memory per token."""
+"""Characters in one batch: the tokenizer needs about 100 bytes of memory per token."""
 _PIECE = 2**16
 """Characters in one encoding task: small enough to keep all cores busy to the end."""
-_WHOLE = 2**20
-"""The same where a cut may show in the ids, because the vocabulary puts a space at the start of each text."""
+_LONG_PIECE = 2**20
+"""Characters in one task for vocabularies that put a space at the start of each text, where every split changes the ids."""
 
 
 def encode(
     tokenizer: Tokenizer, texts: Iterable[str], *, batch: int = BATCH, piece: int = 0, report: Callable[[int], None] = lambda n: None
 ) -> Iterator[np.ndarray]:
-    """Each text's tokens followed by EOD, int32 [its length + 1].
+    """Yields each text's tokens followed by EOD, int32 [length + 1].
 
-    Long texts are cut at line ends, or in lines without end anywhere, and their parts encoded by themselves.
+    Long texts are split at line ends (or anywhere in very long lines), and the pieces are encoded separately.
 
     Args:
       batch: characters encoded at once, by all cores.
-      piece: texts longer than this are cut, into parts of up to twice as many characters; 0: 65,536, or a million where `tokenizer` does
-        not join.
-      report: receives the number of characters in each batch that is done.
+      piece: texts longer than this are split into pieces of up to twice this length. 0: 65,536, or 2^20 if not `tokenizer.joins`.
+      report: called with the number of characters of each finished batch.
     """
     document: list[np.ndarray] = []
-    piece = piece or (_PIECE if tokenizer.joins else _WHOLE)
+    piece = piece or (_PIECE if tokenizer.joins else _LONG_PIECE)
     for parts in _batches(texts, batch, piece):
         for ids, (_, is_last) in zip(tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True):
             document.append(ids)
@@ -41,7 +40,7 @@ def encode(
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
-    """Cuts the text at line ends, or in lines without end anywhere, into pieces of `size` to twice as many characters."""
+    """Splits a text at line ends (or anywhere in very long lines) into pieces of `size` to 2 x `size` characters."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size, start + 2 * size) + 1 or start + 2 * size
@@ -50,13 +49,13 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
 
 
 def _batches(texts: Iterable[str], batch: int, piece: int) -> Iterator[list[tuple[str, bool]]]:
-    """(piece, whether it ends its text), in lists of about `batch` characters."""
+    """Yields lists of about `batch` characters of (piece, whether it is the last of its text)."""
     parts: list[tuple[str, bool]] = []
     size = 0
     for text in texts:
-        cut = list(pieces(text, piece))
-        for number, part in enumerate(cut, 1):
-            parts.append((part, number == len(cut)))
+        text_pieces = list(pieces(text, piece))
+        for number, part in enumerate(text_pieces, 1):
+            parts.append((part, number == len(text_pieces)))
             size += len(part)
             if size >= batch:
                 yield parts

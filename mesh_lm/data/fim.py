@@ -1,9 +1,8 @@
-"""Fill-in-the-middle (Bavarian et al., arXiv 2207.14255): a document is cut in three, and its middle comes last.
+"""Fill-in-the-middle (Bavarian et al., arXiv 2207.14255): a document is split in three, and its middle moves to the end.
 
-Source of the details: `GPTFIMDataset` of Megatron-LM. Documents are cut between characters, not tokens, so that a model learns to continue
-from the middle of a word; each part is encoded by itself. A window keeps its length: what no longer fits is cut off, what is missing is
-padded. Two choices are ours: empty documents are left alone, and the draws depend on nothing but the seed and the position, so that any
-process makes the same rows.
+The details follow `GPTFIMDataset` of Megatron-LM. Documents are split between characters, not tokens, so that a model learns to continue
+from the middle of a word; each part is encoded separately. A window keeps its length: it is truncated or padded. Two choices are ours:
+empty documents are left alone, and the random draws depend only on the seed and the position, so that any process makes the same rows.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _PARTS = ("prefix", "middle", "suffix")
 
 
 class Codec(Protocol):
-    """What is needed of a tokenizer."""
+    """The tokenizer interface that fill-in-the-middle needs."""
 
     eod: int
     joins: bool
-    """Whether text that was encoded in parts decodes to the text."""
+    """Whether a text that was encoded in parts decodes to the same text."""
 
     def decode(self, ids: np.ndarray) -> str: ...
 
@@ -33,19 +32,21 @@ class Codec(Protocol):
 
 
 class FillInMiddle:
-    """Rearranges a part `rate` of the documents in a window: prefix-suffix-middle, or suffix-prefix-middle for `spm_rate` of them.
+    """Rearranges a fraction `rate` of a window's documents to prefix-suffix-middle, a fraction `spm_rate` of those to suffix-prefix-middle.
 
     Raises:
-      ConfigError: no tokenizer, one that puts spaces before the parts of a text, or one without the three special tokens (<|fim_prefix|>,
-        <fim_prefix> or <fim-prefix>, and so on).
+      ConfigError: there is no tokenizer, it puts spaces before the parts of a text, or it lacks the three special tokens
+        (<|fim_prefix|>, <fim_prefix> or <fim-prefix>, and so on).
     """
 
     def __init__(self, tokenizer: Codec | None, *, rate: float, spm_rate: float, seed: int) -> None:
         if tokenizer is None:
-            raise ConfigError(f"data.fim_rate={rate} cuts documents between characters, which needs data.tokenizer; set it, or 0")
+            raise ConfigError(
+                f"data.fim_rate={rate} splits documents between characters, which needs data.tokenizer; set it, or data.fim_rate=0"
+            )
         if not tokenizer.joins:
             raise ConfigError(
-                f"data.fim_rate={rate}: the tokenizer puts a space before each part of a document that is cut, which is then learnt; "
+                f"data.fim_rate={rate}: the tokenizer puts a space before each part of a split document, which the model would learn; "
                 "use a byte-level one, or data.fim_rate=0"
             )
         spelled = [[tokenizer.special(spelling.format(part)) for part in _PARTS] for spelling in _SPELLINGS]
@@ -59,10 +60,10 @@ class FillInMiddle:
         self._tokenizer, self._eod, self._rate, self._spm_rate, self._seed = tokenizer, tokenizer.eod, rate, spm_rate, seed
 
     def __call__(self, window: np.ndarray, g: int) -> int:
-        """Rearranges the tokens int32 [S + 1] of position g in place; returns how many of them are text, the rest being EOD."""
+        """Rearranges the tokens, int32 [S + 1], of position g in place. Returns how many are text; the rest is EOD."""
         ends = np.append(np.flatnonzero(window == self._eod), len(window))
         starts = np.concatenate(([0], ends[:-1] + 1))
-        # Raw bits, four for each document: NumPy promises the same bits in every version, but not the same draws from its Generator.
+        # Raw bits, four per document: NumPy guarantees the same bits in every version, but not the same draws from its Generator.
         bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, g))).random_raw((len(ends), 4))
         parts = []
         for start, end, draws in zip(starts, ends, bits * 2.0**-64, strict=True):
@@ -75,7 +76,7 @@ class FillInMiddle:
         if not len(document) or draws[0] >= self._rate:
             return document
         text = self._tokenizer.decode(document)
-        if "\ufffd" in text:  # the window cuts a character: its bytes would be lost
+        if "\ufffd" in text:  # the window splits a character, whose bytes would be lost
             return document
         low, high = sorted(int(draw * (len(text) + 1)) for draw in draws[1:3])
         prefix, middle, suffix = self._tokenizer.encode_batch([text[:low], text[low:high], text[high:]])

@@ -1,4 +1,4 @@
-"""Files that hold many documents: .jsonl and .parquet, and the compressed .gz and .zst. The only file that knows pyarrow and zstandard."""
+"""Reads .jsonl, .parquet and compressed (.gz, .zst) files. The only file that imports pyarrow and zstandard."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mesh_lm.errors import ConfigError
 Kind = Literal["jsonl", "txt", "parquet"]
 _COMPRESSED = (".gz", ".zst")
 _ROWS = 256
-"""Rows of a .parquet in memory at once."""
+"""Rows of a .parquet file in memory at once."""
 SUFFIXES = ".txt, .jsonl (each also .gz and .zst) and .parquet"
 
 
 def kind_of(path: Path | str) -> Kind | None:
-    """What the suffix says; None where it says nothing that is known here."""
+    """Returns the kind of file by its suffix; None for an unknown suffix."""
     suffixes = Path(path).suffixes
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
@@ -38,15 +38,16 @@ def kind_of(path: Path | str) -> Kind | None:
 
 
 def is_compressed(path: Path | str) -> bool:
+    """Whether the suffix is that of a compressed file."""
     return Path(path).suffix in _COMPRESSED
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's bytes from the start, decompressed where the suffix says so; and the file underneath, whose `tell` is a place on disk.
+    """Opens a file for reading; returns its decompressed stream and the underlying file, whose `tell` is the position on disk.
 
     Raises:
-      ConfigError: unreadable, or damaged as far as it was read; zstandard is missing.
+      ConfigError: the file is unreadable or damaged, or zstandard is not installed.
     """
     try:
         with open(path, "rb") as raw, _decompressed(raw, path.suffix) as file:
@@ -54,25 +55,31 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (EOFError, zlib.error, _zstd_error(path.suffix)) as error:
-        raise ConfigError(f"{path} is damaged or cut short: {error}; fetch or compress it again") from error
+        raise ConfigError(f"{path} is damaged or truncated: {error}; fetch or compress it again") from error
 
 
 def unreadable(path: Path, error: OSError) -> ConfigError:
+    """Returns the error to raise for a file that cannot be read."""
     if error.strerror is None:  # such as gzip's BadGzipFile
-        return ConfigError(f"{path} is damaged or not what its name says: {error}; fetch or compress it again")
+        return ConfigError(f"{path} is damaged or not of the type its name implies: {error}; fetch or compress it again")
     return ConfigError(f"cannot read {path}: {error.strerror}; make it readable, or leave it out")
 
 
 def text_of(line: bytes, field: str, where: str) -> str:
-    """The document in a line of a .jsonl.
+    """Returns the document in a line of a .jsonl file.
 
     Raises:
-      ConfigError: not a JSON object with a string under `field`; the text starts with `where`.
+      ConfigError: the line is not a JSON object with a string under `field`; the message starts with `where`.
     """
+    found: Any = None
     try:
-        text = json.loads(line.decode("utf-8-sig"))[field]  # Windows writes a byte order mark before the first line
+        found = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
+        text = found[field]
         text.encode()  # JSON can spell lone surrogates, which are not text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(found, dict) and field not in found and (others := [name for name, value in found.items() if isinstance(value, str)]):
+            names = ", ".join(f'"{name}"' for name in others[:8])
+            raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with text_field') from error
         raise ConfigError(
             f'{where}: expected a JSON object with a string "{field}", got {line[:60]!r} ({type(error).__name__}); '
             "correct or remove the line"
@@ -81,7 +88,7 @@ def text_of(line: bytes, field: str, where: str) -> str:
 
 
 def row_groups(path: Path, field: str) -> list[tuple[int, int]]:
-    """(rows, bytes in the column `field`, uncompressed) of each row group of a .parquet. Raises ConfigError as `rows` does."""
+    """Returns (rows, uncompressed bytes of the column `field`) for each row group of a .parquet file. Raises as `rows`."""
     with _parquet(path) as file:
         _check_column(path, file, field)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -90,10 +97,10 @@ def row_groups(path: Path, field: str) -> list[tuple[int, int]]:
 
 
 def rows(path: Path, field: str, group: int | None = None, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """The string column `field` of rows start to stop of all, or of one row group; "" for null.
+    """Yields the strings of column `field` in rows start to stop of the file, or of one row group; "" for null.
 
     Raises:
-      ConfigError: damaged, no such column, or not of strings.
+      ConfigError: the file is damaged, or the column is missing or does not hold strings.
     """
     with _parquet(path) as file:
         _check_column(path, file, field)
@@ -141,11 +148,11 @@ def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
 
 
 class _Frames(io.RawIOBase):
-    """The zstd frames of a file, one after another. The library's own reader takes a file that is cut short for its end."""
+    """Decompresses the zstd frames of a file in order. The library's own reader mistakes truncation for the end of the file."""
 
     def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
         self._raw, self._decompressor = raw, decompressor
-        self._frame: Any = None  # the one under way
+        self._frame: Any = None  # the current frame
         self._input = self._output = b""
 
     def readable(self) -> bool:

@@ -1,8 +1,8 @@
 """The sample order of Megatron-LM's `GPTDataset`, bit for bit, in NumPy.
 
-The documents of a split are shuffled, as many epochs of them as the samples asked for need, and laid end to end. Sample i is the S + 1
-tokens from place i S on, so that neighbours overlap by one. Then the samples are shuffled. Where less than 80% of the last epoch is needed
-it is shuffled apart from the others, lest documents of the others be crowded out by those that are seen once more.
+As many epochs of the split's documents as the requested samples need are shuffled and concatenated. Sample i is the S + 1 tokens from
+offset i S, so that neighbours overlap by one. Then the samples are shuffled. If less than 80% of the last epoch is needed, it is shuffled
+separately, so that documents seen once more do not displace those of full epochs.
 
 Source: megatron/core/datasets/gpt_dataset.py, blended_megatron_dataset_{config,builder}.py and helpers.cpp of Megatron-LM (megatron-core
 0.16.1), with its defaults: one extra token to a sequence, the last partial sequence dropped. A document of the split string is a *sequence*
@@ -20,8 +20,8 @@ import re
 import numpy as np
 
 from mesh_lm.data.index_cache import Arrays, IndexCache
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows, ranges
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows, ranges
 from mesh_lm.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
@@ -29,39 +29,39 @@ _SEPARATE_BELOW = 0.80
 
 
 def split_ranges(split: str, n: int) -> tuple[range, range, range]:
-    """Document numbers of the training, validation and test split of n documents.
+    """Returns the document numbers of the training, validation and test splits of n documents.
 
     Args:
-      split: up to three weights, as "969,30,1"; they need not add up to anything.
+      split: up to three weights, such as "969,30,1"; they are normalized.
 
     Raises:
-      ConfigError: not of this form.
+      ConfigError: `split` does not have this form.
     """
     if not re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(\s*,\s*(\d+\.?\d*|\.\d+)){0,2}\s*", split) or not re.search("[1-9]", split):
         raise ConfigError(f"data.split={split!r} must be up to three weights of training, validation and test documents, as 969,30,1")
     weights = np.array([*map(float, split.split(",")), 0.0, 0.0][:3])
     bounds = [0.0, *itertools.accumulate((weights / np.sum(weights)).tolist())]
-    places = [round(bound * float(n)) for bound in bounds]  # to even where it is a half
+    places = [round(bound * float(n)) for bound in bounds]  # rounds half to even
     return (range(places[0], places[1]), range(places[1], places[2]), range(places[2], places[3]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Epochs:
-    """How many epochs a number of samples needs, and whether the last is shuffled apart."""
+class EpochCount:
+    """How many epochs a number of samples needs, and whether the last one is shuffled separately."""
 
     n: int
     separate_last: bool
 
     @classmethod
-    def of(cls, n_samples: int, n_tokens: int, seq_len: int) -> Epochs:
-        """n_tokens: in one epoch, at least 1."""
+    def of(cls, n_samples: int, n_tokens: int, seq_len: int) -> EpochCount:
+        """Returns the epochs for `n_samples` of `seq_len` tokens; n_tokens: tokens in one epoch, at least 1."""
         n = max(1, -(-(n_samples * seq_len + 1) // n_tokens))
         from_last = n_samples - samples_in((n - 1) * n_tokens, seq_len)
         return cls(n, n > 1 and from_last < int(_SEPARATE_BELOW * samples_in(n_tokens, seq_len)))
 
 
 def samples_in(n_tokens: int, seq_len: int) -> int:
-    """Sequences of S + 1 tokens, each overlapping the one before by one."""
+    """Returns how many sequences of S + 1 tokens, each overlapping the previous one by one, the tokens give."""
     return (n_tokens - 1) // seq_len
 
 
@@ -73,7 +73,7 @@ def sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     ends = np.cumsum(lengths, dtype=np.int64)
     dtype = np.int32 if max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max else np.int64
     places = np.arange(samples_in(int(ends[-1]), seq_len) + 1) * seq_len
-    places[0] = -1  # the first sample begins with the first document, though it be empty
+    places[0] = -1  # the first sample begins with the first document, even if that is empty
     first = np.searchsorted(ends, places, side="right")
     places[0] = 0
     index = np.empty((len(places), 2), dtype)
@@ -83,21 +83,21 @@ def sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 class GPTDataset:
-    """The order of one split of one prefix. Safe to read from several threads; keeps memory maps only.
+    """The sample order of one split of one prefix. Thread-safe; holds only memory maps.
 
     Args:
       text: the split.
       seq_len: S.
-      n_samples: how many are wanted; `len` is at least that, as many as fill whole epochs.
-      seed: `--seed` of Megatron.
+      n_samples: samples needed; `len` rounds this up to full epochs.
+      seed: Megatron's `--seed`.
 
     Raises:
       ConfigError: the split has too few tokens for one sample.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
         n_tokens = len(text.tokens)
-        epochs = Epochs.of(n_samples, n_tokens, seq_len) if n_tokens else Epochs(0, False)
+        epochs = EpochCount.of(n_samples, n_tokens, seq_len) if n_tokens else EpochCount(0, False)
         if n_tokens * epochs.n <= seq_len:
             raise ConfigError(
                 f"{text.prefix} has {n_tokens} tokens in this split ({len(text)} documents from document {text.first} on), fewer than one "
@@ -112,8 +112,8 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self._shuffle)
 
-    def read(self, indices: np.ndarray) -> Windows:
-        """The windows at the positions int64 [B], which wrap around at the end; raises ConfigError for an id that the model lacks."""
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        """Returns the windows at positions int64 [B], modulo `len`; raises ConfigError for an id that the model lacks."""
         samples = self._shuffle[indices % len(self)].astype(np.int64)
         (first, offset), (last, _) = self._samples[samples].T.astype(np.int64), self._samples[samples + 1].T.astype(np.int64)
         row, number = ranges(first, last + 1)
@@ -121,7 +121,7 @@ class GPTDataset:
         starts, stops = self._text.offsets[documents], self._text.offsets[documents + 1]
         is_first = np.flatnonzero(np.diff(row, prepend=-1))
         starts[is_first] += offset
-        # Each row's documents hold S + 1 tokens from the first one's offset on, and maybe more after those.
+        # Each row's documents hold at least S + 1 tokens from the first one's offset.
         ends = np.cumsum(stops - starts)
         before = np.concatenate(([0], ends[is_first[1:] - 1]))
         ends = np.minimum(ends - before[row], self.seq_len + 1) + row * (self.seq_len + 1)
@@ -129,16 +129,15 @@ class GPTDataset:
         places = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
         text = self._text.tokens.take(places).astype(np.int32).reshape(len(samples), self.seq_len + 1)
         self._text.check(text, lambda row, column: int(places[row * (self.seq_len + 1) + column]))
-        return Windows.of(text)
+        return TokenWindows.of(text)
 
 
-def build(lengths: np.ndarray, seq_len: int, epochs: Epochs, seed: int) -> Arrays:
-    """The three indices: documents int32 [D] (numbers within the split), samples [N + 1, 2], shuffle uint32 or int64 [N]."""
+def build(lengths: np.ndarray, seq_len: int, epochs: EpochCount, seed: int) -> Arrays:
+    """Returns Megatron's three indices: documents int32 [D] (numbers in the split), samples [N + 1, 2], shuffle uint32 or int64 [N]."""
     random = np.random.RandomState(seed % 2**32)
     together = epochs.n - epochs.separate_last
     documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs.n)
-    cut = together * len(lengths)
-    _shuffle(documents, cut, random)
+    _shuffle(documents, together * len(lengths), random)
     samples = sample_index(lengths[documents], seq_len)
     n = len(samples) - 1
     shuffle = np.arange(n, dtype=np.uint32 if n < np.iinfo(np.uint32).max - 1 else np.int64)
@@ -147,8 +146,8 @@ def build(lengths: np.ndarray, seq_len: int, epochs: Epochs, seed: int) -> Array
     return {"documents": documents, "samples": samples, "shuffle": shuffle}
 
 
-def _shuffle(array: np.ndarray, cut: int, random: np.random.RandomState) -> None:
-    """The part before the cut, then the part after it."""
-    random.shuffle(array[:cut])
-    if cut < len(array):
-        random.shuffle(array[cut:])
+def _shuffle(array: np.ndarray, n: int, random: np.random.RandomState) -> None:
+    """Shuffles the first n elements, then the others."""
+    random.shuffle(array[:n])
+    if n < len(array):
+        random.shuffle(array[n:])

@@ -1,4 +1,4 @@
-"""Arrays that take long to compute, kept on disk and memory-mapped."""
+"""An on-disk cache of arrays that take long to compute; they are memory-mapped when read."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mesh_lm.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # not on Windows; there, processes that start together all compute
+except ImportError:  # Windows has no fcntl: processes that start together each compute
     fcntl = None
 
 Arrays = dict[str, np.ndarray]
 
 
 class IndexCache:
-    """`<data.cache>/indices`: one directory of .npy files for each key.
+    """The cache `<data.cache>/indices`: one directory of .npy files per key.
 
-    A directory appears whole or not at all. Processes that want the same key at once wait for the first, which a lock file tells them
-    where the file system has locks; where it has none they all compute, and the first to finish wins.
+    Directories are renamed into place once complete. Processes that want the same key wait on a lock file for the first one; on a file
+    system without locks all of them compute, and the first to finish wins.
     """
 
     def __init__(self, cache: str, progress: Callable[[str], None] = lambda message: None) -> None:
-        """progress: receives a line of text before each computation of `slow` items or more."""
+        """progress: called with a line of text before a computation of at least `slow` items."""
         self._directory, self._progress = Path(cache).expanduser() / "indices", progress
 
     def get(self, kind: str, key: dict[str, Any], compute: Callable[[], Arrays], *, size: int = 0, slow: int = 10**7) -> Arrays:
-        """The arrays that `compute` makes, read-only; `key` (JSON) is everything that determines them.
+        """Returns the arrays of `compute`, read-only; `key` (JSON) must hold everything that determines them.
 
         Raises:
-          ConfigError: the cache is full, not writable, or holds a damaged file.
+          ConfigError: the cache is full or not writable, or holds a damaged file.
         """
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         directory = self._directory / f"{kind}-{name}"
@@ -53,7 +53,7 @@ class IndexCache:
                         _store(directory, compute())
             return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
         except ValueError as error:
-            raise ConfigError(f"{directory} is damaged ({error}); remove it, and it will be computed again") from error
+            raise ConfigError(f"{directory} is damaged ({error}); remove it to compute it again") from error
         except OSError as error:
             raise ConfigError(f"data.cache: cannot keep an index in {directory}: {error.strerror} ({error.filename})") from error
 
@@ -68,14 +68,14 @@ def _store(directory: Path, arrays: Arrays) -> None:
         os.rename(unfinished, directory)
     except OSError:
         if not directory.exists():
-            raise  # else another process was faster, with the same contents
+            raise  # otherwise another process was faster, with the same contents
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time, and given back by the system when it dies; nothing where the file system has no locks."""
+    """Holds an exclusive lock, which the system releases if the process dies; does nothing on file systems without locks."""
     if fcntl is None:
         yield
         return

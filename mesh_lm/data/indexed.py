@@ -1,4 +1,4 @@
-"""Tokenized documents on disk, in Megatron's .bin/.idx format, read by memory map.
+"""Tokenized documents in Megatron's .bin/.idx format, read by memory map.
 
 `<prefix>.bin` holds the token ids of all documents back to back. `<prefix>.idx` holds, little-endian and unpadded:
 
@@ -6,7 +6,7 @@
   lengths i32[sequences] | byte offsets i64[sequences] | document indices i64[documents + 1]: first sequence of each document, and the end
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM (`_IndexWriter`, `_IndexReader`, `DType`). The writer stores one sequence
-per document; the reader takes any number. A *sequence* of the format is a document to Megatron's GPTDataset, and so to `Text`.
+per document; the reader takes any number. A *sequence* of the format is a document to Megatron's GPTDataset, and so to `TokenStream`.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ _DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _UINT16_VOCAB = 65500  # Megatron's threshold (`DType.optimal_dtype`)
 _BLOCK = 2**20
-"""Documents of which an index is computed at once."""
+"""Documents per block when an index is written."""
 _SAMPLED = 2**20
 """Bytes at each end of the .bin that its fingerprint covers."""
 
 
 def bin_path(prefix: Path | str) -> Path:
+    """Returns <prefix>.bin."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: Path | str) -> Path:
+    """Returns <prefix>.idx."""
     return Path(f"{prefix}.idx")
 
 
 class Documents:
-    """The documents under a prefix.
+    """The documents stored under a prefix.
 
     Attributes:
       prefix: as given.
       tokens: all documents back to back, [total tokens], a read-only memory map in the file's integer type.
       offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
-      sequences: int64 [sequences + 1], the same for the format's sequences.
+      sequences: int64 [sequences + 1], the offsets of the format's sequences.
 
     Raises:
-      ConfigError: a file is missing, truncated, or not of this format; the text names the file.
+      ConfigError: a file is missing, truncated, or not of this format; the message names the file.
     """
 
     tokens: np.ndarray
@@ -85,17 +87,17 @@ class Documents:
         self.prefix, self.tokens, self.offsets, self.sequences = str(prefix), data.view(dtype), ends[indices], ends
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Returns the number of documents."""
         return len(self.offsets) - 1
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """Token ids of one document, [its length]."""
+        """Returns the token ids of one document, [length]."""
         if not 0 <= document < len(self):
             raise IndexError(document)
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
     def fingerprint(self) -> str:
-        """16 hex digits of a SHA-256 of all lengths, the integer type, and the first and last MiB of tokens: the same wherever it lies."""
+        """Returns 16 hex digits of a SHA-256 of all lengths, the dtype, and the first and last MiB of tokens; paths do not count."""
         digest = hashlib.sha256(self.tokens.dtype.str.encode())
         digest.update(np.ascontiguousarray(self.sequences, "<i8").data)
         data = self.tokens.view(np.uint8)
@@ -104,31 +106,31 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-class Text:
-    """Consecutive sequences of a prefix, as one stream of tokens that a model is to read.
+class TokenStream:
+    """Consecutive sequences of a prefix as one stream of tokens.
 
     Attributes:
       tokens: the stream, [tokens], a view of the memory map.
       offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
-      first: number of the first in the file.
+      first: number of the first sequence in the file.
     """
 
     def __init__(self, documents: Documents, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
-        """Sequences first to stop - 1 (default: all); vocab: ids that the model has (None: any)."""
+        """Takes the sequences first to stop - 1 (default: all); vocab: number of ids that the model has (None: no check)."""
         stop = len(documents.sequences) - 1 if stop is None else stop
         bounds = documents.sequences[first : stop + 1]
         self.prefix, self.first, self.offsets = documents.prefix, first, bounds - bounds[0] if bounds[0] else bounds
         self.tokens, self._vocab = documents.tokens[bounds[0] : bounds[-1]], vocab
         is_unsigned = documents.tokens.dtype.kind == "u"
-        self._is_any_good = vocab is None or (is_unsigned and np.iinfo(documents.tokens.dtype).max < vocab)
+        self._is_always_valid = vocab is None or (is_unsigned and np.iinfo(documents.tokens.dtype).max < vocab)
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Returns the number of documents."""
         return len(self.offsets) - 1
 
     def check(self, tokens: np.ndarray, place: Callable[[int, int], int]) -> None:
-        """Raises ConfigError for ids that the model lacks, in tokens [B, n] read at places (row, column) of the stream."""
-        if self._is_any_good or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
+        """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `place` maps (row, column) to a stream offset."""
+        if self._is_always_valid or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
         document = self.first + int(np.searchsorted(self.offsets, place(int(row), int(column)), side="right")) - 1
@@ -139,15 +141,15 @@ class Text:
 
 
 def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, vocab: int) -> Documents:
-    """Writes the documents (integer ids, [length] each) under `prefix`, atomically, one at a time in memory, and opens the result.
+    """Writes documents (integer ids, [length] each) atomically under `prefix` and returns them opened; one is in memory at a time.
 
-    Ids are stored as uint16 where Megatron does so (vocab < 65500), else as int32. The .idx is renamed last. An exception, also one raised
-    by `documents`, leaves what was there before.
+    Ids are stored as uint16 if vocab < 65500, as in Megatron, else as int32. The .idx is renamed last. An exception, also one raised by
+    `documents`, leaves existing files untouched.
 
     Raises:
       ValueError: an id outside 0..vocab - 1.
       ConfigError: a document longer than the format's 2^31 - 1 tokens.
-      OSError: with the path, when the disk is full or not writable.
+      OSError: the disk is full or not writable; the error has the path.
     """
     dtype = dtype_of(vocab)
     lengths: list[int] = []
@@ -164,12 +166,12 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
 
 
 def dtype_of(vocab: int) -> np.dtype:
-    """The type that ids of a vocabulary are stored in."""
+    """Returns the dtype in which ids of a vocabulary of this size are stored."""
     return np.dtype("<u2") if vocab < _UINT16_VOCAB else np.dtype("<i4")
 
 
 def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
-    """Writes an .idx of one sequence per document; lengths int32 [documents], perhaps a memory map, are read a block at a time."""
+    """Writes an .idx with one sequence per document. lengths, int32 [documents], may be a memory map: it is read in blocks."""
     index.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(lengths), len(lengths) + 1))
     blocks = range(0, len(lengths) + 1, _BLOCK)
     for i in blocks:
@@ -184,7 +186,7 @@ def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
 
 
 def _map(path: Path) -> np.ndarray:
-    """The file's bytes, uint8 [size], not read until used."""
+    """Returns a file's bytes as a memory map, uint8 [size]."""
     try:
         if path.stat().st_size == 0:  # mmap refuses empty files
             return np.empty(0, np.uint8)

@@ -1,10 +1,10 @@
-"""Sequences to sharded batches on the devices. The only file that imports `grain`.
+"""Loads sharded batches onto the devices. The only file that imports `grain`.
 
 Legend: M microbatches, B sequences in a microbatch (global_batch // M), S sequence length, R rows of the batch that this process holds.
 
 Row (m, b) of a batch that starts at global sample position p holds sample p + m B + b, whatever the mesh and the number of processes. A
-process reads the rows that its own devices hold, as the sharding says: several processes may hold the same rows (pipeline, tensor, sequence
-axes), so its index says nothing. Grain reads ahead in threads; none of its state is kept, since the position is the whole state.
+process reads the rows that its own devices hold, according to the sharding: several processes may hold the same rows (pipeline, tensor and
+sequence axes), so the process index is not used. Grain prefetches in threads; none of its state is saved, because the position suffices.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
 
 Batch = dict[str, jax.Array]
 
 MODULUS = 2**64
-"""Of certificates."""
+"""Certificates are sums modulo this."""
 
 
 class Loader:
-    """Endless iterator of (position after the batch, batch), from a global sample position on.
+    """An endless iterator of (position after the batch, batch) that starts at a global sample position.
 
     Attributes:
-      certificate: the sum, modulo 2^64, of BLAKE2b(position, tokens) over all samples given out whose rows this process is the first to
-        hold. Its sum over all processes is the same on any mesh: it proves that a run continued elsewhere has seen the same samples.
+      certificate: the sum, modulo 2^64, of BLAKE2b(position, tokens) over all returned samples of which this process is the first holder.
+        Its sum over all processes is the same on any mesh: it proves that a run resumed elsewhere has read the same samples.
 
-    A batch has the leaves of `Rows.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
-    entries. It also has indices, int32 [M, 1, S] with the last, which number the tokens of a sequence. The next batch is already on its way
-    to the devices when one is returned.
+    A batch has the leaves of `RowReader.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
+    entries. It also has indices, int32 [M, 1, S] with the last entry, which number the tokens of a sequence. When a batch is returned, the
+    next one is already being transferred to the devices.
 
     Args:
-      rows: of the training split.
+      rows: the training split.
       global_batch: sequences in a batch, M x B.
       microbatches: M.
       sharding: of a [M, B, S] leaf.
-      position: samples consumed so far, the one number of the data state.
-      threads: Grain's reader threads; 0 reads in the caller's.
-      prefetch: batches read ahead by them.
+      position: samples consumed so far.
+      threads: Grain's reader threads; 0: read in the calling thread.
+      prefetch: batches that the threads read ahead.
 
     Raises:
       ConfigError: the corpus has fewer sequences than a batch, M does not divide the batch, or the sharding does not divide [M, B, S].
@@ -56,7 +56,7 @@ class Loader:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         *,
         global_batch: int,
         microbatches: int,
@@ -92,7 +92,7 @@ class Loader:
 
 
 def heldout(
-    rows: Rows,
+    rows: RowReader,
     *,
     global_batch: int,
     microbatches: int,
@@ -101,10 +101,10 @@ def heldout(
     prefetch: int,
     limit: int = 0,
 ) -> Iterator[Batch]:
-    """One pass over `limit` evenly spaced sequences (0: all), in batches like `Loader`'s.
+    """Yields one pass over `limit` evenly spaced sequences (0: all), in batches like those of `Loader`.
 
-    The last batch is filled up with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`,
-    but any number of sequences will do.
+    The last batch is padded with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`, but
+    accepts any number of sequences.
     """
     layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
     stop = min(limit or len(rows), len(rows))
@@ -115,21 +115,21 @@ def heldout(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Which rows of a [M, B, S] batch live on this process's devices, and how to put them there."""
+    """Which rows of a [M, B, S] batch this process's devices hold, and how to place them there."""
 
     shape: tuple[int, int, int]
     sharding: NamedSharding
     rows: np.ndarray
-    """m B + b of each row held here, int64 [R], ascending."""
+    """m B + b of each row held by this process, int64 [R], ascending."""
     places: np.ndarray
-    """Number of row (m, b) among `rows`, int64 [M, B]; -1 where it is not held here."""
+    """Index of row (m, b) in `rows`, int64 [M, B]; -1 if this process does not hold it."""
     first: np.ndarray
-    """Whether no process of a lower number holds the row too, bool [R]."""
+    """Whether no process with a lower index holds the row as well, bool [R]."""
 
     @classmethod
     def of(cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding) -> _Layout:
         if global_batch % microbatches:
-            raise ConfigError(f"train.global_batch={global_batch} is not a multiple of train.microbatches={microbatches}; make it one")
+            raise ConfigError(f"train.global_batch={global_batch} must be a multiple of train.microbatches={microbatches}")
         shape = (microbatches, global_batch // microbatches, seq_len)
         try:
             sharding.shard_shape(shape)
@@ -144,17 +144,17 @@ class _Layout:
         return cls(shape, sharding, np.flatnonzero(is_here), places, holder[is_here] == jax.process_index())
 
     def place(self, batch: dict[str, np.ndarray]) -> Batch:
-        """Global arrays [M, B, ...] from the rows held here [R, ...], and the tokens' indices; no device sends anything to another."""
+        """Returns global arrays [M, B, ...] from this process's rows [R, ...], plus token indices; devices do not communicate."""
         return {"indices": self._indices, **{name: self._place(leaf) for name, leaf in batch.items()}}
 
     @functools.cached_property
     def _indices(self) -> jax.Array:
-        """int32 [M, 1, S]: the number of each token in its sequence."""
+        """The position of each token in its sequence, int32 [M, 1, S]."""
         M, _, S = self.shape
         spec = self.sharding.spec[2:]
         sharding = NamedSharding(self.sharding.mesh, PartitionSpec(None, None, *spec))
-        whole = np.broadcast_to(np.arange(S, dtype=np.int32), (M, 1, S))
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        positions = np.broadcast_to(np.arange(S, dtype=np.int32), (M, 1, S))
+        return jax.make_array_from_callback(positions.shape, sharding, lambda index: positions[index])
 
     def _place(self, leaf: np.ndarray) -> jax.Array:
         def held(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -168,18 +168,18 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Grain's source: element `index` is this process's part of that batch, as `Rows.rows` [R, ...]."""
+    """The Grain source whose element `index` is this process's rows of batch `index`, as `RowReader.rows` [R, ...]."""
 
-    rows: Rows
+    rows: RowReader
     layout: _Layout
     start: int
-    """First global sample position."""
+    """The first global sample position."""
     stop: int
-    """Positions from here on are repeats of the one before, at weight 0."""
+    """Positions from here on repeat the last sample, at weight 0."""
     spread: int = 0
-    """Positions 0 to stop are spread over this many; 0: taken as they are."""
+    """If not 0, positions 0 to stop are spread evenly over this many sequences."""
     certified: bool = False
-    """Whether an element has its share of the certificate, uint64 []."""
+    """Whether an element includes its share of the certificate, uint64 []."""
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self._global_batch)
@@ -194,12 +194,12 @@ class _Source:
         return batch
 
     def _certificate(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """uint64 []; here, in the reader's thread, because a large batch takes milliseconds."""
+        """Returns this process's share, uint64 []; computed in the reader thread, because a large batch takes milliseconds."""
         total = 0
         for position, row in zip(positions[self.layout.first], tokens[self.layout.first], strict=True):
-            said = hashlib.blake2b(int(position).to_bytes(8, "little"), digest_size=8)
-            said.update(row.tobytes())
-            total += int.from_bytes(said.digest(), "little")
+            sample_hash = hashlib.blake2b(int(position).to_bytes(8, "little"), digest_size=8)
+            sample_hash.update(row.tobytes())
+            total += int.from_bytes(sample_hash.digest(), "little")
         return np.asarray(total % MODULUS, np.uint64)
 
     @property
@@ -208,6 +208,6 @@ class _Source:
 
 
 def _read(source: _Source, threads: int, prefetch: int) -> grain.DatasetIterator[dict[str, np.ndarray]]:
-    """The source's elements in order, read ahead by threads."""
+    """Returns an iterator over the source's elements in order, prefetched by threads."""
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     return iter(grain.MapDataset.source(source).to_iter_dataset(options))

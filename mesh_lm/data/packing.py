@@ -1,10 +1,10 @@
-"""Whole documents packed into sequences: nothing is cut but what is longer than a sequence, and nothing attends across documents.
+"""Best-fit packing: only documents longer than a sequence are split, and no token attends across documents.
 
-The documents of a split, in a shuffled order, go one by one into the fullest sequence that still has room (online best fit; for language
-models: Ding et al., arXiv 2404.10830). A document longer than S is cut into pieces of S and a rest. Which documents lie together is decided
-once for all epochs; each epoch has its own order of the sequences. So position g says everything, as for `Sequences`.
+The documents of a split, in a shuffled order, are placed one by one into the fullest sequence that still has room (online best fit; for
+language models: Ding et al., arXiv 2404.10830). A document longer than S is split into pieces of S and a remainder. The packing is the same
+in all epochs; each epoch permutes the sequences. So the position g is the entire state of the data, as for `Sequences`.
 
-A piece of n tokens fills n places of a sequence with n labels. Its inputs are the tokens before them: EOD before a document's first token,
+A piece of n tokens fills n slots of a sequence with n labels. Its inputs are the tokens before them: EOD before a document's first token,
 the document's own token before a later piece. Legend: B windows, S sequence length, N sequences, P pieces.
 """
 
@@ -13,51 +13,51 @@ from __future__ import annotations
 import numpy as np
 
 from mesh_lm.data.index_cache import Arrays, IndexCache
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows, ranges
-from mesh_lm.data.sequences import Epochs
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows, ranges
+from mesh_lm.data.sequences import EpochPermutations
 from mesh_lm.errors import ConfigError
 
 
-class Packed:
-    """The packed sequences of one split. Safe to read from several threads; keeps memory maps only.
+class PackedSequences:
+    """The packed sequences of one split. Thread-safe; holds only memory maps.
 
     Args:
       text: the split.
       seq_len: S.
       eod: id of the end-of-document token.
-      seed: of the packing and of the order.
+      seed: of the packing and of the permutations.
 
     Raises:
       ConfigError: the split has no tokens.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
         if not len(text.tokens):
             raise ConfigError(f"{text.prefix} has no tokens in this split ({len(text)} documents from document {text.first} on)")
         self.seq_len, self._text, self._eod = seq_len, text, eod
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed}
         arrays = cache.get("packed", key, lambda: pack(text.offsets, seq_len, seed), size=len(text), slow=10**6)
         self._bounds, self._starts, self._sizes, self._heads = (arrays[name] for name in ("bounds", "starts", "sizes", "heads"))
-        self._epochs = Epochs(len(self), seed)
+        self._epochs = EpochPermutations(len(self), seed)
 
     def __len__(self) -> int:
-        """Sequences in one epoch."""
+        """Returns the number of sequences in one epoch."""
         return len(self._bounds) - 1
 
     @property
     def fill(self) -> float:
-        """Part of the places that hold a label."""
+        """The fraction of slots that hold a label."""
         return len(self._text.tokens) / (len(self) * self.seq_len)
 
-    def read(self, indices: np.ndarray) -> Windows:
-        """The windows at the positions int64 [B]; raises ConfigError for a token id that the model lacks."""
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        """Returns the windows at positions int64 [B]; raises ConfigError for a token id that the model lacks."""
         numbers = self._epochs(indices)
         row, piece = ranges(self._bounds[numbers], self._bounds[numbers + 1])
         starts, sizes, heads = self._starts[piece], self._sizes[piece].astype(np.int64), self._heads[piece]
         ends = np.cumsum(sizes)
         before = np.concatenate(([0], ends))[np.searchsorted(row, np.arange(len(indices)))]  # tokens in the rows before
-        begins = ends - sizes - before[row] + row * self.seq_len  # places among the B S
+        begins = ends - sizes - before[row] + row * self.seq_len  # slots among the B S
         _, place = ranges(begins, begins + sizes)
         _, source = ranges(starts, starts + sizes)
         flat = {name: np.full(len(indices) * self.seq_len, self._eod, np.int32) for name in ("tokens", "labels")}
@@ -67,7 +67,7 @@ class Packed:
         weights, is_start = np.zeros(flat["labels"].shape, np.float32), np.zeros(flat["labels"].shape, bool)
         weights[place] = 1.0
         is_start[begins] = True
-        is_start[1:] |= (weights[1:] == 0) & (weights[:-1] == 1)  # the padding is a segment of its own
+        is_start[1:] |= (weights[1:] == 0) & (weights[:-1] == 1)  # padding is a separate segment
         shape = (len(indices), self.seq_len)
         labels = flat["labels"].reshape(shape)
 
@@ -75,13 +75,13 @@ class Packed:
             return int(source[np.searchsorted(place, row * self.seq_len + column)])
 
         self._text.check(labels, source_of)
-        return Windows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))
+        return TokenWindows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))
 
 
 def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:
-    """The plan: which pieces each sequence holds.
+    """Assigns the pieces of documents to sequences.
 
-    offsets: int64 [documents + 1], of the documents in the stream.
+    offsets: int64 [documents + 1], the documents' offsets in the stream.
 
     Returns bounds int64 [N + 1]: sequence i holds the pieces bounds[i] to bounds[i + 1] - 1; starts int64 [P] and sizes int32 [P]: the
     piece's labels are tokens[start : start + size]; heads bool [P]: whether it begins its document.
@@ -100,7 +100,7 @@ def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:
 
 
 def best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The number of each item's bin: the fullest that has room for it, else a new one. All sizes are 1 to capacity."""
+    """Returns each item's bin: the fullest one with room for it, else a new one. Sizes are 1 to capacity."""
     open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left
     rooms = 0  # bit r: a bin with room r is open
     numbers, n_bins = [], 0

@@ -1,11 +1,11 @@
-"""Tokenized documents as training sequences, addressed by one number: the global sample position.
+"""Tokenized documents as training sequences, addressed by the global sample position.
 
 The stream is an EOD followed by all stored tokens. Sequence k reads stream[k S : k S + S + 1]: its first S tokens are the inputs, its last
 S the labels, so neighbours overlap by one token and every stored token is a label exactly once. An EOD starts the document after it (it is
 the input from which that document's first token is predicted), which is why the stream begins with one.
 
-Position g is sequence order(g // n)[g % n] of the n sequences: g counts samples since the start of training, epoch after epoch, and says
-everything about the state of the data. B below is the number of positions asked for.
+Position g is sequence permutation(g // n)[g % n] of the n sequences. It counts samples since the start of training, across epochs, and is
+the entire state of the data. B below is the number of positions read at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 
 import numpy as np
 
-from mesh_lm.data.indexed import Text
-from mesh_lm.data.rows import Windows
+from mesh_lm.data.indexed import TokenStream
+from mesh_lm.data.rows import TokenWindows
 from mesh_lm.errors import ConfigError
 
 
-class Epochs:
-    """Positions to numbers 0..n - 1: each epoch has its own permutation, a function of (seed, epoch). Safe for several threads."""
+class EpochPermutations:
+    """Maps positions to sequence numbers 0..n - 1; each epoch has its own permutation, a function of (seed, epoch). Thread-safe."""
 
     def __init__(self, n: int, seed: int) -> None:
         self._n, self._seed = n, seed
@@ -28,7 +28,7 @@ class Epochs:
         self._lock = threading.Lock()
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [B] -> int64 [B]."""
+        """Returns the sequence numbers, int64 [B], of positions int64 [B]."""
         epochs, numbers = np.divmod(indices, self._n)
         for epoch in np.unique(epochs):
             here = epochs == epoch
@@ -36,33 +36,33 @@ class Epochs:
         return numbers
 
     def _order(self, epoch: int) -> np.ndarray:
-        """The epoch's permutation of 0..n - 1, int64 [n]; the two computed last are kept, since a batch may span two epochs."""
+        """Returns the epoch's permutation, int64 [n]. Two are cached, because a batch may span two epochs."""
         with self._lock:
             if epoch not in self._orders:
                 if len(self._orders) == 2:
                     del self._orders[next(iter(self._orders))]
-                # Raw bits are sorted because NumPy promises the same bits from its bit generators in every version, but not the same
-                # permutations from its Generator. SeedSequence refuses negative numbers.
+                # Raw bits are sorted because NumPy guarantees the same bits in every version, but not the same permutations from its
+                # Generator. SeedSequence refuses negative numbers.
                 bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, epoch))).random_raw(self._n)
                 self._orders[epoch] = np.argsort(bits, kind="stable")
             return self._orders[epoch]
 
 
 class Sequences:
-    """The sequences of one split. Safe to read from several threads; reads only the windows asked for.
+    """The sequences of one split, shuffled per epoch. Thread-safe; reads only the requested windows.
 
     Args:
       text: the tokens of the split; each document ends with `eod`.
       seq_len: S, tokens in a sequence.
       eod: id of the end-of-document token; None: unknown, so that the first token of the split is never a label.
-      seed: of the order; None: each epoch in stored order.
-      pad: the last, partial sequence is padded with `eod` at weight 0 (held-out text); else it is left out (training).
+      seed: of the permutations; None: each epoch in stored order.
+      pad: whether the last, partial sequence is padded with `eod` at weight 0 (held-out text) or dropped (training).
 
     Raises:
-      ConfigError: fewer tokens than one sequence needs.
+      ConfigError: the split has fewer tokens than one sequence needs.
     """
 
-    def __init__(self, text: Text, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
+    def __init__(self, text: TokenStream, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
         self.seq_len, self._eod = seq_len, eod
         self._text, self._tokens = text, text.tokens
         n_full = len(self._tokens) // seq_len
@@ -74,14 +74,14 @@ class Sequences:
                 f"the corpus has {len(self._tokens)} tokens, fewer than one sequence needs ({1 if pad else seq_len}); "
                 "give more text (data.path) or a smaller model.seq_len"
             )
-        self._epochs = None if seed is None else Epochs(self._n, seed)
+        self._epochs = None if seed is None else EpochPermutations(self._n, seed)
 
     def __len__(self) -> int:
-        """Sequences in one epoch."""
+        """Returns the number of sequences in one epoch."""
         return self._n
 
-    def read(self, indices: np.ndarray) -> Windows:
-        """The windows at the positions int64 [B] >= 0; raises ConfigError for a token id that the model does not have."""
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        """Returns the windows at positions int64 [B] >= 0; raises ConfigError for a token id that the model lacks."""
         numbers = self._epochs(indices) if self._epochs else indices % self._n
         labels = np.full((len(numbers), self.seq_len), self._eod or 0, np.int32)
         weights = np.ones(labels.shape, np.float32)
@@ -94,4 +94,4 @@ class Sequences:
         before = np.where(numbers == 0, self._eod or 0, self._tokens[np.maximum(numbers * self.seq_len - 1, 0)]).astype(np.int32)
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
-        return Windows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)
+        return TokenWindows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)

@@ -1,4 +1,4 @@
-"""Where the text comes from: its files, their digest, their documents, and which of them are held out."""
+"""Text sources: their files, a digest of them, their documents, and which documents are held out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from mesh_lm.data import formats
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 
 _HELDOUT = 20
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
@@ -33,7 +33,7 @@ class Source:
     """The files of one corpus."""
 
     name: str
-    """Safe as part of a file name."""
+    """A name that is safe in a file name."""
     kind: Literal["directory", "jsonl", "parquet", "txt"]
     root: Path
     files: tuple[str, ...]
@@ -41,13 +41,13 @@ class Source:
     size: int
     """Bytes in all files."""
     field: str
-    """Where the text is in a line of a .jsonl or a row of a .parquet."""
+    """The field of a .jsonl line, or the column of a .parquet file, that holds the text."""
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the kind, the file names and what is in them.
+        """Returns a SHA-256 (hex) of the kind, the file names and their contents.
 
-        Contents are read up to 256 MiB in all (below a second), because modification times differ between machines and installations that
-        hold the same text; above that, size and modification time stand for them.
+        Contents are hashed up to 256 MiB in total (less than a second), because modification times differ between copies of a text;
+        for larger sources, sizes and modification times are hashed instead.
         """
         digest = hashlib.sha256(self.kind.encode())
         if {formats.kind_of(name) for name in self.files} & {"jsonl", "parquet"}:
@@ -65,10 +65,10 @@ class Source:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """All documents that are not empty, in order, read anew at each call.
+        """Yields all non-empty documents in order; each call reads the files again.
 
         Raises:
-          ConfigError: a file that holds documents and cannot be read, a line without text; the message names the file and line.
+          ConfigError: a file cannot be read, or a line has no text; the message names the file and line.
         """
         if self.kind == "txt":
             yield from _txt(self.root / self.files[0])
@@ -88,47 +88,49 @@ class Source:
 
 
 def find(path: str, field: str = "text") -> Source:
-    """The source that `data.path` names.
+    """Returns the source that `data.path` names.
 
     `stdlib` is every .py file of the running Python's standard library, without its tests, encodings, lib2to3 and installed packages. A
-    .jsonl has one object with a string under `field` per line, a .parquet a column of that name. A .txt is one document, read whole: text
-    that does not fit into memory should be one of the others. .txt and .jsonl may be compressed: .gz, .zst. A directory gives the documents
-    of every such file below it, and every other file that is valid UTF-8 as a document, whatever its name, save hidden files and
-    directories (names with a leading dot); others are skipped in silence. Links are followed; a directory is read once.
+    .jsonl file has one object with a string under `field` per line, a .parquet file a column of that name. A .txt file is one document and
+    must fit into memory. .txt and .jsonl files may be compressed (.gz, .zst). A directory yields the documents of all such files below it;
+    every other file that is valid UTF-8 is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are
+    skipped. Links are followed; a directory is read once.
 
     Raises:
-      ConfigError: no such path, another kind of file, no files, a directory that cannot be read.
+      ConfigError: the path is missing, unreadable, empty or of an unsupported type.
     """
     if path == "stdlib":
         return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
-    found = Path(path).expanduser()
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", found.resolve().name.split(".")[0]) or "corpus"
-    if found.is_dir():
-        return _directory(name, found, field)
+    location = Path(path or os.devnull).expanduser()  # an empty path would be the working directory
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
+    if location.is_dir():
+        return _directory(name, location, field)
     kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
-    if not found.is_file():
-        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}")
-    size = found.stat().st_size
+    if not path:
+        raise ConfigError(f"data.path is empty; give {kinds}")
+    if not location.is_file():
+        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}")
+    size = location.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
-    if kind := formats.kind_of(found):
-        return Source(name, kind, found.parent, (found.name,), size, field)
-    raise ConfigError(f"data.path={path}: files of type {found.suffix or '(none)'} are not read; give {kinds}")
+    if kind := formats.kind_of(location):
+        return Source(name, kind, location.parent, (location.name,), size, field)
+    raise ConfigError(f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give {kinds}")
 
 
 def is_heldout(key: str) -> bool:
-    """One key in 20, by its SHA-256: a document keeps its split when others are added or removed."""
+    """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when others are added or removed."""
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), "big") % _HELDOUT == 0
 
 
 def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
-    """The files below a directory, as sorted posix paths, without hidden ones and what is neither file nor link to one.
+    """Returns the files below a directory as sorted posix paths, without hidden files and anything but files and links to files.
 
-    Raises ConfigError for a directory that cannot be read.
+    Raises ConfigError if a directory cannot be read.
     """
     files, seen = [], set()
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        if (here := _identity(folder)) in seen:  # by a link, perhaps to a directory that it is in
+        if (here := _identity(folder)) in seen:  # reached by a link, perhaps to a parent directory
             folders.clear()
             continue
         seen.add(here)
@@ -140,8 +142,8 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> l
 
 
 def _identity(folder: str) -> tuple[int, int]:
-    found = os.stat(folder)
-    return found.st_dev, found.st_ino
+    stat = os.stat(folder)
+    return stat.st_dev, stat.st_ino
 
 
 def _unreadable(error: OSError) -> None:
@@ -157,11 +159,11 @@ def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozen
 
 
 def _text(path: Path) -> str | None:
-    """The file as text, line ends untouched; None where it is not UTF-8, unless its name says that it is text. Raises ConfigError."""
+    """Returns the file as text with its line ends; None if it is not UTF-8. Raises ConfigError instead if its name is that of text."""
     try:
         with formats.opened(path) as (file, _):
             start = file.read(4096)
-            codecs.getincrementaldecoder("utf-8")().decode(start)  # spares reading a large binary file whole
+            codecs.getincrementaldecoder("utf-8")().decode(start)  # avoids reading all of a large binary file
             return (start + file.read()).decode()
     except UnicodeDecodeError as error:
         if formats.kind_of(path):
@@ -170,7 +172,7 @@ def _text(path: Path) -> str | None:
 
 
 def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
-    """The documents of a .jsonl; blank lines are skipped, and lines are numbered from 1, for the held-out split as for messages."""
+    """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for splits and messages."""
     with formats.opened(path) as (file, _):
         for number, line in enumerate(file, 1):
             if line.strip() and (text := formats.text_of(line, field, f"{path}, line {number}")):
@@ -178,16 +180,16 @@ def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
 
 
 def _txt(path: Path) -> Iterator[Document]:
-    """The first 19/20 of the file and, from the next line on, the rest, which is held out."""
+    """Yields the first 19/20 of the file, up to a line end, and the held-out rest."""
     try:
         with formats.opened(path) as (file, _):
             text = file.read().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
-    cut = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1
-    if cut in (0, len(text)):  # no line ends in the last twentieth but at its end
-        cut = text.rfind("\n", 0, len(text) - 1) + 1
-    if cut == 0:
+    split = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1
+    if split in (0, len(text)):  # no line ends in the last twentieth but at its end
+        split = text.rfind("\n", 0, len(text) - 1) + 1
+    if split == 0:
         raise ConfigError(f"{path} has a single line, so that no part can be held out; give text of at least two lines")
-    yield Document(text[:cut], heldout=False)
-    yield Document(text[cut:], heldout=True)
+    yield Document(text[:split], heldout=False)
+    yield Document(text[split:], heldout=True)

@@ -1,4 +1,4 @@
-"""What the processes of a run do together: start JAX, agree, share errors, and end.
+"""Cooperation between the processes of a run: starting JAX, exchanging values and errors, stopping.
 
 The launcher, which needs no JAX, is `mesh_lm.launch`.
 """

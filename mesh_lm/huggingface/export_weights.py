@@ -21,7 +21,7 @@ from mesh_lm.data.atomic import sibling
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import CONFIG, family_for, to_json
-from mesh_lm.huggingface.layout import Row, Sizes
+from mesh_lm.huggingface.tensor_mapping import Sizes, TensorMapping
 from mesh_lm.model import DecoderConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    params: layers in model order, as `Trained.load` reads them (`ModelLayout.to_model_order`).
+    params: layers in model order, as `TrainedModel.load` reads them (`ModelLayout.to_model_order`).
 
     The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
     file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).
@@ -56,7 +56,7 @@ def save(
     if dtype not in get_args(DType):
         raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
-    rows = [(row, _sizes(row, config, params)) for row in family.rows if row.ours in params]
+    rows = [(row, _sizes(row, config, params)) for row in family.mappings if row.ours in params]
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
     stream = _tensors(rows, params, dtype)
@@ -94,8 +94,8 @@ def _begin(directory: Path) -> Path:
     return partial
 
 
-def _tensors(rows: list[tuple[Row, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor of theirs) in the order of `Row.names`. Cast on the devices, so that half as many bytes are gathered."""
+def _tensors(rows: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor of theirs) in the order of `TensorMapping.names`. Cast on the devices, so that half as many bytes are gathered."""
 
     def layer(x: jax.Array, i: int, stacked: bool) -> jax.Array:
         return (lax.dynamic_index_in_dim(x, i, keepdims=False) if stacked else x).astype(dtype)
@@ -119,7 +119,7 @@ def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
     return NamedSharding(x.sharding.mesh, PartitionSpec(*spec) if x.is_fully_addressable else PartitionSpec())
 
 
-def _sizes(row: Row, config: DecoderConfig, params: Params) -> Sizes:
+def _sizes(row: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
     return dict(zip(row.dims, params[row.ours].shape, strict=True)) | {"V": config.vocab_size}
 
 

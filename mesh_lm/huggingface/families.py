@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mesh_lm.huggingface.layout import Row
+from mesh_lm.huggingface.tensor_mapping import TensorMapping
 
 REQUIRED = object()
 """Stands where a default would."""
@@ -30,16 +30,16 @@ class Family:
     """Fields of ours that the family leaves no choice in."""
     only: Mapping[str, tuple[Any, ...]]
     """Their fields of which we know these values alone; the first is what transformers takes where the field is absent."""
-    rows: tuple[Row, ...]
+    mappings: tuple[TensorMapping, ...]
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that old files hold and no one needs."""
 
 
-def _row(ours: str, dims: str, layout: str, *theirs: str) -> Row:
-    return Row(ours, dims.replace(" ", ""), layout, theirs)
+def _map(ours: str, dims: str, layout: str, *theirs: str) -> TensorMapping:
+    return TensorMapping(ours, dims.replace(" ", ""), layout, theirs)
 
 
-_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": ()}
+_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}
 """What no family here has."""
 
 GPT2 = Family(
@@ -64,24 +64,24 @@ GPT2 = Family(
         "add_cross_attention": (False,),
         "quantization_config": (None,),
     },
-    rows=(
-        _row("embedding", "V D", "V D", "transformer.wte.weight"),
-        _row("positions", "S D", "S D", "transformer.wpe.weight"),
-        _row("blocks.attention_norm.scale", "L D", "D", "transformer.h.{}.ln_1.weight"),
-        _row("blocks.attention_norm.bias", "L D", "D", "transformer.h.{}.ln_1.bias"),
-        _row("blocks.attention.qkv.weight", "L D f N H", "D fNH", "transformer.h.{}.attn.c_attn.weight"),
-        _row("blocks.attention.qkv.bias", "L f N H", "fNH", "transformer.h.{}.attn.c_attn.bias"),
-        _row("blocks.attention.out.weight", "L D N H", "NH D", "transformer.h.{}.attn.c_proj.weight"),
-        _row("blocks.attention.out.bias", "L D", "D", "transformer.h.{}.attn.c_proj.bias"),
-        _row("blocks.mlp_norm.scale", "L D", "D", "transformer.h.{}.ln_2.weight"),
-        _row("blocks.mlp_norm.bias", "L D", "D", "transformer.h.{}.ln_2.bias"),
-        _row("blocks.mlp.up.weight", "L D F", "D F", "transformer.h.{}.mlp.c_fc.weight"),
-        _row("blocks.mlp.up.bias", "L F", "F", "transformer.h.{}.mlp.c_fc.bias"),
-        _row("blocks.mlp.down.weight", "L D F", "F D", "transformer.h.{}.mlp.c_proj.weight"),
-        _row("blocks.mlp.down.bias", "L D", "D", "transformer.h.{}.mlp.c_proj.bias"),
-        _row("norm.scale", "D", "D", "transformer.ln_f.weight"),
-        _row("norm.bias", "D", "D", "transformer.ln_f.bias"),
-        _row("head", "V D", "V D", "lm_head.weight"),
+    mappings=(
+        _map("embedding", "V D", "V D", "transformer.wte.weight"),
+        _map("positions", "S D", "S D", "transformer.wpe.weight"),
+        _map("blocks.attention_norm.scale", "L D", "D", "transformer.h.{}.ln_1.weight"),
+        _map("blocks.attention_norm.bias", "L D", "D", "transformer.h.{}.ln_1.bias"),
+        _map("blocks.attention.qkv.weight", "L D f N H", "D fNH", "transformer.h.{}.attn.c_attn.weight"),
+        _map("blocks.attention.qkv.bias", "L f N H", "fNH", "transformer.h.{}.attn.c_attn.bias"),
+        _map("blocks.attention.out.weight", "L D N H", "NH D", "transformer.h.{}.attn.c_proj.weight"),
+        _map("blocks.attention.out.bias", "L D", "D", "transformer.h.{}.attn.c_proj.bias"),
+        _map("blocks.mlp_norm.scale", "L D", "D", "transformer.h.{}.ln_2.weight"),
+        _map("blocks.mlp_norm.bias", "L D", "D", "transformer.h.{}.ln_2.bias"),
+        _map("blocks.mlp.up.weight", "L D F", "D F", "transformer.h.{}.mlp.c_fc.weight"),
+        _map("blocks.mlp.up.bias", "L F", "F", "transformer.h.{}.mlp.c_fc.bias"),
+        _map("blocks.mlp.down.weight", "L D F", "F D", "transformer.h.{}.mlp.c_proj.weight"),
+        _map("blocks.mlp.down.bias", "L D", "D", "transformer.h.{}.mlp.c_proj.bias"),
+        _map("norm.scale", "D", "D", "transformer.ln_f.weight"),
+        _map("norm.bias", "D", "D", "transformer.ln_f.bias"),
+        _map("head", "V D", "V D", "lm_head.weight"),
     ),
     ignored=(".attn.bias", ".attn.masked_bias"),  # the causal mask
 )
@@ -111,18 +111,18 @@ LLAMA = Family(
         "partial_rotary_factor": (1.0, None),
         "quantization_config": (None,),
     },
-    rows=(
-        _row("embedding", "V D", "V D", "model.embed_tokens.weight"),
-        _row("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
-        _row("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # as many kv heads as heads
-        _row("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # fewer
-        _row("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
-        _row("blocks.attention.out.weight", "L D N H", "D NH", "model.layers.{}.self_attn.o_proj.weight"),
-        _row("blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"),
-        _row("blocks.mlp.up.weight", "L D f F", "F D", "model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
-        _row("blocks.mlp.down.weight", "L D F", "D F", "model.layers.{}.mlp.down_proj.weight"),
-        _row("norm.scale", "D", "D", "model.norm.weight"),
-        _row("head", "V D", "V D", "lm_head.weight"),
+    mappings=(
+        _map("embedding", "V D", "V D", "model.embed_tokens.weight"),
+        _map("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
+        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # as many kv heads as heads
+        _map("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # fewer
+        _map("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
+        _map("blocks.attention.out.weight", "L D N H", "D NH", "model.layers.{}.self_attn.o_proj.weight"),
+        _map("blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"),
+        _map("blocks.mlp.up.weight", "L D f F", "F D", "model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
+        _map("blocks.mlp.down.weight", "L D F", "D F", "model.layers.{}.mlp.down_proj.weight"),
+        _map("norm.scale", "D", "D", "model.norm.weight"),
+        _map("head", "V D", "V D", "lm_head.weight"),
     ),
     ignored=(".rotary_emb.inv_freq",),
 )
@@ -141,10 +141,10 @@ QWEN3 = dataclasses.replace(
         "partial_rotary_factor": (1.0, None),
         "quantization_config": (None,),
     },
-    rows=(
-        *LLAMA.rows,
-        _row("blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"),
-        _row("blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"),
+    mappings=(
+        *LLAMA.mappings,
+        _map("blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"),
+        _map("blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"),
     ),
 )
 

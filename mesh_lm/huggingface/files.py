@@ -16,7 +16,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor is; `shape` is None where its file cannot be read."""
 
     file: Path
@@ -29,7 +29,7 @@ class Stored:
             return file.get_slice(self.name)[part]
 
 
-def scan(directory: Path) -> tuple[dict[str, Stored], list[str]]:
+def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """The tensors of a directory, one file or many with an index, and what is wrong with the files. Reads headers only."""
     index = directory / INDEX
     files = sorted(directory.glob("*.safetensors"))
@@ -39,7 +39,7 @@ def scan(directory: Path) -> tuple[dict[str, Stored], list[str]]:
             problem = f"expected one .safetensors file, or several and {INDEX}; there {'are' if len(files) > 1 else 'is'} {have}"
             return {}, [problem + ("; pytorch_model.bin is not read" if (directory / "pytorch_model.bin").exists() else "")]
         found, problem = _header(files[0])
-        return {name: Stored(files[0], name, shape) for name, shape in found.items()}, problem
+        return {name: StoredTensor(files[0], name, shape) for name, shape in found.items()}, problem
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = [directory / name for name in dict.fromkeys(names.values())]
@@ -52,15 +52,18 @@ def scan(directory: Path) -> tuple[dict[str, Stored], list[str]]:
         shapes, broken = headers[directory / file]
         if not broken and name not in shapes:
             problems.append(f"{file}: {name} is not in it, though {INDEX} says so")
-        tensors[name] = Stored(directory / file, name, shapes.get(name))
+        tensors[name] = StoredTensor(directory / file, name, shapes.get(name))
     return tensors, problems
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """One file. transformers refuses a file that does not call its format pt."""
+    """One file, readable by whom the user's umask lets. transformers refuses a file that does not call its format pt."""
     from safetensors.numpy import save_file
 
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes it private to the user
 
 
 def _open(file: Path) -> Any:

@@ -13,7 +13,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import differences, family_of
 from mesh_lm.huggingface.families import Family
-from mesh_lm.huggingface.layout import Box, Row, Sizes
+from mesh_lm.huggingface.tensor_mapping import Box, Sizes, TensorMapping
 from mesh_lm.model import DecoderConfig
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         raise _refusal(directory, "is another model than this config's", problems)
     tensors, problems = files.scan(directory)
     tensors = {_full(name, family): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
-    rows = {row.ours: (row, _sizes(row, config, layout, tensors)) for row in family.rows if row.ours in layout.shapes}
+    rows = {row.ours: (row, _sizes(row, config, layout, tensors)) for row in family.mappings if row.ours in layout.shapes}
     if tensors or not problems:
         problems += _mismatches(rows, tensors, config)
     if problems:
@@ -81,7 +81,7 @@ def _full(name: str, family: Family) -> str:
     return name if name.startswith((family.base, "lm_head.")) else family.base + name
 
 
-def _sizes(row: Row, config: DecoderConfig, layout: ModelLayout, tensors: dict[str, files.Stored]) -> Sizes:
+def _sizes(row: TensorMapping, config: DecoderConfig, layout: ModelLayout, tensors: dict[str, files.StoredTensor]) -> Sizes:
     """Of the dimensions of theirs: no padding of the vocabulary, and as many positions as were learned."""
     sizes = dict(zip(row.dims, layout.shapes[row.ours].shape, strict=True)) | {"V": config.vocab_size}
     if "S" in row.dims and (stored := tensors.get(row.theirs[0])) and stored.shape:
@@ -89,7 +89,7 @@ def _sizes(row: Row, config: DecoderConfig, layout: ModelLayout, tensors: dict[s
     return sizes
 
 
-def _mismatches(rows: dict[str, tuple[Row, Sizes]], tensors: dict[str, files.Stored], config: DecoderConfig) -> list[str]:
+def _mismatches(rows: dict[str, tuple[TensorMapping, Sizes]], tensors: dict[str, files.StoredTensor], config: DecoderConfig) -> list[str]:
     """Tensors that are missing, of another shape, or not of this model."""
     wanted = {name: (row, row.shape(sizes)) for row, sizes in rows.values() for name in row.names(sizes)}
     problems = [f"{name} is missing ({row.ours})" for name, (row, _) in wanted.items() if name not in tensors]

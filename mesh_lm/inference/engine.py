@@ -24,12 +24,12 @@ from mesh_lm.model import Batch, Generative
 from mesh_lm.parallel.layout import ModelLayout, Params
 from sharding_rules import Shard
 
-State = dict[str, Any]
+DecodeState = dict[str, Any]
 """tokens int32 [B, T], -1 where a row had ended; logprobs float32 [B, T]; done bool [B]; slot, the next to be written; pads, the padding
 before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids int32 [any]; and the model's cache."""
 
 
-def whole_sequences(layout: ModelLayout) -> ModelLayout:
+def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
     """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before.
 
     Raises ConfigError for a model in stages.
@@ -53,7 +53,7 @@ class Engine:
             raise ConfigError(
                 f"{type(model).__name__} cannot generate: it has neither extend() nor logits(); see mesh_lm/model/contract.py"
             )
-        self.layout, self.params, self.sampling = whole_sequences(layout), params, sampling
+        self.layout, self.params, self.sampling = without_sequence_sharding(layout), params, sampling
         self._begin = jax.jit(self._begin_rows, static_argnames="length")
         self._run: Any = None
 
@@ -126,7 +126,7 @@ class Engine:
     def _begin_rows(
         self, params: Params, tokens_BP: jax.Array, pads_B: jax.Array, rows_B: jax.Array, seed: jax.Array, stop_ids: jax.Array,
         idle_B: jax.Array, *, length: int,
-    ) -> State:  # fmt: skip
+    ) -> DecodeState:  # fmt: skip
         B, P = tokens_BP.shape
         model = self._model(params)
         slots = jnp.arange(P)
@@ -142,14 +142,14 @@ class Engine:
         }  # fmt: skip
         return self._put(state, logits) | {"cache": cache}
 
-    def _run_until(self, params: Params, state: State, until: jax.Array, ended_B: jax.Array) -> State:
+    def _run_until(self, params: Params, state: DecodeState, until: jax.Array, ended_B: jax.Array) -> DecodeState:
         """To slot `until`, or until every row has ended; those in `ended_B` have."""
         state = state | {"done": state["done"] | ended_B}
         return lax.while_loop(
             lambda state: (state["slot"] < until) & ~state["done"].all(), partial(self._next, params), self._everywhere(state)
         )
 
-    def _next(self, params: Params, state: State) -> State:
+    def _next(self, params: Params, state: DecodeState) -> DecodeState:
         last = state["slot"] - 1
         batch = {
             "tokens": jnp.maximum(lax.dynamic_slice_in_dim(state["tokens"], last, 1, axis=1), 0),
@@ -159,7 +159,7 @@ class Engine:
         logits, cache = self._model(params).extend(batch, state["cache"], last)
         return self._put(state, logits) | {"cache": cache}
 
-    def _put(self, state: State, logits_BV: jax.Array) -> State:
+    def _put(self, state: DecodeState, logits_BV: jax.Array) -> DecodeState:
         """The state with a token chosen for the next slot."""
         shard, slot, done = self.layout.shard, state["slot"], state["done"]
         spec = shard.spec("activations", ("batch",))
@@ -179,18 +179,18 @@ class Engine:
         }
         return self._everywhere(state | new)
 
-    def _everywhere(self, state: State) -> State:
+    def _everywhere(self, state: DecodeState) -> DecodeState:
         """All but the cache whole on every device, so that every process can read it."""
         everywhere = jax.NamedSharding(self.layout.shard.mesh, jax.P())
         return {name: x if name == "cache" else lax.with_sharding_constraint(x, everywhere) for name, x in state.items()}
 
     def _model(self, params: Params) -> Generative:
         model: Any = self.layout.bind(params)
-        return cast(Generative, model) if hasattr(model, "extend") else Rereading(model.logits)
+        return cast(Generative, model) if hasattr(model, "extend") else NoCacheModel(model.logits)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rereading:
+class NoCacheModel:
     """A model that only reads whole texts, made to generate: its cache is the text, which it reads anew for every token.
 
     Each row is read without the padding before it, since such a model may look at the tokens alone.
@@ -215,7 +215,7 @@ class Rereading:
 class Session:
     """One batch under way."""
 
-    def __init__(self, engine: Engine, state: State, n_prompts: int, first: int, end: int) -> None:
+    def __init__(self, engine: Engine, state: DecodeState, n_prompts: int, first: int, end: int) -> None:
         self._engine, self._state, self._n = engine, state, n_prompts
         self._read, self._end = first, end
         self._ended = np.zeros(state["done"].shape, bool)

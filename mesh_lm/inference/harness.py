@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import windows
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from sharding_rules.rules import did_you_mean
 
 _MAX_NEW = 256
@@ -30,7 +30,7 @@ _BOOTSTRAP = 1000
 class Requests:
     """What the harness asks of a model, in terms of token ids and texts. Knows nothing of the harness."""
 
-    def __init__(self, trained: Trained, batch: int, start: int) -> None:
+    def __init__(self, trained: TrainedModel, batch: int, start: int) -> None:
         """start: the token that stands before a text of which nothing else is given."""
         self.trained, self.batch, self.start = trained, batch, start
         self.seq_len = trained.config.model.seq_len
@@ -74,7 +74,7 @@ class Requests:
         return [found[i].text for i in range(len(ids))]
 
 
-def adapter(trained: Trained, *, batch: int, start: int) -> Any:
+def adapter(trained: TrainedModel, *, batch: int, start: int) -> Any:
     """The trained model as an lm_eval.api.model.LM."""
     return register()(requests=Requests(trained, batch, start))
 
@@ -126,7 +126,7 @@ def register() -> type:
 
     @register_model("mesh_lm")
     class MeshLM(TemplateLM):
-        """Arguments are those of `mesh_lm.inference.model_arguments.ModelArguments`, and `batch_size`."""
+        """Arguments are those of `mesh_lm.inference.model_arguments.load`, and `batch_size`."""
 
         def __init__(
             self, checkpoint: str = "", batch_size: Any = 8, start: str = "", requests: Requests | None = None,
@@ -134,17 +134,17 @@ def register() -> type:
         ) -> None:  # fmt: skip
             super().__init__()
             if requests is None:
-                from mesh_lm.inference.model_arguments import ModelArguments
+                from mesh_lm.inference.model_arguments import load
                 from mesh_lm.inference.text import document_start
 
-                known = [*(field.name for field in dataclasses.fields(ModelArguments)), "start", "batch_size"]
+                known = [*(name for name in inspect.signature(load).parameters if name != "command"), "start", "batch_size"]
                 if unknown := [name for name in options if name not in known]:
                     hint = did_you_mean(unknown[0], known)
                     raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument{hint}")
                 size = int(batch_size) if str(batch_size).isdigit() else 8
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")
-                trained = ModelArguments(checkpoint, **options).load()
+                trained = load(checkpoint, **options)
                 requests = Requests(trained, size, document_start(trained.tokenizer, start))
             self.requests = requests
 

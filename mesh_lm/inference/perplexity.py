@@ -44,7 +44,7 @@ def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
     return nats_per_token / math.log(2) * tokens / n_bytes
 
 
-def read(path: str) -> Iterator[str]:
+def read_texts(path: str) -> Iterator[str]:
     """The texts of a directory, .jsonl or .parquet, as `data.path` reads them, or any other file, .gz and .zst too, as one text.
 
     Raises ConfigError for what is missing or is not UTF-8.
@@ -64,7 +64,7 @@ def read(path: str) -> Iterator[str]:
         yield text
 
 
-def measure(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
+def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
     """What the texts cost, each by itself, after the token `start`. stride: as in `windows`.
 
     Raises ConfigError where there is no token at all, or one that the model lacks.
@@ -109,7 +109,7 @@ def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[
         yield tokens[max(0, done - seq_len) : done + 1], new
 
 
-def compressors(texts: Iterable[str]) -> dict[str, float]:
+def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     """What general compressors make of the same texts, in bits per byte: of the first 64 MiB, because xz is slow. {} for no text."""
     gzip, xz = zlib.compressobj(9, wbits=31), lzma.LZMACompressor(preset=9)
     size = gzip_size = xz_size = 0

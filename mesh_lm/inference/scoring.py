@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference.engine import rounded, whole_sequences
+from mesh_lm.inference.engine import rounded, without_sequence_sharding
 from mesh_lm.model import Batch, token_batch
 from mesh_lm.parallel.layout import ModelLayout, Params
 
@@ -36,7 +36,7 @@ class Scorer:
             raise ConfigError(
                 f"{type(model).__name__} cannot score text: it has neither scores() nor logits(); see mesh_lm/model/contract.py"
             )
-        self.layout, self.params = whole_sequences(layout), params
+        self.layout, self.params = without_sequence_sharding(layout), params
         shard = self.layout.shard
         ways = shard.n_shards(shard.axes_for("batch"))
         self.batch = -(-batch // ways) * ways

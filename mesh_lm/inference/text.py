@@ -72,7 +72,7 @@ class Generator:
             group = ids[first : first + self.batch]
             rows = range(first, first + len(group))
             stop_ids = [self.tokenizer.eod] if stop_at_eod else []
-            writers = [Writer(self.tokenizer, prompt, stop, stop_ids) for prompt in group]
+            writers = [CompletionWriter(self.tokenizer, prompt, stop, stop_ids) for prompt in group]
             batch = min(self.batch, len(ids))
             session = self.engine.start(group, max_new_tokens, seed=seed, rows=rows, stop_ids=stop_ids, batch=batch)
             while not session.done:
@@ -89,7 +89,7 @@ class Generator:
         """The same text as `complete([prompt], ...)`, in the pieces in which it is made."""
         ids = self.prompt(prompt)
         stop_ids = [self.tokenizer.eod] if stop_at_eod else []
-        writer = Writer(self.tokenizer, ids, stop, stop_ids)
+        writer = CompletionWriter(self.tokenizer, ids, stop, stop_ids)
         session = self.engine.start([ids], max_new_tokens, seed=seed, stop_ids=stop_ids)
         while not session.done and writer.reason != "stop":
             if piece := writer.push(session.advance(1)[0]):
@@ -106,7 +106,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-class Writer:
+class CompletionWriter:
     """Tokens of one row to its text, up to a stop string, which may begin in one token and end in another."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:

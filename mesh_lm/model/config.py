@@ -1,11 +1,11 @@
-"""The config of the decoder: its fields make it GPT-2, GPT-3, Llama or Qwen."""
+"""The decoder's shape: its fields make it GPT-2, GPT-3, Llama or Qwen."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from mesh_lm.config import ModelConfig
+from mesh_lm.config import ModelConfig, expert
 from mesh_lm.errors import ConfigError
 from mesh_lm.model.kinds import kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
@@ -21,21 +21,23 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class SegmentConfig:
-    """A run of layers of one kind. Its name is the scope of its parameters and of its sharding rules, as in "late/mlp"."""
+    """Consecutive layers of one kind. The name is the scope of their parameters and sharding rules, as in "late/mlp"."""
 
     name: str
     n_layers: int
     kind: str = "dense"
-    """A kind of layer in mesh_lm.model.kinds."""
+    """The kind of layer: a name in mesh_lm.model.kinds, or module:class or FILE.py:class for one of your own."""
     remat: Remat | None = None
-    """None: as the model's."""
+    """None: the model's."""
     dtype: Dtype | None = None
-    """Type of this segment's matmuls; the residual stream keeps the model's. None: as the model's."""
+    """Type of this segment's matmuls; the residual stream keeps the model's type. None: the model's."""
 
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
         """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
         name, layers, *rest = word.split(":")
+        if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
+            rest[:2] = [":".join(rest[:2])]  # a kind of one's own: module:class
         kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
         if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)
@@ -47,66 +49,69 @@ class SegmentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """A decoder-only transformer. The defaults are GPT-2's choices."""
+    """A decoder-only transformer. The defaults are those of GPT-2."""
 
     n_layers: int = 4
-    """Transformer layers, of all segments."""
+    """Number of transformer layers, over all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Runs of unlike layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: one run of dense layers, called blocks."""
+    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: layers of one kind, in a segment "blocks"."""
+    block: str = "dense"
+    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one of your own (docs/own_block.py)."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int = 0
-    """Key and value heads (grouped-query attention, arXiv 2305.13245); 0: as many as query heads."""
+    """Number of key and value heads (grouped-query attention, arXiv 2305.13245); 0: n_heads."""
     head_dim: int = 0
-    """Width of a head; 0: d_model / n_heads."""
+    """Width of each head; 0: d_model / n_heads."""
     d_ff: int = 0
     """Width of the MLP; 0: 4 d_model."""
     positions: Literal["learned", "rotary"] = "learned"
-    """learned: a table of seq_len vectors; rotary: RoPE (arXiv 2104.09864)."""
+    """learned: a table of seq_len position embeddings; rotary: RoPE (arXiv 2104.09864)."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths."""
-    rope_scaling: float = 1.0
-    """Llama-3's context extension: long wavelengths are stretched by this factor; 1: off."""
-    rope_original_seq_len: int = 8192
-    """Context length before the extension, in tokens."""
+    """Base of the RoPE wavelengths."""
+    rope_scaling: float = expert(1.0)
+    """Factor by which Llama 3's context extension stretches long RoPE wavelengths; 1: off."""
+    rope_original_seq_len: int = expert(8192)
+    """Context length before that extension, in tokens."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each half block and before the head."""
-    norm_eps: float = 1e-5
-    """Added to the variance."""
+    """Normalisation before attention, before the MLP and before the head."""
+    norm_eps: float = expert(1e-5)
+    """Added to the variance in norms."""
     activation: Literal["gelu", "swiglu"] = "gelu"
-    """MLP nonlinearity (tanh GELU as in GPT-2; SwiGLU, arXiv 2002.05202)."""
+    """Activation of the MLP: the tanh GELU of GPT-2, or SwiGLU (arXiv 2002.05202)."""
     biases: bool = True
-    """Biases in the linear layers and in LayerNorm."""
+    """Whether linear layers and LayerNorm have biases."""
     tied: bool = True
-    """The head uses the embedding table."""
+    """Whether the head shares the embedding table."""
     window: tuple[int, ...] = ()
-    """Sliding-window width by layer, in tokens, repeated down the stack; 0: all earlier tokens; empty: all layers full."""
-    softcap: float = 0.0
-    """Attention logits are squashed to c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
-    head_softcap: float = 0.0
-    """The same for the vocabulary logits; 0: off."""
+    """Sliding-window widths in tokens, one per layer and repeated over the layers, as in 1024,0 (0: full attention); empty: none."""
+    softcap: float = expert(0.0)
+    """Soft cap c of the attention logits, c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
+    head_softcap: float = expert(0.0)
+    """Soft cap of the vocabulary logits; 0: off."""
     qk_norm: bool = False
-    """Each head's query and key are normalised before their positions go in (Qwen3, arXiv 2505.09388)."""
-    sinks: bool = False
-    """A learned logit per head that takes attention without a value (gpt-oss)."""
+    """Whether each head's query and key are normalised before RoPE (Qwen3, arXiv 2505.09388)."""
+    sinks: bool = expert(False)
+    """Attention sinks: a learned logit per head in the softmax, without a value (gpt-oss)."""
     dropout: float = 0.0
-    """Rate on the embedding and on each half block's output."""
-    z_loss: float = 0.0
-    """Weight of log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; outputs into the residual stream are divided by sqrt(2 n_layers) (GPT-2)."""
+    """Dropout rate of the embedding and of the outputs of attention and MLP."""
+    z_loss: float = expert(0.0)
+    """Weight of the z-loss, log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
+    init_std: float = expert(0.02)
+    """Standard deviation of initial weights. Projections into the residual stream are scaled by 1 / sqrt(2 n_layers) (GPT-2)."""
     dtype: Dtype = "bfloat16"
-    """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
+    """Type of matmuls and activations. Master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
-    """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
+    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
+    host."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
-    """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
-    loss_chunk: int = 1024
-    """Tokens whose vocabulary logits exist at once, per device."""
-    vocab_multiple: int = 128
-    """The vocabulary is padded to a multiple of this, so that it divides over tensor; padded ids have probability 0."""
+    """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
+    loss_chunk: int = expert(1024)
+    """Tokens per chunk of the loss: a device holds the vocabulary logits of this many tokens at a time."""
+    vocab_multiple: int = expert(128)
+    """The vocabulary is padded to a multiple of this, so that it can be sharded over `tensor`; padding ids have probability 0."""
 
     @property
     def kv_heads(self) -> int:
@@ -138,7 +143,7 @@ class DecoderConfig(ModelConfig):
 
     def runs(self) -> tuple[SegmentConfig, ...]:
         """The segments, with the default of one segment called blocks filled in."""
-        return self.segments or (SegmentConfig("blocks", self.n_layers),)
+        return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
         """The config of a segment's layers. Its n_layers is still that of the whole model."""
@@ -193,8 +198,9 @@ class DecoderConfig(ModelConfig):
                 problems.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
             if run.name in _RESERVED or hasattr(Decoder, run.name):
                 problems.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+        for run in self.runs():
             try:
-                kind(run.kind)
+                kind(run.kind, "model.segments" if self.segments else "model.block")
             except ConfigError as error:
                 problems.append(str(error))
         return problems

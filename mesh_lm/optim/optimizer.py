@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, files
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
@@ -32,11 +32,13 @@ class Optimizer:
     config: OptimizerConfig
     steps: int
     """Length of the learning-rate schedule."""
+    own: Rule | None = None
+    """A rule object that was passed in; None: the rule that optimizer.name names."""
 
     @cached_property
     def rule(self) -> Rule:
-        """The rule that the config names. Raises ConfigError as `make_rule` does."""
-        return make_rule(self.config)
+        """The update rule. Raises ConfigError as `make_rule` does."""
+        return self.own or make_rule(self.config)
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """The optimizer state of parameters, see `Rule.slots`. Raises ConfigError for flat vectors if the rule is not elementwise."""
@@ -77,7 +79,7 @@ class Optimizer:
 
 
 def make_rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names: one of RULES, or module:class.
+    """The rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
 
     Raises ConfigError for an unknown name, a module that cannot be imported, and a class that does not implement `Rule`.
     """
@@ -86,15 +88,24 @@ def make_rule(config: OptimizerConfig) -> Rule:
     if not colon:
         hint = did_you_mean(name, list(RULES))
         raise ConfigError(f"{what}: no such optimizer{hint}" + ("" if hint.endswith("?") else ", or module:class for a custom one"))
-    try:
-        module = importlib.import_module(path)
-    except Exception as error:
-        raise ConfigError(f"{what}: {path!r} cannot be imported ({type(error).__name__}: {error})") from error
+    module = files.imported(path, what)
     if not hasattr(module, name):
         rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
         raise ConfigError(f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}")
+    return _made(getattr(module, name), config, what)
+
+
+def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
+    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `make_rule`."""
+    own = given if isinstance(given, type) else type(given)
+    name = f"{own.__module__}:{own.__qualname__}"
+    made = _made(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")
+    return dataclasses.replace(config, name=name), made
+
+
+def _made(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
     try:
-        instance = getattr(module, name)(config)
+        instance = make(config)
     except Exception as error:
         raise ConfigError(f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})") from error
     fits = {"elementwise": bool, "slots": Callable, "direction": Callable}

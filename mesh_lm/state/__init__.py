@@ -2,8 +2,8 @@
 
 from mesh_lm.state.parts import COUNTERS as COUNTERS
 from mesh_lm.state.parts import MASTER as MASTER
-from mesh_lm.state.parts import Part as Part
 from mesh_lm.state.parts import State as State
+from mesh_lm.state.parts import StatePart as StatePart
 from mesh_lm.state.parts import abstract_state as abstract_state
 from mesh_lm.state.parts import counters as counters
 from mesh_lm.state.parts import initial_statistics as initial_statistics

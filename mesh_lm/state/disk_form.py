@@ -30,7 +30,7 @@ _HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class DiskArray:
     """One array on disk, and where it is in memory."""
 
     part: str
@@ -75,20 +75,20 @@ class Entry:
         return held
 
 
-def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
+def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
     """Everything that a checkpoint holds but the counters, part by part, in the order of the model's parameters."""
     flat, out = layout.flat, []
     vectors = {vector.name: vector for vector in flat.vectors}
     places = {name: n for n, name in enumerate(layout.shapes)}
     specs = layout.shardings("params") if vectors else {}
 
-    def of_vector(part: str, source: str, name: str, dtype: Any) -> list[Entry]:
+    def of_vector(part: str, source: str, name: str, dtype: Any) -> list[DiskArray]:
         vector, found = vectors[name], []
         for matrix in vector.matrices:
             shape, in_memory = layout.shapes[matrix.name].shape, layout.memory_shapes[matrix.name].shape
             where = shard_over_replicas(specs[matrix.name], in_memory, vector.replica_axes, first=bool(vector.rows))
             stack = layout.stack_of(matrix.name) if vector.rows else None
-            found.append(Entry(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
+            found.append(DiskArray(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
         return found
 
     for part, declared in parts(layout, optimizer).items():
@@ -100,7 +100,7 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[Entry]:
                 stack = layout.stack_of(name) if leaf.stacked else None
                 shape = (stack.n_layers, *leaf.shape[1:]) if stack else leaf.shape
                 rows = leaf.shape[0] if stack else 0
-                found.append(Entry(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
+                found.append(DiskArray(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
         out += found
     order = list(dict.fromkeys(entry.part for entry in out))
     return sorted(out, key=lambda entry: (order.index(entry.part), places[entry.name]))

@@ -27,7 +27,7 @@ COUNTERS = ("step", "skipped", "recent")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StatePart:
     """One entry of a state: arrays by the names of parameters, or of flat vectors."""
 
     kind: Kind
@@ -42,7 +42,7 @@ class Part:
         return sum(local)
 
 
-def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
+def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     """Every entry of a run's state but the counters.
 
     params: what the layers use. master: the fp32 flat vectors of those that `ModelLayout.flat` says, which `params` then follow from.
@@ -65,7 +65,7 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, Part]:
                 where[name] = _where(layout, kind, name, leaf)
             except ShardingRuleError as error:
                 problems[str(error)] = None
-        out[part] = Part(kind, each, where)
+        out[part] = StatePart(kind, each, where)
     if problems:
         raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
     return out

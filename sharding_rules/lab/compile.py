@@ -27,6 +27,7 @@ from sharding_rules.lab.assembler import gpu_in_use, unassembled
 from sharding_rules.lab.child import Aborted, compile_in_child, server
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
+from sharding_rules.lab.origins import used_in_part, with_origins
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS, request_of
@@ -35,7 +36,9 @@ from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
-_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "provenance", "report", "targets", "timeline", "vocabulary")
+_MAKERS = (
+    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "report", "targets", "timeline", "vocabulary",
+)  # fmt: skip
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _ONE_AT_A_TIME = threading.Lock()
@@ -67,6 +70,7 @@ def compile_report(
     slots: Sequence[Slot] = (),
     vocabulary: Vocabulary = NEUTRAL,
     kwargs: Mapping[str, Any] | None = None,
+    model_flops: float = 0.0,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -74,6 +78,7 @@ def compile_report(
       step: a function, jitted or not. Static arguments are named as always: `jax.jit(step, static_argnames="mode")`.
       args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
       kwargs: its keyword arguments.
+      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
@@ -99,6 +104,7 @@ def compile_report(
         "options": options,
         "slots": tuple(slots),
         "vocabulary": vocabulary,
+        "model_flops": float(model_flops),
     }
     arguments = _arguments(step, args, kwargs, kind_of, names)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -146,17 +152,18 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
     module = hlo.parse(text, about["slots"])
     provenance = Provenance(module, about["vocabulary"])
-    sent = collectives(module, provenance, mesh)
+    sent = with_origins(module, arguments, collectives(module, provenance, mesh))
     target = TARGETS.get(about["target"])
     line = replay(module, provenance, sent, target) if target else None
     return Report(
         **about,
         hbm=target.usable if target else 0,
+        peak_flops=target.flops["bf16"] if target else 0.0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=priced(sent, line, target) if line and target else sent,
         memory=memory(module, provenance, stats, assignment, live, arguments),
-        arguments=arguments,
+        arguments=used_in_part(module, arguments),
         flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),

@@ -1,4 +1,4 @@
-"""Fixtures of the fault suite."""
+"""Fixtures of the fault tests."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By rules: the output, and in `log` what was printed, of a run of two processes that nobody disturbs."""
+    """Returns, for given rules, the output directory of an undisturbed run of two processes; its `log` has what was printed."""
 
     @functools.cache
     def run(rules: str) -> Path:
@@ -30,18 +30,18 @@ def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="session")
 def undisturbed_output(undisturbed_runs: Callable[[str], Path]) -> Path:
-    """Of the run that all others are compared with."""
+    """The output of the undisturbed run that others are compared with."""
     return undisturbed_runs(str(FIELDS["rules"]))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed_output: Path) -> dict[int, str]:
-    """What that run has at each save: digests of its state and of its samples."""
+    """The undisturbed run's digests of state and samples at each save."""
     return saved_by(undisturbed_output)
 
 
 def saved_by(output: Path) -> dict[int, str]:
-    """The digests of each save of a run that nobody disturbed."""
+    """Returns the digests of each save of an undisturbed run."""
     found = dict(certificates((output / "log").read_text()))
     assert sorted(found) == [*range(EVERY, STEPS + 1, EVERY)]
     return found

@@ -1,4 +1,4 @@
-"""A supervised run of train.py in real processes, for tests that break it."""
+"""Runs train.py under the launcher in real processes, for tests that inject faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes import PATIENCE, ROOT, environment
 WORKER = Path(__file__).with_name("worker.py")
 STEPS, EVERY = 20, 5
 HEARTBEAT, STALL = 8, 6
-"""Seconds, as health.heartbeat (and --heartbeat) and health.stall of these runs."""
+"""health.heartbeat (and --heartbeat) and health.stall of these runs, in seconds."""
 FIELDS: dict[str, object] = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
     "data.tokenizer_vocab": 512, "data.threads": 1, "train.global_batch": 16, "train.steps": STEPS, "train.log_every": 1,
@@ -28,7 +28,7 @@ FIELDS: dict[str, object] = {
     "checkpoint.every": EVERY, "health.stall": STALL, "health.patience": 60, "health.heartbeat": HEARTBEAT,
     "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp",
 }  # fmt: skip
-"""Of a run on four devices, dropout and a mesh of two axes included."""
+"""Options of a run on four devices, with dropout and two mesh axes."""
 
 
 def corpus(directory: Path) -> Path:
@@ -45,11 +45,11 @@ def arguments(data: Path, output: Path, **changes: object) -> list[str]:
 
 
 class Job:
-    """A launcher and its workers. A context manager that leaves nothing running."""
+    """A launcher and its workers. As a context manager it leaves no process running."""
 
     def __init__(self, faults: Path, arguments: list[str], *, workers: int = 2, devices: int = 2, options: Sequence[str] = (),
                  prefix: Sequence[str] = (), **variables: str) -> None:  # fmt: skip
-        """faults: a directory for worker.py; options: of the launcher; prefix: a command to run it under."""
+        """faults: a directory for worker.py; options: launcher options; prefix: a command to run the launcher under."""
         faults.mkdir(exist_ok=True)
         self.faults, self.lines = faults, []
         self.moments: list[float] = []
@@ -75,7 +75,7 @@ class Job:
         (self.faults / f"{process}-{step}-{what}").touch()
 
     def wait(self, pattern: str, count: int = 1) -> float:
-        """When the line came that is the `count`-th to match (time.monotonic). Raises AssertionError where none does."""
+        """Returns when (time.monotonic) the `count`-th matching line was printed. Raises AssertionError if none is."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             found = [moment for line, moment in zip([*self.lines], [*self.moments], strict=False) if re.search(pattern, line)]
@@ -87,12 +87,12 @@ class Job:
         raise AssertionError(f"no line {pattern!r} in\n{self.log}")
 
     def pids(self) -> list[int]:
-        """Of the workers, in their order."""
+        """Returns the process ids of the workers, in their order."""
         found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
         return sorted(map(int, found))
 
     def ended(self) -> int:
-        """Its status, when all that it printed is in `lines`."""
+        """Waits for the end and returns the exit status; `lines` then has all output."""
         try:
             status = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -114,5 +114,5 @@ class Job:
 
 
 def certificates(log: str) -> Mapping[int, str]:
-    """{step: "state ..., samples ..."} of all steps that were saved, the newest of each."""
+    """Returns {step: "state ..., samples ..."} for the last save of each step."""
     return {int(step): proof for step, proof in re.findall(r"saving step (\d+) \((state \w+, samples \w+)\)", log)}

@@ -1,4 +1,4 @@
-"""F6, F8, F11: a checkpoint that is not what was saved, or not of this model. Orbax alone restores a flipped bit without a word."""
+"""F6, F8, F11: damaged checkpoints and checkpoints of another model. Orbax alone silently restores a flipped bit."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.fault
 MODEL = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32")
 DAMAGES = ("flip", "zero", "truncate", "delete")
 FLIPS = 80
-"""Random bits, each in a random file, weighted by size; and each file is damaged in each of the four ways."""
+"""Flips of random bits in random files, weighted by size; and each file damaged in each of four ways."""
 
 
 @pytest.fixture(scope="module", params=["ddp", "distributed"])
 def layout(request: pytest.FixtureRequest) -> ModelLayout:
-    """Weights and moments as they are used; and, beside a copy for the layers, as flat vectors, each a half on each of two devices."""
+    """State in its usual form, and as flat vectors sharded over two devices, with a copy of the weights for the layers."""
     return ModelLayout.of(MODEL, shard_on(request.param, data=1 if request.param == "ddp" else 2))
 
 
@@ -42,7 +42,7 @@ def optimizer() -> Optimizer:
 
 @pytest.fixture(scope="module")
 def good(layout: ModelLayout, optimizer: Optimizer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, dict]]:
-    """A run's directory with steps 1 and 2, and what they hold."""
+    """A run's directory with steps 1 and 2, and their contents."""
     config = TrainConfig(model=MODEL, output=str(tmp_path_factory.mktemp("good")))
     held = {}
     with Checkpoints(config) as checkpoints:
@@ -76,7 +76,7 @@ def cases(good: tuple[TrainConfig, dict[int, dict]]) -> Iterator[tuple[Path, str
 
 
 def damaged(path: Path, how: str, seed: int) -> bool:
-    """Whether the file is another now."""
+    """Damages the file. Returns whether it changed."""
     before, chance = path.read_bytes(), random.Random(f"{path.name} {how} {seed}")
     if how == "delete":
         path.unlink()
@@ -99,7 +99,7 @@ def test_f6_no_damage_is_restored_in_silence(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    """Every restore gives the bits of a step as it was saved: of step 2 where the damage hit nothing that is read, else of step 1."""
+    """Every restore returns exactly what was saved: step 2 if the damage hit nothing that is read, else step 1."""
     count = {"cases": 0, "older step taken": 0, "no effect": 0}
     for name, how, seed in cases(good):
         config = copied(good, tmp_path / "run")
@@ -123,7 +123,7 @@ def test_f6_no_damage_is_restored_in_silence(
 def test_f6_nothing_whole_is_no_silent_new_start(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
-    """Neither at once, nor when it is started again."""
+    """A run without an intact checkpoint fails, at once and when it is started again."""
     config = copied(good, tmp_path / "run")
     for step in (1, 2):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step) / "state" / "d")
@@ -139,7 +139,7 @@ def test_f8_a_half_copied_step(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path, missing: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Of the name of a complete one, as a copy by hand that was broken off."""
+    """Covers an incomplete checkpoint under a complete one's name, as an aborted manual copy leaves it."""
     config = copied(good, tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
     shutil.copytree(steps / "2", steps / "3")
@@ -171,7 +171,7 @@ def test_f8_an_empty_directory_with_a_steps_name(
 def test_f11_another_model(
     good: tuple[TrainConfig, dict[int, dict]], optimizer: Optimizer, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    """Wrong config, wrong vocabulary, wrong tree: one error before any array is read, and nothing is put aside."""
+    """A wrong config, vocabulary or tree gives one error before any array is read, and nothing is renamed to `.damaged`."""
     config = copied(good, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2" / "state" / "d")  # the arrays
     model = dataclasses.replace(MODEL, **changes)
@@ -184,7 +184,7 @@ def test_f11_another_model(
 def test_f11_a_tree_with_a_leaf_too_few(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
-    """The metadata says that it is there, and no array is."""
+    """The list of arrays lacks a leaf that the metadata describes."""
     config = copied(good, tmp_path / "run")
     tree = tmp_path / "run" / "checkpoints" / "2" / "state" / "_METADATA"
     described = json.loads(tree.read_text())

@@ -1,4 +1,4 @@
-"""F15: the network between two hosts is cut in mid-run and healed after a while. Two network namespaces with a cable between them."""
+"""F15: the network between two hosts fails during a run and recovers. Two connected network namespaces stand in for hosts."""
 
 import contextlib
 import os
@@ -24,11 +24,11 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two hosts with one address each, 10.77.0.1 and 10.77.0.2. Skips where this process may not make any."""
+    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create namespaces."""
     if not shutil.which("ip"):
         pytest.skip("ip is not installed (Debian: iproute2)")
     names = [Path("/etc/netns") / host for host in HOSTS]
-    _remove(names)  # of a test run that was killed
+    _remove(names)  # left by a test run that was killed
     try:
         try:
             for host in HOSTS:
@@ -48,7 +48,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def test_f15_a_network_that_is_cut_and_healed(hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
-    """Each side ends its processes within a heartbeat and 5 s of the cut, and when it is healed they find each other and go on."""
+    """Each side ends its processes within a heartbeat and 5 s of the failure; after recovery they reconnect and continue."""
     settings = arguments(data, tmp_path / "run")
     where = ["--nodes=2", "--rendezvous=10.77.0.1:9876", "--rejoin=120"]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""F16: the batch script that the launcher prints, on a real Slurm of two nodes: told to leave, and requeued, in mid-run."""
+"""F16: the launcher's batch script on a real two-node Slurm is preempted and requeued during a run."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fault
 
 class Batch:
     def __init__(self, directory: Path, environment: Mapping[str, str], command: list[str]) -> None:
-        """command: what the launchers of two nodes start."""
+        """command: the command that the launchers of two nodes start."""
         template = [sys.executable, "-m", "mesh_lm.launch", "--template=slurm", "--nodes=2", "--grace=60", *command]
         script = subprocess.run(template, env=environment, capture_output=True, text=True, check=True).stdout
         lines = [line for line in script.splitlines() if "gpus-per-node" not in line]  # this cluster has none
@@ -45,13 +45,13 @@ class Batch:
         while self.log.count(text) < count:
             assert time.monotonic() < deadline, f"{text!r} not {count} times ({self.state}) in\n{self.log}"
             if self.state == "PENDING":  # Slurm lets a requeued job wait for two minutes
-                time.sleep(4)  # but takes it for a mistake if it starts in the second in which it was requeued
+                time.sleep(4)  # and fails a job that starts in the second in which it was requeued
                 subprocess.run(["scontrol", "update", f"JobId={self.job}", "StartTime=now"], env=self._environment, capture_output=True)
             time.sleep(0.3)
 
 
 def test_f16_slurm(data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
-    """TERM as --signal sends it: saved, status 99, requeued by the script. scontrol requeue: the same without a word to the script."""
+    """On TERM from --signal the run saves, exits with 99 and is requeued by the script; `scontrol requeue` works without the script."""
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "faults").mkdir()

@@ -1,4 +1,4 @@
-"""F7, F9, F13, F14: a disk that fills up, other devices than before, data that vanish, and what else is wrong around a run."""
+"""F7, F9, F13, F14: a full disk, changed devices, lost data, and other faults in a run's environment."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fault
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB. Skips where this process may not mount one."""
+    """A file system of 16 MiB. Skips if this process may not mount one."""
     (disk := tmp_path / "disk").mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True, text=True)
     if mounted.returncode:
@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Takes all that is left of it."""
+    """Fills the file system."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
@@ -45,7 +45,7 @@ def fill(disk: Path) -> Path:
 
 
 def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Path, tmp_path: Path) -> None:
-    """Checkpoints and metrics on it fail, the run goes on and says so, louder in time; when there is room again all is saved."""
+    """Checkpoints and metrics fail; the run continues with increasingly urgent messages, and saves all once there is space."""
     settings = arguments(data, small_disk / "run", checkpoint__alarm=2)
     with Job(tmp_path / "faults", settings, MESH_LM_PACE="0.5") as job:
         job.wait("step  6/")
@@ -62,7 +62,7 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
 
 
 def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_path: Path) -> None:
-    """What cannot be saved is an error with status 1; what was saved is still there."""
+    """A state that cannot be saved is an error with status 1; earlier checkpoints remain."""
     with Job(tmp_path / "faults", arguments(data, small_disk / "run"), workers=1, devices=4, MESH_LM_PACE="0.5") as job:
         job.wait("step 16/")
         fill(small_disk)
@@ -74,7 +74,7 @@ def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_pat
 
 
 Layouts = list[tuple[int, int, dict[str, object], int]]
-"""Processes, devices of each, the mesh, and the step at which the run moves on."""
+"""Processes, devices per process, the mesh, and the step at which the run moves to the next row."""
 LAYOUTS: Layouts = [
     (2, 4, {"mesh.fsdp": 4}, 10),
     (1, 4, {"mesh.tensor": 2, "mesh.data": 1, "rules": "hsdp+megatron"}, 15),
@@ -91,7 +91,7 @@ FLAT: Layouts = [
 def test_f9_on_other_devices(
     data: Path, undisturbed: dict[int, str], undisturbed_output: Path, tmp_path: Path, layouts: Layouts
 ) -> None:  # fmt: skip
-    """8 devices in 2 processes, then 4 in 1, then 2 in 2: the same samples, the weights that were saved, and the losses agree."""
+    """On 8 devices in 2 processes, then 4 in 1, then 2 in 2, samples and restored weights are identical, and losses agree."""
     proofs: dict[int, str] = {}
     for workers, devices, mesh, until in layouts:
         changes = {name.replace(".", "__"): value for name, value in mesh.items()}
@@ -114,7 +114,7 @@ def losses(output: Path) -> list[float]:
 
 @pytest.fixture
 def prefix(data: Path, tmp_path: Path) -> Path:
-    """A .bin and .idx of bytes, as large as many pages."""
+    """Writes a .bin and .idx of many pages of bytes."""
     tokens = np.frombuffer(data.read_bytes() * 8, np.uint8).astype(np.int64)
     write_documents(tmp_path / "bytes", np.array_split(tokens, 50), vocab=512)
     return tmp_path / "bytes"
@@ -122,8 +122,8 @@ def prefix(data: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["truncated", "missing"])
 def test_f13_data_that_vanish_in_mid_run(data: Path, prefix: Path, tmp_path: Path, how: str) -> None:
-    """Cut short: the process dies of a bus error, the launcher says what that usually is, and the next start names the file. Removed: what
-    is open stays readable, and the run ends well. With the file back, the same command goes on."""
+    """If a file is truncated, the process dies of a bus error, which the launcher explains, and the next start names the file. If it is
+    removed, it stays readable while open, and the run ends normally. Once the file is restored, the same command continues."""
     settings = arguments(data, tmp_path / "run", data__blend=prefix, data__tokenizer="bytes", train__global_batch=64, train__log_every=1)
     whole, binary = prefix.with_suffix(".whole"), prefix.with_suffix(".bin")
     shutil.copy(binary, whole)
@@ -132,7 +132,8 @@ def test_f13_data_that_vanish_in_mid_run(data: Path, prefix: Path, tmp_path: Pat
         if how == "truncated":
             os.truncate(binary, 4096)
             assert job.ended() == 1, job.log
-            assert re.search(r"SIGBUS.*a data file was cut short", job.log) and re.search(r"error: .*bytes\.bin", job.log), job.log
+            assert re.search(r"SIGBUS.*a memory-mapped data file was truncated", job.log), job.log
+            assert re.search(r"error: .*bytes\.bin", job.log), job.log
         else:
             binary.unlink()
             assert job.ended() == 0, job.log
@@ -142,7 +143,7 @@ def test_f13_data_that_vanish_in_mid_run(data: Path, prefix: Path, tmp_path: Pat
 
 
 def test_f14_a_port_in_use(data: Path, tmp_path: Path) -> None:
-    """The launcher's own ports are picked free; one that was given is named."""
+    """The launcher picks free ports; a given port that is taken is named in the error."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Job(
@@ -154,7 +155,7 @@ def test_f14_a_port_in_use(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "checkpoints", "tokenizer"])
 def test_f14_an_output_that_cannot_be_written(data: Path, tmp_path: Path, name: str) -> None:
-    """Something else is where the run wants to write. One error, before the first step."""
+    """Something else in place of an output file or directory gives one error before the first step."""
     (output := tmp_path / "run").mkdir()
     (output / name).mkdir() if name == "metrics.jsonl" else (output / name).write_text("in the way")
     command = [sys.executable, str(ROOT / "train.py"), *arguments(data, output, mesh__data=1, mesh__fsdp=1)]

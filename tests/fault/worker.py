@@ -1,4 +1,4 @@
-"""train.py with faults: real signals to this process, real hangs, real bits, each once, at a step and in a process that the test chose.
+"""Runs train.py with faults: real signals, hangs and bit flips, each once, at a step and in a process chosen by the test.
 
 MESH_LM_FAULTS is a directory. A file `process-step-what` in it is a fault to come; it is removed as it strikes, so that a restarted run is
 spared. MESH_LM_PACE: seconds that a step takes at least, so that a test can act between two of them.
@@ -19,7 +19,7 @@ import train
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.loader import Loader
-from mesh_lm.training import replicas
+from mesh_lm.training import loop, replicas
 from mesh_lm.training.monitor import Monitor
 
 FAULTS = Path(os.environ["MESH_LM_FAULTS"])
@@ -40,14 +40,14 @@ def after_step(step: int) -> None:
     if strikes(step, "stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if strikes(step, "hang"):
-        while True:  # alive, and its heartbeat too
+        while True:  # the process stays alive and keeps sending heartbeats
             time.sleep(1)
     if strikes(step, "yesterday"):
         before, time.time = time.time, lambda: before() - 86_400
 
 
 def flipped(state: Any) -> Any:
-    """One bit of one device's copy of one weight is another."""
+    """Flips one bit of one device's copy of a weight."""
     name, leaf = next((name, leaf) for name, leaf in state["params"].items() if leaf.is_fully_replicated)
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
     parts[-1].reshape(-1).view(np.uint32)[0] ^= 1 << 9
@@ -57,7 +57,7 @@ def flipped(state: Any) -> Any:
 
 
 def install() -> None:
-    """Puts the faults between the lines of train.py."""
+    """Puts the faults between the steps of mesh_lm.training.loop."""
     step, save, batch, compare = Monitor.step, Checkpoints.save, Loader.__next__, replicas.require_equal
 
     def stepped(self: Monitor, n: int, metrics: Any) -> Any:
@@ -81,7 +81,7 @@ def install() -> None:
     def compared(state: Any) -> None:
         compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
 
-    Monitor.step, Checkpoints.save, Loader.__next__, train.require_equal = stepped, saved, loaded, compared
+    Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = stepped, saved, loaded, compared
 
 
 if __name__ == "__main__":

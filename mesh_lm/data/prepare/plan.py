@@ -1,4 +1,4 @@
-"""Which part of which file is encoded when. The same files give the same shards, whatever the number of workers."""
+"""Splits input files into shards of text. The same files give the same shards for any number of workers."""
 
 from __future__ import annotations
 
@@ -13,87 +13,88 @@ from mesh_lm.data import formats, sources
 from mesh_lm.errors import ConfigError
 
 SHARD = 2 * 2**20
-"""Bytes of text in a shard, about: a few seconds of a worker."""
+"""Approximate bytes of text in a shard: a few seconds of work."""
 _SLICE = 16
-"""Shards' worth of text in a part of a large row group: each part decodes those before it anew."""
+"""Shards' worth of text in a part of a large row group; each part decodes the earlier ones again."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-    """A part of one file."""
+class FileRange:
+    """A range of one file."""
 
     path: str
     kind: Literal["jsonl", "txt", "parquet", "other"]
-    """other: a file of a directory whose suffix says nothing; a document if it is UTF-8."""
+    """other: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
     start: int = 0
     stop: int = 0
-    """Bytes: lines that start in [start, stop) belong to the segment. Rows, for a .parquet."""
+    """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet file."""
     group: int = 0
-    """Row group of a .parquet."""
+    """Row group of a .parquet file."""
     whole: bool = True
-    """Whether it is all of the file."""
+    """Whether the range is the entire file."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
-    """What can be read without reading anything before it: parts of a large file, some small files, or one compressed file."""
+class ReadUnit:
+    """Input that can be read independently: a range of a large file, several small files, or one compressed file."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[FileRange, ...]
     size: int
     """Bytes on disk."""
     ends: bool = True
-    """Whether its last document ends here; False inside a large .txt."""
+    """Whether its last document ends here; False inside a large .txt file."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """One task of a worker: a unit, or a chunk of the text of a compressed one."""
+class TextShard:
+    """One task of a worker: a unit, or a chunk of a compressed unit's text."""
 
     unit: int
     chunk: int
-    segments: tuple[Segment, ...]
+    segments: tuple[FileRange, ...]
     size: int
-    """Bytes on disk that it stands for."""
+    """Bytes on disk that it accounts for."""
     ends: bool = True
     """Whether its last document ends here."""
     last: bool = True
-    """Whether the unit ends here."""
+    """Whether this is the unit's last shard."""
     data: bytes | None = None
-    """The decompressed text."""
+    """The decompressed text of a chunk."""
     first_line: int = 1
-    """Number of the first line in `data`."""
+    """The line number at which `data` starts."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """All that is to be read, in order."""
+class ReadPlan:
+    """All input, in the order in which it is read."""
 
-    units: tuple[Unit, ...]
+    units: tuple[ReadUnit, ...]
     files: tuple[tuple[str, int, int], ...]
-    """Absolute path, bytes, modification time (ns) of every file."""
+    """Absolute path, bytes and modification time (ns) of every file."""
     not_text: int
-    """Files of directories that are left out because they are not UTF-8."""
+    """Number of files in directories that are skipped because they are not UTF-8."""
 
     @property
     def size(self) -> int:
+        """Bytes on disk of all input."""
         return sum(unit.size for unit in self.units)
 
     @property
     def tasks(self) -> int:
-        """At least as many as there are shards."""
+        """An upper bound on the number of shards."""
         return sum(2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units)
 
-    def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[Shard]:
-        """In order, from a chunk of a unit on."""
+    def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[TextShard]:
+        """Yields the shards in order, starting at a chunk of a unit."""
         for number in range(unit, len(self.units)):
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
-def make(inputs: Sequence[str], field: str, output: str = "") -> Plan:
-    """The plan for files and directories, in the order given; files of the prefix `output` are left out of directories.
+def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
+    """Returns the plan for files and directories in the given order; in directories, files of the prefix `output` are skipped.
 
     Raises:
-      ConfigError: a path that is missing, empty, unreadable or of a type that is not read.
+      ConfigError: a path is missing, empty, unreadable or of an unsupported type.
     """
     planner = _Planner(field)
     for given in inputs:
@@ -119,7 +120,7 @@ def make(inputs: Sequence[str], field: str, output: str = "") -> Plan:
 
 
 def _is_of(output: str, path: Path) -> bool:
-    """Whether a file is what an earlier, perhaps unfinished run left for this output."""
+    """Whether a file was written by an earlier, perhaps unfinished run for this output."""
     prefix, name = f"{os.path.abspath(output)}.", os.path.abspath(path)
     return name.startswith(prefix) and name[len(prefix) :].split(os.sep)[0] in ("bin", "idx", "json", "parts", "tokenizer")
 
@@ -127,9 +128,9 @@ def _is_of(output: str, path: Path) -> bool:
 class _Planner:
     def __init__(self, field: str) -> None:
         self._field = field
-        self._units: list[Unit] = []
+        self._units: list[ReadUnit] = []
         self._files: list[tuple[str, int, int]] = []
-        self._small: list[tuple[Segment, int]] = []
+        self._small: list[tuple[FileRange, int]] = []
         self._small_size = 0
         self._not_text = 0
 
@@ -142,17 +143,17 @@ class _Planner:
         self._files.append((path, stat.st_size, stat.st_mtime_ns))
         if formats.is_compressed(file):
             self._flush()
-            self._units.append(Unit((Segment(path, kind),), stat.st_size))
+            self._units.append(ReadUnit((FileRange(path, kind),), stat.st_size))
         elif kind == "parquet":
             self._add_parquet(file, path, stat.st_size)
         elif stat.st_size <= SHARD:
-            self._add_small(Segment(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
+            self._add_small(FileRange(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
         else:
             self._flush()
             for start in range(0, stat.st_size, SHARD):
                 stop = min(start + SHARD, stat.st_size)
                 ends = kind == "jsonl" or stop == stat.st_size
-                self._units.append(Unit((Segment(path, kind, start, stop, whole=False),), stop - start, ends))
+                self._units.append(ReadUnit((FileRange(path, kind, start, stop, whole=False),), stop - start, ends))
 
     def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
         groups = formats.row_groups(file, self._field)
@@ -161,9 +162,9 @@ class _Planner:
             parts = max(1, min(n_rows, -(-size // (_SLICE * SHARD))))
             for part in range(parts):
                 start, stop = n_rows * part // parts, n_rows * (part + 1) // parts
-                self._add_small(Segment(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
+                self._add_small(FileRange(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
 
-    def _add_small(self, segment: Segment, size: int, on_disk: int) -> None:
+    def _add_small(self, segment: FileRange, size: int, on_disk: int) -> None:
         self._small.append((segment, on_disk))
         self._small_size += size
         if self._small_size >= SHARD:
@@ -171,16 +172,16 @@ class _Planner:
 
     def _flush(self) -> None:
         if self._small:
-            self._units.append(Unit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
+            self._units.append(ReadUnit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
             self._small, self._small_size = [], 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         self._flush()
-        return Plan(tuple(self._units), tuple(self._files), self._not_text)
+        return ReadPlan(tuple(self._units), tuple(self._files), self._not_text)
 
 
 def _is_text(file: Path, size: int) -> bool:
-    """Whether it is UTF-8 as far as must be known now: a small file can still be left out when it is read, a part of a large one cannot."""
+    """Whether a file is UTF-8. Only the start of a small file is checked: it can still be skipped later, a range of a large one cannot."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with open(file, "rb") as opened:
@@ -194,10 +195,10 @@ def _is_text(file: Path, size: int) -> bool:
         raise formats.unreadable(file, error) from error
 
 
-def _shards(number: int, unit: Unit, skip: int) -> Iterator[Shard]:
+def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
     (segment, *_) = unit.segments
     if not formats.is_compressed(segment.path):
-        yield Shard(number, 0, unit.segments, unit.size, unit.ends)
+        yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):
         chunk, line, place = 0, 1, 0
@@ -208,7 +209,7 @@ def _shards(number: int, unit: Unit, skip: int) -> Iterator[Shard]:
             last = not following
             if chunk >= skip:
                 ends = last or segment.kind == "jsonl"
-                yield Shard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
+                yield TextShard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
             if last:
                 return
             chunk, line, place, data = chunk + 1, line + data.count(b"\n"), here, following

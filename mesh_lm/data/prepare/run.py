@@ -1,4 +1,4 @@
-"""The preparation itself: plan, workers, journal, finished files."""
+"""Prepares text: plans the shards, encodes them in worker processes, journals progress and writes the final files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ import numpy as np
 from mesh_lm.data.encoding import pieces
 from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
 from mesh_lm.data.prepare import plan, worker
-from mesh_lm.data.prepare.plan import Plan, Shard
+from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.unfinished import Unfinished
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
-"""Raised whenever the same inputs would be prepared differently."""
+"""Incremented whenever the same inputs would be prepared differently."""
 _AHEAD = 3
-"""Shards under way or waiting for their turn, for each worker."""
+"""Shards per worker that are being encoded or waiting to be written."""
 _TRAINED_ON = 2**25
-"""Characters that `train:` learns a vocabulary from, taken in equal parts from up to 64 places spread over the inputs."""
+"""Characters that `train:` trains a vocabulary on, taken in equal parts from up to 64 positions spread over the inputs."""
 _PLACES = 64
 _SKIPPED = {"skipped_lines": "bad lines", "skipped_files": "files that are not UTF-8"}
 
@@ -45,26 +45,26 @@ def prepare(
     inputs: tuple[str, ...], prefix: str, tokenizer: str, *, workers: int = 0, text_field: str = "text", skip_bad_lines: bool = False,
     output: TextIO | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes <prefix>.bin, .idx, .json and .tokenizer/, all of them or none; continues where a killed process left <prefix>.parts/.
+    """Writes <prefix>.bin, .idx, .json and .tokenizer/ atomically, resuming from <prefix>.parts/ of a killed process if there is one.
 
-    The documents come in the order of the inputs, and the files are the same bytes whatever the number of workers and interruptions.
+    Documents keep the order of the inputs. The files are bit-identical for any number of workers and interruptions.
 
     Args:
       inputs: files and directories; see `plan.make`.
-      tokenizer: what `load_tokenizer` takes, or train:N for a byte-level BPE of N entries learnt from the inputs.
-      workers: processes; 0: one for each core that this process may use.
-      text_field: field of a .jsonl line, or column of a .parquet.
-      skip_bad_lines: leave out lines of a .jsonl that hold no text, and count them.
-      output: where progress goes; None: stdout.
+      tokenizer: a spec for `load_tokenizer`, or train:N for a byte-level BPE of N entries trained on the inputs.
+      workers: number of processes; 0: one per core that this process may use.
+      text_field: field of a .jsonl line, or column of a .parquet file.
+      skip_bad_lines: whether to skip and count .jsonl lines without text.
+      output: where progress is printed; None: stdout.
 
     Returns:
       The contents of <prefix>.json.
 
     Raises:
-      ConfigError: whatever is wrong with inputs, tokenizer or disk; what was done is kept.
+      ConfigError: something is wrong with the inputs, the tokenizer or the disk; finished work is kept.
     """
     if workers < 0:
-        raise ConfigError(f"--workers={workers} must be at least 1, or 0 for one a core")
+        raise ConfigError(f"--workers={workers} must be at least 1, or 0 for one per core")
     if not prefix or prefix.endswith(os.sep):
         raise ConfigError(f"--output={prefix}: expected a prefix of file names, such as {prefix or 'data/'}books")
     prefix, vocab = str(Path(prefix).expanduser()), _vocab_to_train(tokenizer)
@@ -90,7 +90,9 @@ def prepare(
         totals = unfinished.totals()
         if not totals.documents:
             unfinished.remove()
-            raise ConfigError(f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad lines; all else is empty")
+            raise ConfigError(
+                f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad lines, and everything else is empty"
+            )
         facts = {
             "tokenizer": {"fingerprint": used.fingerprint, "spec": tokenizer if vocab else Path(tokenizer).name},
             "tokenizer_fingerprint": used.fingerprint,
@@ -111,8 +113,8 @@ def prepare(
     return facts
 
 
-def _encode(unfinished: Unfinished, work: Plan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
-    """Encodes and appends the shards that are still to do."""
+def _encode(unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
+    """Encodes and appends the remaining shards."""
     totals = unfinished.totals()
     if totals.unit == len(work.units):
         return
@@ -124,9 +126,9 @@ def _encode(unfinished: Unfinished, work: Plan, settings: worker.Settings, dtype
             display.show(appender.append(shard, encoded))
 
 
-def _results(shards: Iterator[Shard], settings: worker.Settings, workers: int) -> Iterator[tuple[Shard, worker.Encoded]]:
-    """The shards and what the workers made of them, in order. Raises ConfigError where a worker does, or dies."""
-    waiting: deque[tuple[Shard, Future[worker.Encoded]]] = deque()
+def _results(shards: Iterator[TextShard], settings: worker.Settings, workers: int) -> Iterator[tuple[TextShard, worker.Encoded]]:
+    """Yields the shards with their encoded text, in order. Raises ConfigError if a worker does or dies."""
+    waiting: deque[tuple[TextShard, Future[worker.Encoded]]] = deque()
     with _pool(workers) as pool:
         try:
             for shard in shards:
@@ -137,17 +139,17 @@ def _results(shards: Iterator[Shard], settings: worker.Settings, workers: int) -
                 yield waiting[0][0], waiting.popleft()[1].result()
         except BrokenProcessPool as error:
             raise ConfigError(
-                "a worker process died, perhaps for want of memory; what is done is kept: run the same again, with fewer --workers"
+                "a worker process died, perhaps out of memory; finished work is kept: run the same command again with fewer --workers"
             ) from error
 
 
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes are ended at once when the block is left by an exception."""
+    """Returns a pool whose processes are terminated immediately if the block raises."""
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), worker.start)
     try:
-        # Processes inherit that SIGINT is ignored, so that Ctrl-C finds none of them while it still imports.
+        # Workers inherit the ignored SIGINT, so that Ctrl-C cannot interrupt one that is still importing.
         with _ignoring_sigint():
             for _ in range(workers):
                 pool.submit(int)
@@ -162,7 +164,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextlib.contextmanager
 def _ignoring_sigint() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only the main one may touch signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -172,8 +174,8 @@ def _ignoring_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train(work: Plan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
-    """Learns from the same number of characters at places spread evenly over the inputs."""
+def _train(work: ReadPlan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
+    """Trains a tokenizer on equal numbers of characters from positions spread evenly over the inputs."""
     places = [len(work.units) * i // _PLACES for i in range(_PLACES)] if len(work.units) > _PLACES else range(len(work.units))
     reader, texts = worker.Encoder(settings, load_tokenizer("bytes")), []
     for place in places:
@@ -191,7 +193,7 @@ def _train(work: Plan, vocab: int, settings: worker.Settings, output: TextIO) ->
 
 
 def _vocab_to_train(tokenizer: str) -> int:
-    """N of train:N; 0 for a tokenizer that exists."""
+    """Returns N of train:N; 0 for any other tokenizer."""
     word, colon, number = tokenizer.partition(":")
     if not (colon and word == "train"):
         return 0
@@ -201,7 +203,7 @@ def _vocab_to_train(tokenizer: str) -> int:
 
 
 def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
-    """What <prefix>.json says, or None where there is none. Raises ConfigError where it is of other inputs."""
+    """Returns the contents of <prefix>.json, or None if missing. Raises ConfigError if it was made from other inputs."""
     path = Path(f"{prefix}.json")
     try:
         facts = json.loads(path.read_bytes())
@@ -217,7 +219,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
 
 
 def _versions(tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Of what the ids depend on."""
+    """Returns the version of the library that determines the ids."""
     library = tokenizer.library if tokenizer else "tokenizers"
     return {name: importlib.metadata.version(name) for name in filter(None, [library])}
 

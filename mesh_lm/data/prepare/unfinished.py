@@ -1,10 +1,10 @@
-"""`<prefix>.parts/`: what is done so far, and the step from there to the finished files.
+"""The directory `<prefix>.parts/` with unfinished work, and how it becomes the final files.
 
-plan.json      what it is made from: a resumed run must be given the same
-tokenizer/     a copy of it; becomes <prefix>.tokenizer/
-tokens.bin     tokens of the shards done, in order; becomes <prefix>.bin by a rename, so that no token is written twice
-lengths.i32    of the documents that are complete
-journal.jsonl  a line per shard: which, and the totals up to its end; what follows them in the other two files is cut off at a resume
+plan.json      inputs and settings; a resumed run must use the same
+tokenizer/     a copy of the tokenizer; becomes <prefix>.tokenizer/
+tokens.bin     tokens of the finished shards, in order; renamed to <prefix>.bin, so that no token is written twice
+lengths.i32    lengths of the complete documents
+journal.jsonl  one line per shard, with the totals up to its end; a resume truncates the other two files to the last line
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ import numpy as np
 
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.indexed import bin_path, idx_path, write_index
-from mesh_lm.data.prepare.plan import Shard
+from mesh_lm.data.prepare.plan import TextShard
 from mesh_lm.data.prepare.worker import Encoded
 from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
 
 _SYNC_SECONDS = 1.0
-"""Between two syncs: what a killed process loses beside the shards under way."""
+"""Interval between syncs: a killed process loses this much work, plus the shards being encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """A line of the journal: the first shard that is still to do, and the sums over those before it."""
+    """A line of the journal: the next shard, and sums over all shards before it."""
 
     unit: int = 0
     chunk: int = 0
     documents: int = 0
-    """Complete ones."""
+    """Complete documents."""
     tokens: int = 0
     pending: int = 0
-    """Tokens of the document that goes on in the next shard."""
+    """Tokens of a document that continues in the next shard."""
     bytes: int = 0
     bad_lines: int = 0
     bad_files: int = 0
     size: int = 0
-    """Bytes on disk that were read."""
+    """Bytes on disk that have been read."""
 
 
 class Unfinished:
-    """The files of a preparation under way. Used as a context, which holds a lock against a second process."""
+    """The files of an unfinished preparation. A context manager, which holds a lock against a second process."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix, self.directory = prefix, Path(f"{prefix}.parts")
@@ -73,39 +73,40 @@ class Unfinished:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not (self.directory / "plan.json").exists():  # nothing was begun
-            with contextlib.suppress(OSError):  # not empty: somebody else's
+        if not (self.directory / "plan.json").exists():  # nothing was started
+            with contextlib.suppress(OSError):  # not empty: it has files of others
                 (self.directory / "lock").unlink(missing_ok=True)
                 self.directory.rmdir()
         os.close(self._lock)
 
     def claim(self, made_from: dict[str, Any]) -> None:
-        """Notes what is being made, or compares it with what was noted. Raises ConfigError where they differ."""
-        noted_in = self.directory / "plan.json"
-        if not noted_in.exists():
+        """Records the inputs and settings. Raises ConfigError if different ones are already recorded."""
+        recorded_in = self.directory / "plan.json"
+        if not recorded_in.exists():
             for path in (bin_path(self.prefix), idx_path(self.prefix), self._final_tokenizer, *self._files.values()):
                 if path.exists():
                     raise ConfigError(f"{path} exists and was not made by this command; remove it, or choose another --output")
-            with self._writing(), atomic_write(noted_in) as (file,):
+            with self._writing(), atomic_write(recorded_in) as (file,):
                 file.write(json.dumps(made_from).encode())
             return
         try:
-            noted = json.loads(noted_in.read_bytes())
+            recorded = json.loads(recorded_in.read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {noted_in} ({error}); remove {self.directory} to start anew") from error
-        if changed := list(_differences(noted, made_from)):
+            raise ConfigError(f"cannot read {recorded_in} ({error}); remove {self.directory} to start from scratch") from error
+        if changed := list(_differences(recorded, made_from)):
             raise ConfigError(
-                f"{self.directory} was begun with something else: {'; '.join(changed)}. Give the same as then to continue, or remove "
-                f"{self.directory} to start anew"
+                f"{self.directory} was started with different inputs or settings: {'; '.join(changed)}. Give the original "
+                f"ones to continue, or remove {self.directory} to start from scratch"
             )
 
     @property
     def tokenizer(self) -> Path | None:
-        """The directory of the tokenizer that `keep` was given."""
-        found = [path for path in (self.directory / "tokenizer", self._final_tokenizer) if path.exists()]
-        return found[0] if found else None
+        """The directory of the tokenizer that `keep` has stored; None before that."""
+        candidates = (self.directory / "tokenizer", self._final_tokenizer)
+        return next((path for path in candidates if path.exists()), None)
 
     def keep(self, tokenizer: Tokenizer) -> None:
+        """Stores a copy of the tokenizer."""
         copy = sibling(self.directory / "tokenizer")
         with self._writing():
             copy.mkdir()
@@ -113,18 +114,20 @@ class Unfinished:
             os.rename(copy, self.directory / "tokenizer")
 
     def totals(self) -> Totals:
-        """The last line of the journal."""
+        """Returns the last line of the journal."""
         try:
-            lines = self._files["journal.jsonl"].read_bytes().split(b"\n")[:-1]  # a last line without its end was cut short
+            lines = self._files["journal.jsonl"].read_bytes().split(b"\n")[:-1]  # an incomplete last line was truncated by a crash
             return Totals(**json.loads(lines[-1])) if lines else Totals()
         except FileNotFoundError:
             return Totals()
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"cannot read {self._files['journal.jsonl']} ({error}); remove {self.directory} to start anew") from error
+            raise ConfigError(
+                f"cannot read {self._files['journal.jsonl']} ({error}); remove {self.directory} to start from scratch"
+            ) from error
 
     @contextlib.contextmanager
     def appending(self, dtype: np.dtype) -> Iterator[Appender]:
-        """Appends behind `totals`. What was appended counts from the next sync on; one is made at the end, also after an exception."""
+        """Returns an Appender that continues after `totals`. Appended shards count from the next sync; leaving the block syncs."""
         totals = self.totals()
         with self._writing(), contextlib.ExitStack() as stack:
             tokens, lengths, journal = (stack.enter_context(open(path, "ab")) for path in self._files.values())
@@ -135,14 +138,14 @@ class Unfinished:
             try:
                 yield appender
             except OSError:
-                raise  # what was written last may be incomplete, so it must not be in the journal
+                raise  # the last write may be incomplete, so the journal must not count it
             except BaseException:
                 appender.sync()
                 raise
             appender.sync()
 
     def finish(self, facts: dict[str, Any], dtype: np.dtype) -> None:
-        """Writes the index and the facts and moves all to their names, <prefix>.json last; killed here, it can be called again."""
+        """Writes the index and renames all files to their final names, <prefix>.json last. Can be called again if killed."""
         tokens, tokenizer = self._files["tokens.bin"], self.directory / "tokenizer"
         with self._writing():
             if tokenizer.exists():
@@ -159,7 +162,7 @@ class Unfinished:
         self.remove()
 
     def remove(self) -> None:
-        """Removes the directory, under another name, so that a process killed here leaves nothing that looks begun."""
+        """Renames, then removes the directory, so that a process killed here leaves nothing to resume from."""
         if (self.directory / "plan.json").exists():
             os.rename(self.directory, gone := sibling(self.directory))
             shutil.rmtree(gone, ignore_errors=True)
@@ -170,21 +173,21 @@ class Unfinished:
             yield
         except OSError as error:
             raise ConfigError(
-                f"cannot write {error.filename or self.directory}: {error.strerror}; what is done so far is kept in {self.directory}, and "
-                "the same command continues once it can"
+                f"cannot write {error.filename or self.directory}: {error.strerror}; finished work is kept in {self.directory}, and the "
+                "same command resumes once the disk is writable"
             ) from error
 
 
 class Appender:
-    """Takes the shards in order."""
+    """Appends encoded shards, which must come in order."""
 
     def __init__(self, tokens: Any, lengths: Any, journal: Any, totals: Totals) -> None:
         self._tokens, self._lengths, self._journal = tokens, lengths, journal
         self.totals = self._synced = totals
         self._time = time.monotonic()
 
-    def append(self, shard: Shard, encoded: Encoded) -> Totals:
-        """Adds the documents of a shard. Raises ConfigError for a document longer than the format's 2^31 - 1 tokens."""
+    def append(self, shard: TextShard, encoded: Encoded) -> Totals:
+        """Appends a shard and returns the new totals. Raises ConfigError for a document longer than the format's 2^31 - 1 tokens."""
         before, lengths = self.totals, encoded.lengths.copy()
         if len(lengths):
             lengths[0] += before.pending
@@ -212,7 +215,7 @@ class Appender:
         return self.totals
 
     def sync(self) -> None:
-        """Brings the data to the disk, then the line that counts it."""
+        """Syncs the data to disk, then the journal line that counts it."""
         if self.totals == self._synced:
             return
         for file in (self._tokens, self._lengths):
@@ -224,13 +227,13 @@ class Appender:
         self._synced, self._time = self.totals, time.monotonic()
 
 
-def _differences(noted: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """In words, at most one about the files."""
+def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yields messages about changed settings, and at most one about changed files."""
     for key in now:
-        if key != "files" and noted.get(key) != now[key]:
-            yield f"{key} was {noted.get(key)}, now {now[key]}"
-    before, after = ({path: stamp for path, *stamp in each.get("files", [])} for each in (noted, now))
-    changed = [f"{path} is another file than then" for path in before if path in after and before[path] != after[path]]
+        if key != "files" and recorded.get(key) != now[key]:
+            yield f"{key} was {recorded.get(key)}, now {now[key]}"
+    before, after = ({path: stamp for path, *stamp in each.get("files", [])} for each in (recorded, now))
+    changed = [f"{path} has changed" for path in before if path in after and before[path] != after[path]]
     gone = [f"{path} is no longer among the inputs" for path in before if path not in after]
     new = [f"{path} was not among the inputs" for path in after if path not in before]
     if listed := [*changed, *gone, *new]:

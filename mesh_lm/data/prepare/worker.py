@@ -1,4 +1,4 @@
-"""A shard to its tokens, in a process of its own."""
+"""Encodes shards, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import numpy as np
 from mesh_lm.data import formats
 from mesh_lm.data.encoding import encode
 from mesh_lm.data.indexed import dtype_of
-from mesh_lm.data.prepare.plan import Segment, Shard
+from mesh_lm.data.prepare.plan import FileRange, TextShard
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 PIECE = 2**20
-"""Characters that are encoded whole; longer documents are cut, at line ends."""
+"""Characters per encoding task; longer documents are split at line ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all workers are told at their start."""
+    """Settings that all workers share."""
 
     tokenizer: str
     text_field: str
@@ -41,31 +41,32 @@ class Encoded:
     """The documents of one shard."""
 
     tokens: np.ndarray
-    """All back to back, [total], in the type of the .bin."""
+    """Tokens of all documents, concatenated, [total], in the dtype of the .bin."""
     lengths: np.ndarray
-    """int64 [documents]. Where the shard does not end its last document, the rest of that one is in the next shard."""
+    """Tokens per document, int64 [documents]. The last document may continue in the next shard."""
     text_bytes: int = 0
     """UTF-8 bytes of the documents."""
     bad_lines: int = 0
-    """Skipped."""
+    """Skipped lines."""
     bad_files: int = 0
-    """Skipped: files of a directory that are not UTF-8."""
+    """Skipped files of directories, which are not UTF-8."""
 
     @classmethod
     def empty(cls) -> Encoded:
+        """Returns an instance without documents."""
         return cls(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def start() -> None:
-    """Readies a worker process: one thread, deaf to Ctrl-C (the parent ends it), and gone when the parent is."""
+    """Sets up a worker process: one thread; it ignores Ctrl-C (the parent terminates it) and exits if the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = "1"
     if parent := multiprocessing.parent_process():
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-def run(settings: Settings, shard: Shard) -> Encoded:
-    """The task of a pool; the tokenizer is loaded once in a process."""
+def run(settings: Settings, shard: TextShard) -> Encoded:
+    """Encodes a shard as a pool task; each process loads the tokenizer once."""
     return _encoder(settings)(shard)
 
 
@@ -80,28 +81,28 @@ class Encoder:
     def __init__(self, settings: Settings, tokenizer: Tokenizer | None = None) -> None:
         self._settings, self._tokenizer = settings, tokenizer or load_tokenizer(settings.tokenizer)
 
-    def __call__(self, shard: Shard) -> Encoded:
-        """Raises ConfigError for a file that cannot be read and, where they are not skipped, for a bad line, with its number."""
-        found = Encoded.empty()
-        # A batch of one text each: the tokenizer's own threads would compete with the other workers.
-        documents = list(encode(self._tokenizer, self.texts(shard, found), batch=1, piece=PIECE))
+    def __call__(self, shard: TextShard) -> Encoded:
+        """Returns the encoded shard. Raises ConfigError for an unreadable file or, unless they are skipped, a bad line."""
+        encoded = Encoded.empty()
+        # Each batch has one text, because the tokenizer's own threads would compete with the other workers.
+        documents = list(encode(self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE))
         if not documents and _is_part_of_a_document(shard.segments[0]):  # no line starts here
             documents = [np.array([self._tokenizer.eod], np.int32)]
         if not shard.ends:
             documents[-1] = documents[-1][:-1]
-        found.lengths = np.array([len(ids) for ids in documents], np.int64)
-        found.tokens = np.concatenate([found.tokens, *documents], dtype=dtype_of(self._tokenizer.vocab_size), casting="unsafe")
-        return found
+        encoded.lengths = np.array([len(ids) for ids in documents], np.int64)
+        encoded.tokens = np.concatenate([encoded.tokens, *documents], dtype=dtype_of(self._tokenizer.vocab_size), casting="unsafe")
+        return encoded
 
-    def texts(self, shard: Shard, found: Encoded) -> Iterator[str]:
-        """The documents that are not empty, counted in `found`."""
+    def texts(self, shard: TextShard, counts: Encoded) -> Iterator[str]:
+        """Yields the non-empty documents and counts them in `counts`."""
         for segment in shard.segments:
-            for text in self._read(shard, segment, found):
+            for text in self._read(shard, segment, counts):
                 if text:
-                    found.text_bytes += len(text.encode())
+                    counts.text_bytes += len(text.encode())
                     yield text
 
-    def _read(self, shard: Shard, segment: Segment, found: Encoded) -> Iterator[str]:
+    def _read(self, shard: TextShard, segment: FileRange, counts: Encoded) -> Iterator[str]:
         path, field = Path(segment.path), self._settings.text_field
         if segment.kind == "parquet":
             yield from formats.rows(path, field, segment.group, segment.start, segment.stop)
@@ -110,13 +111,13 @@ class Encoder:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
                 lines = _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
                 if segment.kind == "jsonl":
-                    yield from self._rows(lines, path, shard.first_line, found)
+                    yield from self._rows(lines, path, shard.first_line, counts)
                 else:
-                    yield self._text(list(lines), segment, found)
+                    yield self._text(list(lines), segment, counts)
         except OSError as error:
             raise formats.unreadable(path, error) from error
 
-    def _rows(self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, found: Encoded) -> Iterator[str]:
+    def _rows(self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded) -> Iterator[str]:
         for number, (place, line) in enumerate(lines, first_line):
             if not line.strip():
                 continue
@@ -125,29 +126,29 @@ class Encoder:
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     where = f"{path}, line {number if place < 0 else _line_number(path, place)}"
-                    formats.text_of(line, self._settings.text_field, where)  # raises again, with a number
-                found.bad_lines += 1
+                    formats.text_of(line, self._settings.text_field, where)  # raises again, with the line number
+                counts.bad_lines += 1
 
-    def _text(self, lines: list[tuple[int, bytes]], segment: Segment, found: Encoded) -> str:
+    def _text(self, lines: list[tuple[int, bytes]], segment: FileRange, counts: Encoded) -> str:
         try:
             return b"".join(line for _, line in lines).decode()
         except UnicodeDecodeError as error:
             if segment.kind == "other" and segment.whole:
-                found.bad_files += 1
+                counts.bad_files += 1
                 return ""
             where = f" (byte {lines[0][0] + error.start})" if lines[0][0] >= 0 else ""
             raise ConfigError(f"{segment.path} is not UTF-8{where}; convert it, or leave it out") from error
 
 
-def _is_part_of_a_document(segment: Segment) -> bool:
+def _is_part_of_a_document(segment: FileRange) -> bool:
     return segment.kind in ("txt", "other") and not segment.whole
 
 
-def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, bytes]]:
-    """(its place, a line) for the lines that start in the segment."""
+def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, line) for the lines that start in the range."""
     if segment.start:
         file.seek(segment.start - 1)
-        file.readline(segment.stop - segment.start + 1)  # no further: a line may be longer than many segments
+        file.readline(segment.stop - segment.start + 1)  # bounded, because a line may be longer than many ranges
     place = file.tell()
     while place < segment.stop and (line := file.readline()):
         yield place, line
@@ -155,7 +156,7 @@ def _lines(file: BinaryIO, segment: Segment) -> Iterator[tuple[int, bytes]]:
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Of the line that starts at the offset, from 1."""
+    """Returns the number, from 1, of the line that starts at the offset."""
     number = 1
     with open(path, "rb") as file:
         while offset > 0 and (data := file.read(min(2**20, offset))):

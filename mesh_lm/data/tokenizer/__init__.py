@@ -1,10 +1,10 @@
-"""Text to token ids and back: `load_tokenizer(spec)` reads anybody's, `Tokenizer.train` makes one. Each library is imported in one file.
+"""Tokenizers: `load_tokenizer(spec)` loads one, `Tokenizer.train` trains one. Each library is imported in one file.
 
-Four kinds, one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`), SentencePiece models (`sentence_piece`),
+Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`), SentencePiece models (`sentence_piece`),
 tiktoken rank files (`ranks`), and plain bytes (`plain_bytes`).
 """
 
-from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Stream, Tokenizer
+from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, DecodeStream, Tokenizer
 from mesh_lm.data.tokenizer.load import load_tokenizer
 
-__all__ = ["EOD", "MIN_VOCAB", "Stream", "Tokenizer", "load_tokenizer"]
+__all__ = ["EOD", "MIN_VOCAB", "DecodeStream", "Tokenizer", "load_tokenizer"]

@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, and the byte-level BPE that is trained here. The only file that imports `tokenizers`."""
+"""Hugging Face's tokenizer.json, and training of a byte-level BPE. The only file that imports `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ _WITHOUT_MEANING = ("version", "truncation", "padding", "post_processor")
 
 
 class HuggingFace(Tokenizer):
-    """The tokenizer of a tokenizer.json, byte-level (GPT-2, Llama 3, Qwen) or of SentencePiece's kind (Llama 2, Gemma).
+    """The tokenizer of a tokenizer.json, byte-level (GPT-2, Llama 3, Qwen) or converted from SentencePiece (Llama 2, Gemma).
 
-    Its truncation, padding and templates are left out: documents are whole and get their EOD from us.
+    Its truncation, padding and templates are ignored: documents are complete, and the EOD is appended elsewhere.
     """
 
     library = "tokenizers"
 
     def __init__(self, text: str, path: Path, eod: str | None = None) -> None:
-        """
+        """Parses a tokenizer.json.
+
         Args:
           text: contents of the tokenizer.json.
-          path: where it came from, for messages.
-          eod: spelling of the end-of-document token; None: one of those in common use.
+          path: the file, for messages.
+          eod: spelling of the end-of-document token; None: the first common one that the vocabulary has.
 
         Raises:
-          ConfigError: damaged; no such EOD; a kind whose ids do not spell bytes.
+          ConfigError: the file is damaged, lacks the EOD, or is of a kind whose ids do not stand for bytes.
         """
         self._text, self._data = text, _parse(text, path)
         added = self._data.get("added_tokens") or ()
         self._eod_name = _find_eod([token["content"] for token in added], eod, path)
         for token in added:
             if token["content"] == self._eod_name:
-                token["special"] = True  # any other kind of added token is matched in text
+                token["special"] = True  # other added tokens would be matched in text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._data))
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
-        self._tokenizer.encode_special_tokens = True  # a document that spells <|endoftext|> must not end there
+        self._tokenizer.encode_special_tokens = True  # <|endoftext|> spelled in a document must not end it
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may overrule a file's "id"
+        self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may override a file's "id"
         self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
         self._decoders = _decoders(self._data.get("decoder"), path)
         self.joins = "ByteLevel" in self._decoders
@@ -69,7 +70,7 @@ class HuggingFace(Tokenizer):
         return self._added.get(name)
 
     def save(self, directory: Path) -> Path:
-        """tokenizer.json as it was read, and a tokenizer_config.json that names the EOD; Hugging Face's libraries read both."""
+        """Writes the original tokenizer.json, and a tokenizer_config.json that names the EOD; Hugging Face's libraries read both."""
         with atomic_write(directory / CONFIG, directory / FILE) as (config, file):
             config.write(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eod_name}, indent=1).encode())
             file.write(self._text.encode())
@@ -91,9 +92,9 @@ class HuggingFace(Tokenizer):
 
 
 def train(texts: Iterable[str], vocab: int) -> HuggingFace:
-    """Learns a byte-level BPE of at most `vocab` entries; fewer where the text has too few repeated pairs.
+    """Trains a byte-level BPE of at most `vocab` entries; fewer if the text has too few repeated pairs.
 
-    The same texts give the same tokenizer, on any number of cores, and decode(encode(text)) == text for every text.
+    The same texts give the same tokenizer on any number of cores, and decode(encode(text)) == text.
 
     Raises:
       ConfigError: vocab < 257.
@@ -112,10 +113,10 @@ def train(texts: Iterable[str], vocab: int) -> HuggingFace:
 
 
 def load(path: Path) -> HuggingFace:
-    """The tokenizer.json at `path`. Its EOD is the eos_token of the tokenizer_config.json or special_tokens_map.json beside it, if any.
+    """Loads the tokenizer.json at `path`. Its EOD is the eos_token of a tokenizer_config.json or special_tokens_map.json next to it.
 
     Raises:
-      ConfigError: with the path, where it is missing, damaged or without EOD.
+      ConfigError: the file is missing, damaged or has no EOD.
     """
     try:
         return HuggingFace(path.read_text(encoding="utf-8"), path, _configured_eod(path))
@@ -163,7 +164,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
-    """The types of the decoder's steps. Strip and Metaspace are there only where they take a leading space away."""
+    """Returns the types of the decoder's steps; Strip and Metaspace only if they remove a leading space."""
     steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": "none"}]
     kinds = set()
     for step in steps:
@@ -175,8 +176,8 @@ def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
         }
         if kind not in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace") and not known.get(kind):
             raise ConfigError(
-                f"{path}: a tokenizer with decoder step {kind} is not read; byte-level ones (GPT-2, Llama 3, Qwen) and those made from "
-                "SentencePiece (Llama 2, Gemma) are"
+                f"{path}: a tokenizer with decoder step {kind} is not supported; byte-level ones (GPT-2, Llama 3, Qwen) and those "
+                "converted from SentencePiece (Llama 2, Gemma) are"
             )
         if kind not in ("Strip", "Metaspace") or takes_space:
             kinds.add(kind)
@@ -184,7 +185,7 @@ def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte (Radford et al. 2019): itself where it is printable, else one from U+0100 on."""
+    """Returns the character for each byte (Radford et al. 2019): itself if it is printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""No vocabulary at all: the 256 bytes of UTF-8 text, and an end-of-document token."""
+"""A tokenizer without a vocabulary: the 256 bytes of UTF-8 text, and an end-of-document token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesh_lm.data.atomic import atomic_write
 from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
 
 FILE = "tokenizer.bytes"
-"""Stands in a directory for this tokenizer, which has nothing to store."""
+"""A marker file in a directory, because this tokenizer has nothing to store."""
 
 
 class Bytes(Tokenizer):

@@ -1,14 +1,14 @@
-"""tiktoken rank files: one line of `base64-of-bytes rank` per token, as OpenAI and Meta's Llama 3 publish them. Only here: tiktoken.
+"""tiktoken rank files: one line of `base64-of-bytes rank` per token, as OpenAI and Meta publish them. Imports tiktoken.
 
-Such a file holds neither the pattern that cuts text into words nor the special tokens. Both are known for the published ones, which are
-told apart by their number of ranks:
+Such a file has neither the pattern that splits text into words nor the special tokens. Both are known for published files, which are
+recognised by their number of ranks:
 
   50256 (GPT-2, r50k) and 50280 (p50k): GPT-2's pattern, <|endoftext|> = 50256
   100256 (cl100k): its pattern, <|endoftext|> = 100257, and the fill-in-the-middle tokens
   128000 (Llama 3): cl100k's pattern and Llama 3's 256 special tokens; EOD is <|end_of_text|> = 128001
   199998 (o200k): its pattern, <|endoftext|> = 199999
 
-For any other number the pattern is cl100k's, and <|endoftext|> the id after the highest rank.
+For any other number the pattern is that of cl100k, and <|endoftext|> is the id after the highest rank.
 
 Sources: tiktoken_ext/openai_public.py of tiktoken; llama/tokenizer.py of meta-llama/llama3.
 """
@@ -28,7 +28,7 @@ from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
 from mesh_lm.errors import ConfigError
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Possessive (++): without backtracking, so that a long run of one character does not overflow the stack.
+# Possessive (++), that is without backtracking, so that a long run of one character does not overflow the stack.
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 _UPPER, _LOWER, _SUFFIX = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = (
@@ -52,7 +52,7 @@ FILE = "tokenizer.tiktoken"
 
 
 class Ranks(Tokenizer):
-    """The ranks in `data`, the contents of such a file. Raises ConfigError where it is damaged or tiktoken is not installed."""
+    """A tiktoken tokenizer; `data`: contents of a rank file. Raises ConfigError if it is damaged or tiktoken is not installed."""
 
     library = "tiktoken"
 
@@ -66,7 +66,7 @@ class Ranks(Tokenizer):
         self.fingerprint = fingerprint("ranks", repr((pattern, sorted(self._specials.items()), ordered)).encode(), self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if len(texts) == 1:  # spares starting threads
+        if len(texts) == 1:  # avoids starting threads
             return [np.array(self._encoding.encode_ordinary(texts[0]), np.int32)]
         return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)]
 
@@ -86,7 +86,7 @@ class Ranks(Tokenizer):
 
 
 def looks_like_ranks(data: bytes) -> bool:
-    """Whether the first line is base64 and a number, as no SentencePiece model's is."""
+    """Whether the first line is base64 and a number, which no SentencePiece model starts with."""
     try:
         token, rank = data[:4096].split(b"\n", 1)[0].split()
         return bool(base64.b64decode(token, validate=True)) and int(rank) >= 0

@@ -1,4 +1,4 @@
-"""SentencePiece models (Kudo and Richardson 2018, arXiv 1808.06226), as Llama 2, Mistral and T5 have them. Only here: sentencepiece."""
+"""SentencePiece models (Kudo and Richardson 2018, arXiv 1808.06226), as in Llama 2, Mistral and T5. Imports sentencepiece."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SPACE = "\u2581"  # how pieces spell a space
 
 
 class SentencePiece(Tokenizer):
-    """The model in `data`, the contents of its file; EOD is its end-of-sentence piece.
+    """A SentencePiece tokenizer; `data`: contents of the model file. The EOD is its end-of-sentence piece.
 
     A model may normalise text (NFKC, spaces) and lack characters, so decode(encode(text)) can differ from the text.
 
     Raises:
-      ConfigError: damaged, without an end-of-sentence piece, or sentencepiece is not installed.
+      ConfigError: the model is damaged or has no end-of-sentence piece, or sentencepiece is not installed.
     """
 
     joins = False
@@ -42,7 +42,7 @@ class SentencePiece(Tokenizer):
 
     def special(self, name: str) -> int | None:
         i = self._model.piece_to_id(name)
-        return i if self._model.is_control(i) else None  # user-defined pieces are text; a name that is no piece gives the id of <unk>
+        return i if self._model.is_control(i) else None  # user-defined pieces are text; an unknown name gives the id of <unk>
 
     def save(self, directory: Path) -> Path:
         with atomic_write(directory / FILE) as (file,):

@@ -160,7 +160,7 @@ def test_the_layers_copies_are_compared() -> None:
     arrays = [jax.device_put(block, shard.device) for block, shard in zip(blocks, x.addressable_shards, strict=True)]
     state["params"][name] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
     (line,) = differing(state)
-    assert re.fullmatch(rf"params/{name}: device \d .*, device \d .* hold different bits, and no majority tells which are right", line)
+    assert re.fullmatch(rf"params/{name}: device \d .*, device \d .* hold different bits, and no majority shows which are right", line)
 
 
 # What is refused.

@@ -13,7 +13,7 @@ from fault.job import Job, arguments, certificates, corpus
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints, Saved
+from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint
 from mesh_lm.config import CheckpointConfig, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
@@ -55,13 +55,13 @@ class Run:
                 assert checkpoints.due(step)
                 checkpoints.save(step, self.state(step), {"position": step, "samples": f"{step:016x}"}, self.layout, fixture.OPTIMIZER)
 
-    def restored(self) -> tuple[Saved, State]:
+    def restored(self) -> tuple[SavedCheckpoint, State]:
         with Checkpoints(self.config) as checkpoints:
             saved, state = checkpoints.restore(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
         assert saved is not None and state is not None
         return saved, state
 
-    def require(self, step: int) -> Saved:
+    def require(self, step: int) -> SavedCheckpoint:
         """The state of this step comes back: bits, places and data."""
         saved, state = self.restored()
         assert (saved.step, saved.data["position"]) == (step, step)
@@ -254,12 +254,12 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"local_every": 5}, "checkpoint.local_every=5 has no place to save to"),
-        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is never saved to"),
+        ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
+        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
         ({"local": "gs://a", "local_every": 5}, "checkpoint.local=gs://a must be a directory"),
         (
             {"local": "/dev/shm", "local_every": 20},
-            "checkpoint.local_every=20 has a save to the output at each of its steps; set it below 10",
+            "checkpoint.local_every=20 is a multiple of checkpoint.every=10, and those steps are saved to the output; set it below 10",
         ),
     ],
 )

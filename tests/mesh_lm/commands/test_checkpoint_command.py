@@ -19,8 +19,8 @@ from fixtures import make_checkpoint as fixture
 from support import shard_on
 
 from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.checkpoint.arrays import Arrays, Leaf
-from mesh_lm.checkpoint.listing import Entry
+from mesh_lm.checkpoint.arrays import StoredArray, StoredArrays
+from mesh_lm.checkpoint.listing import CheckpointEntry
 from mesh_lm.commands.checkpoint import main
 from mesh_lm.config import TrainConfig
 from mesh_lm.parallel.layout import ModelLayout
@@ -80,13 +80,13 @@ def test_the_digest_of_parts_is_that_of_the_whole(dtype: type, shape: tuple[int,
         {"driver": "zarr3", "kvstore": "memory://", "metadata": {"chunk_grid": chunks}}, shape=shape, dtype=x.dtype, create=True
     ).result()
     there[...] = x
-    leaf = Leaf(Path(), "x", there)
+    leaf = StoredArray(Path(), "x", there)
     assert leaf.part == part and all(leaf[box].size <= np.prod(part) for box in leaf.boxes())
     assert leaf.digest() == host_digest(x)
 
 
 def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Arrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read at once: cut over four devices"
+    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read at once: cut over four devices"
     status, out, err = said(capsys, "verify", run)
     line = r"{}: whole; 51 arrays, 28\.06 kB, state [0-9a-f]{{16}}, \d+\.\d s\n"
     assert (status, err) == (0, "") and re.fullmatch(line.format(1) + line.format(2), out), out
@@ -196,7 +196,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_run_removes_meanwhile_is_no_error(tmp_path: Path) -> None:
-    gone = Entry(tmp_path / "4")
+    gone = CheckpointEntry(tmp_path / "4")
     assert (gone.nbytes, gone.written, gone.described, gone.complete) == (0, 0.0, ("-", "-", "-"), False)
 
 
@@ -256,9 +256,8 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         (["diff", run, tmp_path / "empty"], "no checkpoint in .*/empty/checkpoints"),
         (["ls", tmp_path], "holds no checkpoints; name a run's output"),
         (["verify", run, "--step=9"], "--step=9 is not there; there are 1, 2"),
-        (["verify"], "the following arguments are required: path; see python -m mesh_lm.checkpoint verify --help"),
-        (["list", run], "invalid choice: 'list'"),
-        ([], "the following arguments are required: ls | verify | diff"),
+        (["verfy", run], "mesh-lm checkpoint needs one of ls, verify, diff, not verfy; did you mean verify?"),
+        ([], "mesh-lm checkpoint needs one of ls, verify, diff, not nothing"),
     ):
         status, out, err = said(capsys, *argv)
         assert (

@@ -16,7 +16,7 @@ from mesh_lm.commands import evaluate
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import perplexity
 from mesh_lm.inference.perplexity import windows
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.model import token_batch
 from mesh_lm.training import evaluation
 from sharding_rules import MeshConfig
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cost(run: Path):
     """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
-    trained = Trained.load(run, mesh=MeshConfig(data=8))
+    trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
     def nats(cases: list[tuple[list[int], int]]) -> float:
@@ -60,7 +60,7 @@ def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "_COMPRESSED", 2**20)
     random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()
     texts = iter([random[: 2**19], random[: 2**19 + 1], "never read"])
-    found = perplexity.compressors(texts)
+    found = perplexity.compressed_bits_per_byte(texts)
     assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(texts) == "never read"
     whole = random[: 2**19] * 2
     assert found["gzip -9 of the first 1 MiB"] == 8 * len(gzip.compress(whole.encode(), 9)) / 2**20

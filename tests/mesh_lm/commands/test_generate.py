@@ -9,7 +9,7 @@ import tiny_run
 from mesh_lm.commands import generate
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from sharding_rules import MeshConfig
 
 COMPILE_BUDGET = 40
@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(run: Path) -> list:
-    trained = Trained.load(run, mesh=MeshConfig(data=8))
+    trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     generator = Generator(trained.layout, trained.params, trained.tokenizer, Sampling(2.0, 0))
     return generator.complete(PROMPTS, 12, seed=1)
 

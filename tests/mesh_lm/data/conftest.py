@@ -1,4 +1,4 @@
-"""A little text in every kind of file that `mesh_lm.data.prepare` reads, and a tokenizer for it."""
+"""Fixtures: some text in every kind of file that `mesh_lm.data.prepare` reads, and a tokenizer for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = ["the", "cat", "naïve", "日本", "def", "return", "x1", "sat,"]
 
 
 def text(n: int) -> str:
-    return "".join("so " + " ".join(RANDOM.choice(WORDS, 8)) + "\n" for _ in range(n))  # a cut before a word changes no token
+    return "".join("so " + " ".join(RANDOM.choice(WORDS, 8)) + "\n" for _ in range(n))  # a split before a word changes no token
 
 
 TEXTS = [text(int(n)) for n in RANDOM.integers(1, 12, 60)]
@@ -28,7 +28,7 @@ LONG = text(200)
 
 
 def write_inputs(root: Path) -> dict[str, list[str]]:
-    """Files of every kind -> the documents in each."""
+    """Maps a file of each kind to its documents."""
     root.mkdir()
     (root / "a.jsonl").write_bytes(LINES)
     (root / "b.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))

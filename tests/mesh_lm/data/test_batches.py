@@ -1,4 +1,4 @@
-"""A run's batches: blends of prefixes, what a checkpoint keeps of them, and how a changed blend goes on."""
+"""Tests of a run's batches: blends of prefixes, their checkpoint state, and resuming with a changed blend."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
-from mesh_lm.data import prefixes
+from mesh_lm.data import megatron_corpus
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.indexed import Documents, idx_path, write_documents
@@ -25,7 +25,7 @@ SEQ, BATCH, VOCAB = 8, 4, 1000
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefixes a, b, c of 100 to 130 samples an epoch; 1% of a split is a document or two."""
+    """Prefixes a, b, c with 100 to 130 samples per epoch; 1% of a split is a document or two."""
     directory, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, n in (("a", 90), ("b", 110), ("c", 100)):
         documents = [np.append(random.integers(1, VOCAB, length), 0) for length in random.integers(4, 14, n)]
@@ -52,7 +52,7 @@ def batches(of: TrainConfig, saved: dict | None = None, done: int | None = None)
 
 
 def read(of: Batches, steps: int) -> list[bytes]:
-    """The samples of the next steps, each as the bytes of its tokens and last label, which no other sample has."""
+    """Returns the samples of the next steps, each as the bytes of its tokens and last label, which are unique."""
     samples = []
     with closing(of.train()) as loader:
         for _ in range(steps):
@@ -65,7 +65,7 @@ def read(of: Batches, steps: int) -> list[bytes]:
 
 
 def owner(data: Path, samples: list[bytes]) -> list[str]:
-    """The prefix that each sample comes from."""
+    """Returns the prefix that each sample comes from."""
     streams = {name: Documents(data / name).tokens.astype(np.int32).tobytes() for name in "abc"}
     pieces = [bytes(sample) for sample in samples]
     found = []
@@ -91,21 +91,21 @@ def test_the_same_config_gives_the_same_order_and_a_resume_continues_it(data: Pa
 
 
 def test_each_member_goes_on_across_changes_of_the_blend(data: Path):
-    """Three blends, one after the other, the second and third resumed: within an epoch nothing is skipped or seen twice."""
+    """Three successive blends, the second and third after a resume: within an epoch no sample is skipped or repeated."""
     alone = {name: read(batches(config(data, name, steps=20)), 20) for name in "abc"}
     first = batches(config(data, 0.5, "a", 0.5, "b"))
     samples = read(first, 6)
     second = batches(config(data, 0.2, "b", 0.8, "c", steps=14), first.state(24))
     assert second.position == 24
     assert second.changed == [
-        "data.blend: a new blend from position 24 on",
-        f"{data}/b goes on after 12 samples",
+        "data.blend: a new blend from position 24",
+        f"{data}/b continues after 12 samples",
         f"{data}/c is new",
         f"{data}/a left after 12 samples",
     ]
     samples += read(second, 4)
     third = batches(config(data, 0.3, "c", 0.4, "a", 0.3, "b", steps=20), second.state(40))
-    assert third.changed[1:] == [f"{data}/{name} goes on after {n} samples" for name, n in (("c", 12), ("a", 12), ("b", 16))]
+    assert third.changed[1:] == [f"{data}/{name} continues after {n} samples" for name, n in (("c", 12), ("a", 12), ("b", 16))]
     samples += read(third, 4)
     state = third.state(56)
     again = batches(config(data, 0.3, "c", 0.4, "a", 0.3, "b", steps=20), state)  # a plain resume, in the middle of the third blend
@@ -128,7 +128,7 @@ def test_a_longer_run_finishes_its_order_before_it_appends_another(data: Path):
     assert order[:96] == read(batches(config(data, "a", steps=24)), 24) and len(set(order[:epoch])) == epoch
     assert order[epoch:] == read(batches(config(data, "a", steps=24, seed=2)), 21)[: len(order) - epoch]
     assert longer.changed == [] and longer.state(20)["blend"]["members"][0]["orders"] == (20, 82)
-    shorter = batches(config(data, "a", steps=6), longer.state(40))  # what was appended stays
+    shorter = batches(config(data, "a", steps=6), longer.state(40))  # appended orders stay
     assert shorter.state(40)["blend"]["members"][0]["orders"] == (20, 82)
 
 
@@ -160,7 +160,7 @@ def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
 
 
 def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
-    """Four steps of 2 samples, four of 4: the blend lasts for 24, not for 8 steps of either."""
+    """Four steps of 2 samples, then four of 4: the blend is 24 samples long, not 8 steps of either size."""
     of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
     small = dataclasses.replace(of, train=dataclasses.replace(of.train, global_batch=BATCH // 2))
     state = batches(small).state(4 * BATCH // 2)
@@ -188,7 +188,7 @@ def test_a_place_in_other_data_is_refused(data: Path, change: dict, tmp_path: Pa
         batches(now, saved)
     name = "Megatron prefixes, split 90,10 in sequences of 8, seed 1"
     assert str(error.value).startswith(f"{data}/run was trained on corpus {name}, this config reads Megatron prefixes, split ")
-    assert str(error.value).endswith("; set another output, or that data")
+    assert str(error.value).endswith("; use a new output directory, or restore the original data")
     remove_about(data)
 
 
@@ -221,7 +221,10 @@ def test_text_keeps_its_order_and_its_old_checkpoints(text: Path):
     longer = dataclasses.replace(of, train=TrainLoop(steps=500, global_batch=BATCH))
     whole = read(made, 6)
     assert read(batches(longer, {"position": 12, "corpus": made.name}), 3) == whole[12:]  # whatever the length of the run
-    with pytest.raises(ConfigError, match=r"was trained on corpus another, this config reads text-.* set another output, or that data"):
+    with pytest.raises(
+        ConfigError,
+        match=r"was trained on corpus another, this config reads text-.* use a new output directory, or restore the original data",
+    ):
         batches(of, {"position": 12, "corpus": "another"})
 
 
@@ -237,7 +240,7 @@ def test_packed_text_and_packed_blends(data: Path, text: Path):
     state = batches(of).state(16)
     assert read(batches(of, state), 6) == whole[16:]
     changed = batches(config(data, 0.25, "a", 0.75, "b", documents="packed"), state)
-    assert len(set(whole[:16] + read(changed, 6))) == 40  # nothing twice
+    assert len(set(whole[:16] + read(changed, 6))) == 40  # no sample repeats
     remove_about(data)
     with pytest.raises(ConfigError, match=r"data\.documents=packed: the end-of-document token .* set data\.tokenizer"):
         batches(of)
@@ -279,9 +282,9 @@ def test_heldout_bytes_by_decoding(tmp_path: Path):
 
 
 def test_heldout_bytes_of_much_text_by_decoding_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Documents of 10 tokens and 9 bytes, of which a few stand for all; and one, of which its start does."""
-    monkeypatch.setattr(prefixes, "_COUNTED", 100)
-    monkeypatch.setattr(prefixes, "_LONGEST", 50)
+    """The estimate uses a few of many documents (10 tokens, 9 bytes each), or the start of a single long one."""
+    monkeypatch.setattr(megatron_corpus, "_COUNTED", 100)
+    monkeypatch.setattr(megatron_corpus, "_LONGEST", 50)
     documents = [np.array([*b"nine byte", 256])] * 1000
     write_documents(tmp_path / "x", documents, vocab=257)
     of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
@@ -295,7 +298,7 @@ def test_heldout_bytes_of_much_text_by_decoding_some(tmp_path: Path, monkeypatch
 
 
 def test_a_model_without_all_ids_of_the_tokenizer(data: Path):
-    """Else the run ends with an error at its last step, where it writes a sample, or learns from ids that are not there."""
+    """Otherwise the run would fail at its last step, when it writes a sample, or train on missing ids."""
     of = config(data, "a", tokenizer="bytes").data
     with pytest.raises(ConfigError, match=r"the tokenizer of data\.blend has ids up to 256, which model\.vocab_size=256 does not"):
         prepare(of, vocab=0, model_vocab=256)
@@ -322,13 +325,13 @@ def test_errors(data: Path, tmp_path: Path):
         batches(dataclasses.replace(of, data=dataclasses.replace(of.data, split="1")))
     with pytest.raises(ConfigError, match=r"data\.documents=separate: the end-of-document token of this data is not known"):
         batches(config(data, "a", documents="separate"))
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=0\.5 cuts documents between characters, which needs data\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=0\.5 splits documents between characters, which needs data\.tokenizer"):
         batches(config(data, "a", fim_rate=0.5))
     with pytest.raises(ConfigError, match=r"data\.fim_rate=0\.5: the tokenizer lacks the special tokens <\|fim_prefix\|>, "):
         batches(config(data, "a", fim_rate=0.5, tokenizer="bytes"))
     write_about(data, "a", tokenizer_fingerprint="1" * 64)
     write_about(data, "b", tokenizer_fingerprint="2" * 64)
-    with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/b: 2{16}\nprepare it with one"):
+    with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/b: 2{16}\nprepare all of it with one"):
         batches(config(data, "a", "b"))
     (data / "a.json").write_text("{")
     with pytest.raises(ConfigError, match=r"a\.json cannot be read .* prepare the data again, or remove it"):
@@ -346,5 +349,5 @@ def test_the_check_lists_every_problem_of_the_data(data: Path):
         "  - data.split='all' must be up to three weights of training, validation and test documents, as 969,30,1",
         "  - data.fim_rate=1.5 must be in [0, 1]",
         "  - data.fim_spm_rate=-1.0 must be in [0, 1]",
-        "  - data.fim_rate=1.5 makes documents longer, which packed ones have no room for; set data.documents=separate",
+        "  - data.fim_rate=1.5 makes documents longer, but packed ones have no room; set data.documents=separate",
     ]

@@ -29,12 +29,12 @@ def is_heldout(key: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """80 text files in two levels, and files that must be passed over."""
+    """80 text files in two levels, and files that must be skipped."""
     root = tmp_path / "text"
     (root / "sub" / ".hidden").mkdir(parents=True)
     for i in range(80):
         name = f"sub/{i}.md" if i % 2 else f"{i}.txt"
-        # Held-out files repeat something that the training text lacks, to see which the vocabulary was learnt from.
+        # Held-out files repeat something that the training text lacks, to show which text the vocabulary was trained on.
         (root / name).write_bytes(f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode())
     (root / "empty.txt").touch()
     (root / "binary.dat").write_bytes(b"\xff\xfe\x00abc")
@@ -68,7 +68,7 @@ def test_directory(folder: Path, tmp_path: Path):
     assert made.gzip_bits_per_byte == 8 * len(gzip.compress(joined, 9, mtime=0)) / len(joined)
     assert made.xz_bits_per_byte == 8 * len(lzma.compress(joined, preset=9)) / len(joined)
     assert len(tokenizer.encode_batch(["the cat"])[0]) < 7
-    assert len(tokenizer.encode_batch(["zqj" * 50])[0]) == 150  # the vocabulary has not seen the held-out text
+    assert len(tokenizer.encode_batch(["zqj" * 50])[0]) == 150  # the vocabulary was not trained on the held-out text
 
 
 def test_second_call_only_loads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,7 +118,7 @@ def test_pieces_batches_and_samples_change_nothing_else(folder: Path, tmp_path: 
 def test_jsonl(tmp_path: Path):
     texts = [f"line {i}\nof a document" for i in range(1, 201)]
     rows = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
-    rows[4] = "  "  # a blank line keeps its number and is no document
+    rows[4] = "  "  # a blank line is counted, but is not a document
     (tmp_path / "a b.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8-sig")
     made = prepare(config(tmp_path / "a b.jsonl", tmp_path), vocab=257)
     tokenizer = made.tokenizer()
@@ -239,6 +239,7 @@ def test_errors(tmp_path: Path):
         ("d.csv", b"a,b", r"type \.csv are not read; give one of \.txt, \.jsonl \(each also \.gz and \.zst\) and \.parquet, a directory"),
         ("e.jsonl", b"\n\n", "no text"),
         ("f.jsonl", b'{"text": ""}\n', "no text"),
+        ("i.jsonl", b'{"id": 7, "content": "a", "url": "b"}', r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with'),
         ("g.jsonl", b"\n" * (heldout_line(False) - 1) + b'{"text": "a"}', "held-out split"),
         ("h.jsonl", b"\n" * (heldout_line(True) - 1) + b'{"text": "a"}', "training split"),
     ]:
@@ -253,7 +254,7 @@ def test_errors(tmp_path: Path):
 
 
 def test_vocabulary_above_uint16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The type in the file follows the vocabulary in use, not the one asked for."""
+    """The dtype of the file follows the actual vocabulary, not the requested one."""
     (tmp_path / "x.txt").write_text("ab\n" * 40)
     assert prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype == np.uint16
 
@@ -307,7 +308,7 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str):
 
 
 def test_a_directory_loses_nothing_in_silence(tmp_path: Path):
-    """But what is no text."""
+    """Every text file of a directory is read; only other files are skipped."""
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.txt").write_text("one")
     (tmp_path / "root" / "sub").mkdir(parents=True)
@@ -318,7 +319,7 @@ def test_a_directory_loses_nothing_in_silence(tmp_path: Path):
     root = str(tmp_path / "root")
     assert [document.text for document in sources.find(root).documents()] == ["two", "one"]
     (tmp_path / "root" / "c.txt.gz").write_bytes(gzip.compress(b"three" * 100)[:-9])
-    with pytest.raises(ConfigError, match=r"c\.txt\.gz is damaged or cut short"):
+    with pytest.raises(ConfigError, match=r"c\.txt\.gz is damaged or truncated"):
         list(sources.find(root).documents())
     (tmp_path / "root" / "c.txt.gz").unlink()
     (tmp_path / "root" / "d.txt").write_bytes(b"caf\xe9")
@@ -349,7 +350,7 @@ def test_a_given_tokenizer(folder: Path, tmp_path: Path):
     assert made.heldout_tokens == made.heldout_bytes + made.heldout_documents
     (tmp_path / "t").mkdir()
     copy = str(load_tokenizer("bytes").save(tmp_path / "t"))
-    assert prepare(dataclasses.replace(settings, tokenizer=copy), vocab=0) == made  # known by what it does, not by its name
+    assert prepare(dataclasses.replace(settings, tokenizer=copy), vocab=0) == made  # identified by its contents, not by its path
     assert prepare(config(folder, tmp_path), vocab=257).directory != made.directory
     with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes has ids up to 256, which model\.vocab_size=256 does not have; set.*257"):
         prepare(settings, vocab=0, model_vocab=256)

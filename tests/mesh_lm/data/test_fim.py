@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from in_memory import Tokens
 
 from mesh_lm.data.fim import FillInMiddle
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
@@ -15,7 +15,7 @@ EOD, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
 
 
 class Codec:
-    """Bytes, and the three special tokens in one spelling."""
+    """A byte tokenizer with the three special tokens in one spelling."""
 
     eod, joins = EOD, True
 
@@ -37,7 +37,7 @@ def make(rate: float = 1.0, spm_rate: float = 0.5, seed: int = 0, codec: Codec |
 
 
 def restored(document: list[int]) -> list[int]:
-    """The document as it was."""
+    """Returns the original document."""
     if PREFIX not in document:
         return document
     m, s = document.index(MIDDLE), document.index(SUFFIX)
@@ -62,7 +62,7 @@ def split(window: list[int]) -> list[list[int]]:
 def test_documents_come_back_from_their_parts(texts: list[str], g: int):
     window = np.array([t for i, text in enumerate(texts) for t in ([EOD] * (i > 0) + [*text.encode()])], np.int32)
     room = np.full(len(window) + 3 * len(texts), EOD, np.int32)
-    room[: len(window)] = window  # what follows is empty documents
+    room[: len(window)] = window  # empty documents follow
     arranged = room.copy()
     assert make()(arranged, g) == len(room)
     found = split(arranged.tolist())[: len(texts)]
@@ -87,7 +87,7 @@ def test_rates():
     assert 0.17 < sum(window[1] == SUFFIX and window[2:3] != [] for window in some) / len(some) < 0.42
     assert all(window[1] == SUFFIX for window in windows(1, 1))
     lengths = {window.index(SUFFIX) - 1 for window in windows(1, 0)}
-    assert lengths == set(range(11))  # a cut can be at any place, the ends included
+    assert lengths == set(range(11))  # a split can be at any position, the ends included
 
 
 def test_length_is_kept_and_padding_does_not_count():
@@ -111,14 +111,14 @@ def test_a_cut_character_is_left_alone():
 
 def test_rows_depend_on_seed_and_position_alone():
     order = Sequences(Tokens([*b"some text ", EOD, *b"more of it", EOD] * 9), 24, eod=EOD, seed=None, pad=True)
-    rows = Rows(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
+    rows = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
     whole = rows.rows(np.arange(20))
     for picked in ([3], [19, 2, 3]):
         for name, leaf in rows.rows(np.array(picked)).items():
             assert (leaf == whole[name][picked]).all()
     assert (whole["tokens"][:, 1:] == whole["labels"][:, :-1]).all()
     assert (whole["tokens"][0] != whole["tokens"][9]).any()  # another epoch, another arrangement
-    other = Rows(order, eod=EOD, fill_in_middle=make(0.7, seed=6)).rows(np.arange(20))
+    other = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=6)).rows(np.arange(20))
     assert (other["labels"] != whole["labels"]).any()
 
 
@@ -131,7 +131,7 @@ def test_special_tokens():
         make(codec=Codec("<{}>"))
     spaced = Codec()
     spaced.joins = False
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a document"):
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a split document"):
         make(codec=spaced)
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 cuts documents between characters, which needs data\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 splits documents between characters, which needs data\.tokenizer"):
         FillInMiddle(None, rate=1.0, spm_rate=0.5, seed=0)

@@ -70,7 +70,7 @@ def test_errors(tmp_path: Path):
     cache.get("kind", {}, lambda: {"x": np.zeros(9)})
     (path,) = tmp_path.glob("indices/kind-*/x.npy")
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ConfigError, match=r"kind-\w+ is damaged .*; remove it, and it will be computed again"):
+    with pytest.raises(ConfigError, match=r"kind-\w+ is damaged .*; remove it to compute it again"):
         cache.get("kind", {}, lambda: {})
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*file"):

@@ -16,7 +16,7 @@ DOCUMENTS = [np.array([5, 6, 7]), np.array([], np.int64), np.array([8])]
 
 
 def megatron_index(code: int, itemsize: int, lengths: list[int], indices: list[int]) -> bytes:
-    """The bytes that Megatron's _IndexWriter writes, put together by hand."""
+    """Compares with the bytes that Megatron's _IndexWriter writes, assembled by hand."""
     pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
     header = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code) + struct.pack("<QQ", len(lengths), len(indices))
     return header + struct.pack(f"<{len(lengths)}i{len(pointers)}q{len(indices)}q", *lengths, *pointers, *indices)

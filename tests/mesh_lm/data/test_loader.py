@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import PATIENCE
 
 from mesh_lm.data.loader import Loader, heldout
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
@@ -33,10 +33,10 @@ def make_sharding(shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(jax.make_mesh(shape, ("pipeline", "data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 4), spec)
 
 
-def make_sequences(n_tokens: int = 1000, mode="separate", shuffle=True, pad=False) -> Rows:
+def make_sequences(n_tokens: int = 1000, mode="separate", shuffle=True, pad=False) -> RowReader:
     tokens = np.random.default_rng(0).integers(0, 9, n_tokens).astype(np.uint16)
     order = Sequences(Tokens(tokens), SEQ_LEN, eod=0, seed=3 if shuffle else None, pad=pad)
-    return Rows(order, eod=0, documents=mode, mask_document_start=True)
+    return RowReader(order, eod=0, documents=mode, mask_document_start=True)
 
 
 def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatches=2, threads=2, prefetch=3) -> Loader:
@@ -52,7 +52,7 @@ def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatche
 
 
 def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
-    """Of one batch and the rows in it, which say nothing of the tokens' indices."""
+    """Compares a batch with its rows, which have no token indices."""
     indices = np.arange(SEQ_LEN, dtype=np.int32)
     expected = {**expected, "indices": np.broadcast_to(indices, (len(batch["tokens"]), 1, SEQ_LEN))}
     assert set(batch) == set(expected)
@@ -133,7 +133,7 @@ def test_errors():
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_errors_of_the_reader_threads_arrive(threads: int):
-    class Broken(Rows):
+    class Broken(RowReader):
         def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
             raise OSError("disk gone")
 
@@ -141,9 +141,9 @@ def test_errors_of_the_reader_threads_arrive(threads: int):
     with pytest.raises(OSError, match="disk gone"):
         next(make_loader(Broken(order, eod=0), make_sharding(*SHARDINGS["data"]), threads=threads))
     tokens = np.zeros(1000)
-    tokens[300] = 70  # in the third batch: found when it is read
+    tokens[300] = 70  # in the third batch, and reported when that is read
     loader = make_loader(
-        Rows(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0), make_sharding(*SHARDINGS["data"]), threads=threads
+        RowReader(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0), make_sharding(*SHARDINGS["data"]), threads=threads
     )
     with pytest.raises(ConfigError) as error:
         for _ in range(3):
@@ -156,9 +156,9 @@ import json, sys
 import jax, numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from test_loader import SHARDINGS, make_loader, make_sequences, make_sharding
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.rows import RowReader
 
-class Recording(Rows):
+class Recording(RowReader):
     def rows(self, indices):
         self.asked = sorted(indices.tolist())
         return super().rows(indices)

@@ -1,4 +1,4 @@
-"""The sample order of Megatron-LM: golden hashes of its own code (tests/fixtures/make_megatron_golden.py says how they were made)."""
+"""Megatron-LM's sample order, against golden hashes made by its own code (tests/fixtures/make_megatron_golden.py)."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
-from mesh_lm.data.gpt_dataset import Epochs, GPTDataset, build, sample_index, samples_in, split_ranges
+from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.data.indexed import Documents, TokenStream
 from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -40,7 +40,7 @@ def digest(order, n: int) -> str:
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
-    text, cache = Text(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
+    text, cache = TokenStream(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
     return GPTDataset(text, case["seq_len"], n_samples=n_samples, seed=case["seed"], cache=cache, fingerprint=documents.fingerprint())
 
 
@@ -63,12 +63,12 @@ def test_order_is_megatrons(directory: Path, name: str):
         n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
         assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
     if name.startswith("several epochs"):
-        needed = Epochs.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
+        needed = EpochCount.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
 def walked(lengths: list[int], seq_len: int) -> list[tuple[int, int]]:
-    """The sample index, token by token: (document, offset) of every S-th token."""
+    """Computes the sample index token by token: (document, offset) of every S-th token."""
     tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
     return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
 
@@ -85,20 +85,20 @@ def test_sample_index_against_a_walk(lengths: list[int], seq_len: int):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_reading_is_the_stream_of_the_documents(data):
-    """Each sample is S + 1 consecutive tokens of the shuffled documents, and all samples are there once."""
+    """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
     seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
     documents = Documents.__new__(Documents)
     documents.tokens, documents.prefix = np.arange(sum(lengths)).astype(np.uint16), "memory"
     documents.offsets = documents.sequences = np.concatenate(([0], np.cumsum(lengths)))
-    epochs = Epochs.of(n, sum(lengths), seq_len)
+    epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
         with pytest.raises(ConfigError, match=rf"memory has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
-            GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+            GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
     stream = np.concatenate([documents[i] for i in arrays["documents"]]).tolist()
-    dataset = GPTDataset(Text(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+    dataset = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
     assert len(dataset) == samples_in(len(stream), seq_len) >= n
     windows = dataset.read(np.arange(len(dataset)))
     for row, sample in enumerate(arrays["shuffle"]):
@@ -126,7 +126,7 @@ def greedy(weights: list[float], size: int) -> list[int]:
 
 
 TIES = [[0.2, 0.5, 0.3], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
-"""Where sums of weights meet exactly; and tiny weights, whose blocks start from a wrong guess."""
+"""Weights whose sums tie exactly, and tiny weights, for which blocks start from a wrong guess."""
 
 
 @pytest.mark.parametrize("weights", TIES)
@@ -152,7 +152,7 @@ def check_blend(weights: list[float], size: int) -> None:
 def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pytest.MonkeyPatch):
     weights, size = np.array(blend.normalized([5, 3, 1e-3])), 7 * blend.BLOCK
     whole = blend_index(weights, size)
-    monkeypatch.setattr(blend, "_SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(blend, "_PARALLEL", 2)
     for name, array in blend_index(weights, size).items():
         assert (array == whole[name]).all() and array.dtype == whole[name].dtype
 
@@ -161,7 +161,7 @@ def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pyte
     ("split", "n", "expected"),
     [
         ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
-        ("99,1", 250, [(0, 248), (248, 250), (250, 250)]),  # 247.5 goes to the even side
+        ("99,1", 250, [(0, 248), (248, 250), (250, 250)]),  # 247.5 rounds to even
         ("1", 7, [(0, 7), (7, 7), (7, 7)]),
         (" .5, 0 ,0.5", 3, [(0, 2), (2, 2), (2, 3)]),
     ],

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Text, write_documents
-from mesh_lm.data.packing import Packed, best_fit, pack
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.indexed import TokenStream, write_documents
+from mesh_lm.data.packing import PackedSequences, best_fit, pack
+from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
 
 EOD = 0
 
 
-def packed(directory: Path, documents: list[np.ndarray], seq_len: int, *, seed: int = 3, vocab: int | None = None) -> Packed:
+def packed(directory: Path, documents: list[np.ndarray], seq_len: int, *, seed: int = 3, vocab: int | None = None) -> PackedSequences:
     written = write_documents(directory / "x", documents, vocab=60_000)
-    text = Text(written, vocab=vocab)
-    return Packed(text, seq_len, eod=EOD, seed=seed, cache=IndexCache(str(directory)), fingerprint=written.fingerprint())
+    text = TokenStream(written, vocab=vocab)
+    return PackedSequences(text, seq_len, eod=EOD, seed=seed, cache=IndexCache(str(directory)), fingerprint=written.fingerprint())
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,7 +29,7 @@ def test_every_token_is_a_label_once_with_its_own_document_before_it(tmp_path_fa
         for document in documents:
             document[-1:] = EOD
     order = packed(tmp_path_factory.mktemp("packed"), documents, seq_len)
-    rows = Rows(order, eod=EOD, documents="packed").rows(np.arange(len(order)))
+    rows = RowReader(order, eod=EOD, documents="packed").rows(np.arange(len(order)))
     found = []
     for tokens, labels, weights, segments, positions in zip(
         *(rows[name] for name in ("tokens", "labels", "weights", "segment_ids", "positions")), strict=True
@@ -67,7 +67,7 @@ def test_best_fit_against_a_search(sizes: list[int]):
 
 
 def test_fill_rate():
-    """Lognormal lengths, median 300, as those of web text: 95% at least."""
+    """At least 95% of slots are filled for lognormal lengths of median 300, as in web text."""
     lengths = np.exp(np.random.default_rng(0).normal(np.log(300), 1.1, 20_000)).astype(np.int64) + 1
     for seq_len in (512, 2048, 8192):
         plan = pack(np.concatenate(([0], np.cumsum(lengths))), seq_len, seed=0)

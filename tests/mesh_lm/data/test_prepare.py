@@ -1,4 +1,4 @@
-"""`python -m mesh_lm.data.prepare`: what comes out, killed or not, and what it says when it cannot."""
+"""Tests of `python -m mesh_lm.data.prepare`: its output and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import zstandard
 from mesh_lm.commands.prepare import main
 from mesh_lm.data.indexed import Documents
 from mesh_lm.data.prepare import plan, worker
-from mesh_lm.data.prepare.plan import Plan, Shard
+from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.prepare.unfinished import Appender, Totals, Unfinished
@@ -27,7 +27,7 @@ from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 
-def encoded(work: Plan, tokenizer: str, start: tuple[int, int] = (0, 0)) -> list[tuple[Shard, Encoded]]:
+def encoded(work: ReadPlan, tokenizer: str, start: tuple[int, int] = (0, 0)) -> list[tuple[TextShard, Encoded]]:
     encoder = Encoder(Settings(tokenizer, "text", False))
     return [(shard, encoder(shard)) for shard in work.shards(*start)]
 
@@ -56,13 +56,13 @@ def test_shards_hold_every_document_once(name: str, size: int, inputs: Any, toke
     assert stream == [i for document in wanted for i in document]
     assert sum(each.text_bytes for _, each in shards) == sum(len(document.encode()) for document in documents[name])
     assert sum(shard.size for shard, _ in shards) == pytest.approx(work.size)
-    for k in range(0, len(shards), 7):  # from any of them on
+    for k in range(0, len(shards), 7):  # starting at any shard
         rest = list(work.shards(shards[k][0].unit, shards[k][0].chunk))
         assert rest == [shard for shard, _ in shards[k:]]
 
 
 def test_a_line_longer_than_shards(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
-    """Shards in which no line starts, one of them at the end of the document."""
+    """Covers shards in which no line starts, one of them at the end of the document."""
     monkeypatch.setattr(plan, "SHARD", 50)
     (tmp_path / "x.txt").write_text("a\n" + "b" * 500)
     shards = encoded(plan.make((str(tmp_path / "x.txt"),), "text"), tokenizer_file)
@@ -73,7 +73,7 @@ def test_a_line_longer_than_shards(tmp_path: Path, tokenizer_file: str, monkeypa
 
 
 def test_a_line_is_read_once(tmp_path: Path):
-    """Not from the start of every shard in it to its end."""
+    """A long line is read once, not from every shard in it to its end."""
     (tmp_path / "x").write_bytes(b"a" * 10_000 + b"\nb\n")
     size = (tmp_path / "x").stat().st_size
 
@@ -87,7 +87,7 @@ def test_a_line_is_read_once(tmp_path: Path):
 
     found = []
     for start in range(0, size, 100):
-        segment = plan.Segment(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
+        segment = plan.FileRange(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
         with io.BufferedReader(Counted(str(tmp_path / "x")), 1) as file:
             found += worker._lines(file, segment)
     assert found == [(0, b"a" * 10_000 + b"\n"), (10_001, b"b\n")]
@@ -95,12 +95,12 @@ def test_a_line_is_read_once(tmp_path: Path):
 
 
 def test_an_output_inside_the_inputs(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
-    """What a killed run left there, and what a finished one did, is no input."""
+    """Files of a killed or a finished run for the same output are not read as input."""
     for name in ("a.txt", "mix.txt", "mix.more.txt"):
         (tmp_path / name).write_text(name * 20)
     append = Appender.append
 
-    def dies(self: Appender, shard: Shard, encoded: Encoded) -> Totals:
+    def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
         append(self, shard, encoded)
         raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ def test_an_output_inside_the_inputs(tmp_path: Path, tokenizer_file: str, monkey
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:
-    """Contents of all that a preparation leaves."""
+    """Returns the contents of all files of a preparation."""
     return {str(path.relative_to(prefix.parent)): path.read_bytes() for path in sorted(prefix.parent.rglob("*")) if path.is_file()}
 
 
@@ -166,7 +166,7 @@ def test_a_trained_tokenizer(inputs: Any, tmp_path: Path):
     facts = prepare((str(root / "a.jsonl"),), str(tmp_path / "x"), "train:270", workers=1, output=io.StringIO())
     trained = load_tokenizer(tmp_path / "x.tokenizer")
     assert (trained.vocab_size, facts["tokenizer"]["spec"]) == (270, "train:270")
-    assert trained.fingerprint == Tokenizer.train(documents["a.jsonl"], 270).fingerprint  # all of it, as it is little
+    assert trained.fingerprint == Tokenizer.train(documents["a.jsonl"], 270).fingerprint  # all of the text, because there is little
     assert Documents(tmp_path / "x").tokens.dtype == np.uint16
     with pytest.raises(ConfigError, match=r"--tokenizer=train:256: expected train:N with a number of entries of at least 257"):
         prepare((str(root / "a.jsonl"),), str(tmp_path / "y"), "train:256")
@@ -177,7 +177,7 @@ def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeyp
         (tmp_path / f"{name}.txt").write_text(name * 100)
     both = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
 
-    def dies(self: Appender, shard: Shard, encoded: Encoded) -> Totals:
+    def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -186,8 +186,8 @@ def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeyp
             prepare(both, str(tmp_path / "x"), tokenizer_file, workers=1, output=io.StringIO())
 
     def refuses(message: str, inputs: tuple[str, ...] = both, tokenizer: str = tokenizer_file, **options: Any) -> None:
-        ending = r".* Give the same as then to continue, or remove .*x\.parts to start anew"
-        with pytest.raises(ConfigError, match=r"x\.parts was begun with something else: " + message + ending):
+        ending = r".* Give the original ones to continue, or remove .*x\.parts to start from scratch"
+        with pytest.raises(ConfigError, match=r"x\.parts was started with different inputs or settings: " + message + ending):
             prepare(inputs, str(tmp_path / "x"), tokenizer, workers=1, **options)
 
     refuses(r"tokenizer was [0-9a-f]{64}, now [0-9a-f]{64}; versions was", tokenizer="bytes")
@@ -198,7 +198,7 @@ def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeyp
     refuses(r".*c\.txt was not among the inputs\.", inputs=(*both, str(tmp_path / "c.txt")))
     (tmp_path / "a.txt").write_text("a" * 101)
     os.remove(tmp_path / "b.txt")
-    refuses(r".*a\.txt is another file than then, and 1 more such\.", inputs=both[:1])
+    refuses(r".*a\.txt has changed, and 1 more such\.", inputs=both[:1])
     with Unfinished(str(tmp_path / "x")), pytest.raises(ConfigError, match=r"another process is writing .*x\.parts; wait for it"):
         prepare(both[:1], str(tmp_path / "x"), tokenizer_file)
 
@@ -226,11 +226,11 @@ def test_errors(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyP
         fails(tmp_path / name, name + line_31, contents)
     Unfinished(str(tmp_path / "x")).remove()
     fails(tmp_path / "c.jsonl", "the inputs have no text: 1 files, 0 bad lines", b'\n{"text": ""}\n')
-    fails(tmp_path / "d.jsonl.zst", r"d\.jsonl\.zst is damaged or cut short", zstandard.compress(good * 99 + os.urandom(99))[:-9])
+    fails(tmp_path / "d.jsonl.zst", r"d\.jsonl\.zst is damaged or truncated", zstandard.compress(good * 99 + os.urandom(99))[:-9])
     for output in ("", f"{tmp_path}/"):
         with pytest.raises(ConfigError, match=rf"--output={output}: expected a prefix of file names, such as .*books"):
             prepare((str(tmp_path / "a.jsonl"),), output, tokenizer_file)
-    with pytest.raises(ConfigError, match=r"--workers=-1 must be at least 1, or 0 for one a core"):
+    with pytest.raises(ConfigError, match=r"--workers=-1 must be at least 1, or 0 for one per core"):
         prepare((str(tmp_path / "a.jsonl"),), str(tmp_path / "x"), tokenizer_file, workers=-1)
     Unfinished(str(tmp_path / "x")).remove()
     facts = prepare((str(tmp_path / "a.jsonl"),), str(tmp_path / "x"), tokenizer_file, workers=1, skip_bad_lines=True, output=io.StringIO())

@@ -1,4 +1,4 @@
-"""A preparation that is killed, stopped, or out of disk: what it leaves, and that it ends with the same bytes all the same."""
+"""A preparation that is killed, interrupted or out of disk space can be resumed and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mesh_lm.data.tokenizer import load_tokenizer
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:
-    """Contents of all that a preparation leaves."""
+    """Returns the contents of all files of a preparation."""
     return {str(path.relative_to(prefix.parent)): path.read_bytes() for path in sorted(prefix.parent.rglob("*")) if path.is_file()}
 
 
 COMMAND = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
 from mesh_lm.data.prepare import plan, unfinished
 from mesh_lm.commands.prepare import main
 from mesh_lm.errors import ConfigError
@@ -103,7 +103,7 @@ def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, 
             time.sleep(0.05)
         assert not any(map(is_alive, workers_of))  # no worker outlives its parent
     with open(journal, "ab") as file:
-        file.write(b'{"unit": 9')  # as a power cut may leave it
+        file.write(b'{"unit": 9')  # as a power failure may leave it
     with open(journal.with_name("tokens.bin"), "ab") as file:
         file.write(b"more")
     process = begin([*common, "--workers=2"], pause=0)
@@ -115,7 +115,7 @@ def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, 
 
 @pytest.mark.parametrize("moment", ["os.rename", "os.replace", "write_index", "json.dumps", "shutil.rmtree"])
 def test_killed_at_the_end(moment: str, inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
-    """The finished files get their names one by one; whichever is first to fail, the next call ends with the same files."""
+    """Files are renamed one by one; whichever rename fails, the next call ends with the same files."""
     root, _ = inputs
     given = ((str(root / "d.txt"),), str(tmp_path / "x"), tokenizer_file)
     prepare(*given, workers=1, output=io.StringIO())
@@ -170,13 +170,13 @@ def test_a_worker_that_dies(inputs: Any, tmp_path: Path, tokenizer_file: str):
             os.kill(pid, signal.SIGKILL)
     _, error = process.communicate(timeout=PATIENCE)
     assert error == (
-        "error: a worker process died, perhaps for want of memory; what is done is kept: run the same again, with fewer --workers\n"
+        "error: a worker process died, perhaps out of memory; finished work is kept: run the same command again with fewer --workers\n"
     )
 
 
 @pytest.mark.slow
 def test_a_full_disk(inputs: Any, tmp_path: Path, tokenizer_file: str):
-    """A limit on the size of files stands in for it: the write fails in the same place."""
+    """A file size limit stands in for a full disk: the same write fails."""
     import resource
 
     root, documents = inputs

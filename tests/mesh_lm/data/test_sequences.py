@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import Tokens
 
-from mesh_lm.data.indexed import Documents, Text, bin_path, idx_path, write_documents
-from mesh_lm.data.rows import Rows
+from mesh_lm.data.indexed import Documents, TokenStream, bin_path, idx_path, write_documents
+from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
 EOD = 0
 
 
-def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False) -> Rows:
+def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False) -> RowReader:
     order = Sequences(Tokens(tokens), seq_len, eod=EOD, seed=seed if shuffle else None, pad=pad)
-    return Rows(order, eod=EOD, documents=mode, mask_document_start=mask)
+    return RowReader(order, eod=EOD, documents=mode, mask_document_start=mask)
 
 
 def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str, list]:
-    """Sequence `number`, token by token."""
+    """Returns sequence `number`, computed token by token."""
     stream = [EOD, *tokens]
     out: dict[str, list] = {"tokens": [], "labels": [], "weights": [], "segment_ids": [], "positions": []}
     segment, position = 0, 0
@@ -86,8 +86,8 @@ def test_types_and_sample():
         assert (row == rows[name][1]).all()
 
 
-def order(sequences: Rows, start: int, count: int) -> list[int]:
-    """Sequence numbers, read off the labels of a stream 1, 2, 3, ..."""
+def order(sequences: RowReader, start: int, count: int) -> list[int]:
+    """Returns sequence numbers, derived from the labels of a stream 1, 2, 3, ..."""
     return [(int(label) - 1) // sequences.seq_len for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]]
 
 
@@ -106,7 +106,7 @@ def test_each_epoch_is_a_permutation_of_its_own():
 
 
 def test_order_never_changes():
-    """A change here changes the sample order of every run: they could not be resumed or compared."""
+    """A change here changes the sample order of every run, which could then not be resumed or compared."""
     sequences = make(range(1, 17), 2, seed=1234, shuffle=True)
     assert order(sequences, 0, 16) == [5, 6, 3, 7, 4, 1, 2, 0, 2, 0, 7, 6, 1, 4, 5, 3]
 
@@ -126,7 +126,7 @@ def test_threads_read_the_same_and_keep_two_epochs():
 
 
 def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
-    """A sparse file of 6 GB: only the rows asked for are read, and no index overflows."""
+    """On a sparse file of 6 GB, only the requested rows are read and no index overflows."""
     half = 3 * 2**29
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     idx_path(tmp_path / "x").write_bytes(header + struct.pack("<2i2q3q", half, half, 0, 2 * half, 0, 1, 2))
@@ -134,7 +134,7 @@ def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
         file.truncate(4 * half)
         file.seek(4 * half - 8)
         file.write(struct.pack("<4H", 1, 2, 3, 4))
-    sequences = Rows(Sequences(Text(Documents(tmp_path / "x")), 2**10, eod=9, seed=None), eod=9)
+    sequences = RowReader(Sequences(TokenStream(Documents(tmp_path / "x")), 2**10, eod=9, seed=None), eod=9)
     last = sequences.sample(len(sequences) - 1)
     assert last["labels"][-4:].tolist() == [1, 2, 3, 4]
     assert last["tokens"][-4:].tolist() == [0, 1, 2, 3]
@@ -150,17 +150,17 @@ def test_too_little_text():
 
 
 def test_an_unknown_eod_costs_the_first_label():
-    rows = Rows(Sequences(Tokens([5, 6, 7]), 2, eod=None, seed=None, pad=True), eod=None).rows(np.arange(2))
+    rows = RowReader(Sequences(Tokens([5, 6, 7]), 2, eod=None, seed=None, pad=True), eod=None).rows(np.arange(2))
     assert rows["labels"][rows["weights"] > 0].tolist() == [6, 7]
     assert rows["tokens"].tolist() == [[0, 5], [6, 7]]
     for asked in ({"documents": "separate"}, {"mask_document_start": True}):
         with pytest.raises(ConfigError, match=r"end-of-document token of this data is not known; set data\.tokenizer"):
-            Rows(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **asked)
+            RowReader(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **asked)
 
 
 def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
     documents = write_documents(tmp_path / "x", [np.arange(5), np.arange(0), np.array([3, 70, 2])], vocab=100)
-    whole = Sequences(Text(documents, vocab=70), 4, eod=0, seed=None, pad=True)
+    whole = Sequences(TokenStream(documents, vocab=70), 4, eod=0, seed=None, pad=True)
     with pytest.raises(ConfigError) as error:
         whole.read(np.array([1, 0]))
     assert str(error.value) == (
@@ -169,5 +169,5 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
     )
     whole.read(np.array([0]))
     with pytest.raises(ConfigError, match=r"document 2: token id 70"):
-        Sequences(Text(documents, 1, 3, vocab=70), 3, eod=0, seed=None).read(np.array([0]))
-    Sequences(Text(documents, vocab=71), 4, eod=0, seed=None, pad=True).read(np.arange(2))
+        Sequences(TokenStream(documents, 1, 3, vocab=70), 3, eod=0, seed=None).read(np.array([0]))
+    Sequences(TokenStream(documents, vocab=71), 4, eod=0, seed=None, pad=True).read(np.arange(2))

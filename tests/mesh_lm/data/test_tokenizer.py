@@ -1,4 +1,4 @@
-"""Tokenizers of all kinds, tiny ones made here; what Hugging Face's, SentencePiece's and tiktoken's own decoders say is the oracle."""
+"""Tests of all kinds of tokenizers, trained here, against the decoders of Hugging Face, SentencePiece and tiktoken."""
 
 import base64
 import functools
@@ -42,7 +42,7 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 
 def rank_file(n_merges: int = 40) -> bytes:
-    """A BPE in tiktoken's form: bytes in an order of their own, then merges."""
+    """Returns a BPE in tiktoken's format: bytes in an order of their own, then merges."""
     words = [bytes([byte]) for byte in sorted(range(256), key=lambda byte: byte * 7 % 256)]
     text = "".join(TEXTS).encode()
     for size in (2, 3, 4):
@@ -51,7 +51,7 @@ def rank_file(n_merges: int = 40) -> bytes:
 
 
 def llama2_json() -> str:
-    """SentencePiece's vocabulary in Hugging Face's form, as transformers converts Llama 2: spaces and bytes are decoder steps."""
+    """Returns a SentencePiece vocabulary in Hugging Face's format, as transformers converts Llama 2: spaces and bytes are decoder steps."""
     model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -128,7 +128,7 @@ def test_ids(tokenizer: Tokenizer, texts: list[str]):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_stream_says_the_same_in_pieces(tokenizer: Tokenizer, data: st.DataObject):
-    """Any ids, so invalid UTF-8 too. No piece ends in half a character: what was said is never taken back."""
+    """Holds for any ids, including invalid UTF-8: no piece ends inside a character, so no output is revised."""
     ids = data.draw(st.lists(st.integers(-1, tokenizer.vocab_size + 3), max_size=30))
     stream = tokenizer.stream()
     pieces = [stream.push(i) for i in ids]
@@ -193,7 +193,7 @@ def test_fingerprints_follow_the_meaning(tmp_path: Path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     moved.write_text(json.dumps(data | {"truncation": truncation, "model": data["model"] | {"merges": merges}}, indent=3))
     assert load_tokenizer(moved).fingerprint == trained().fingerprint
-    assert load_tokenizer(moved).encode_batch(TEXTS)[1].tolist() == trained().encode_batch(TEXTS)[1].tolist()  # and not cut to 2
+    assert load_tokenizer(moved).encode_batch(TEXTS)[1].tolist() == trained().encode_batch(TEXTS)[1].tolist()  # and not truncated to 2
     data["model"]["merges"][0], data["model"]["merges"][5] = data["model"]["merges"][5], data["model"]["merges"][0]
     moved.write_text(json.dumps(data))
     assert load_tokenizer(moved).fingerprint != trained().fingerprint
@@ -213,7 +213,7 @@ def test_training_is_a_function_of_the_texts():
 
 
 def with_eos(directory: Path, *added: str, **config: object) -> Path:
-    """A model directory whose tokenizer.json has these special tokens instead of <|endoftext|>."""
+    """Returns a model directory whose tokenizer.json has these special tokens instead of <|endoftext|>."""
     directory.mkdir(exist_ok=True)
     data = json.loads(trained().save(directory).read_text())
     shutil.rmtree(directory)
@@ -245,7 +245,7 @@ def test_a_token_that_is_not_special_still_ends_no_document(tmp_path: Path):
     tokenizer = load_tokenizer(path)
     (ids,) = tokenizer.encode_batch(["a</s><think>"])
     assert 300 not in ids
-    assert ids[-1] == 301  # what the file calls text is text
+    assert ids[-1] == 301  # tokens that the file declares as text are text
     assert tokenizer.decode(ids) == "a</s><think>"
 
 
@@ -280,7 +280,7 @@ def test_published_rank_files_are_known_by_their_size(n: int, eod: int, size: in
 
 
 def test_patterns_are_tiktokens_own():
-    """cl100k's and o200k's in tiktoken_ext.openai_public, without fetching the ranks that come with them."""
+    """Compares with cl100k and o200k of tiktoken_ext.openai_public, without downloading their ranks."""
     source = Path(tiktoken.__file__).parents[1].joinpath("tiktoken_ext", "openai_public.py").read_text()
     assert ranks._GPT2 in source
     assert ranks._CL100K in source
@@ -315,7 +315,9 @@ def test_errors(tmp_path: Path):
     wordpiece = json.loads((tmp_path / "a" / "tokenizer.json").read_text()) | {
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}
     }
-    fails(tmp_path / "wp.json", r"wp\.json: a tokenizer with decoder step WordPiece is not read; byte-level ones", json.dumps(wordpiece))
+    fails(
+        tmp_path / "wp.json", r"wp\.json: a tokenizer with decoder step WordPiece is not supported; byte-level ones", json.dumps(wordpiece)
+    )
     fails(tmp_path / "x.model", r"x\.model is neither a SentencePiece model nor a tiktoken rank file", b"\x0a\x05hello")
     fails(tmp_path / "y.model", r"y\.model has no end-of-sentence piece", sentencepiece_model(eos_id=-1))
     fails(tmp_path, r"found several: x\.model, y\.model; name one")

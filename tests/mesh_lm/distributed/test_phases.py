@@ -157,7 +157,7 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"]["step"] == pytest.approx(100.0)
     assert found["seconds"]["down"] == pytest.approx(5.0) and found["goodput"] == pytest.approx(100 / 140)
     assert describe(found) == (
-        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps done again: steps 1 min 40 s, steps done again 20.0 s, between restarts 5.0 s, "
+        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated: steps 1 min 40 s, repeated steps 20.0 s, between restarts 5.0 s, "
         "first steps (compiling) 15.0 s"
     )
 
@@ -182,7 +182,7 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     phases = Phases()
     kept = Goodput(tmp_path, phases, first=5)
     phases.step = 7
-    kept.keep(now=True)
+    kept.write(now=True)
     assert total(tmp_path / "goodput")["starts"] == 1
     phases.step = 9
     assert kept.total()["starts"] == 1, "the same life is written again"
@@ -207,4 +207,4 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
     assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(24 / 35)
     spent = {phase: seconds for phase, seconds in found["seconds"].items() if seconds > 1e-6}
     assert spent == pytest.approx({"step": 24.0, "lost": 8.0, "restore": 3.0})
-    assert ", 4 steps done again: steps 24.0 s, steps done again 8.0 s, restoring 3.0 s" in describe(found)
+    assert ", 4 steps repeated: steps 24.0 s, repeated steps 8.0 s, restoring 3.0 s" in describe(found)

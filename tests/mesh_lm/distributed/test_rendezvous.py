@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from processes import PATIENCE
 
-from mesh_lm.distributed.rendezvous import Absent, describe, meet
+from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.wire import free_port
@@ -23,7 +23,9 @@ def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float 
         try:
             meet(slot, timeout, description)
         except ConfigError as error:
-            assert isinstance(error, Absent) == any(sign in str(error) for sign in ("did not come", "found no", "cannot listen")), error
+            assert isinstance(error, RendezvousFailed) == any(
+                sign in str(error) for sign in ("did not connect", "found no", "cannot listen")
+            ), error
             return str(error)
         return ""
 
@@ -62,7 +64,7 @@ def test_a_difference_is_named_on_every_process() -> None:
     three = slots(3)
     said = outcomes(three, [RUN, RUN, other], late=(1,))
     assert said[0] == said[1] == said[2]
-    assert "process 2 on " in said[0] and "does not run what process 0 on" in said[0]
+    assert "process 2 on " in said[0] and "does not match process 0 on" in said[0]
     assert "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/training/step.py: 0123 on process 0, 4567 there\n" in said[0]
     assert "  - code.mine.py: None on process 0, 89ab there\n" in said[0]
 
@@ -73,19 +75,21 @@ def test_another_count_or_the_same_index_twice() -> None:
     assert said[0] == said[1] == "process 1 expects 3 processes, process 0 expects 2"
     first, *_ = slots(3)
     twin = ProcessSlot(first.coordinator, 3, 1)
-    assert "two processes say that they are number 1 of 3; each needs its own launch.index" in outcomes([first, twin, twin], [RUN] * 3)[0]
+    assert "two processes have the index 1 of 3; each needs its own launch.index" in outcomes([first, twin, twin], [RUN] * 3)[0]
 
 
 def test_who_does_not_come_is_named() -> None:
     some = slots(4, 0, 2)
     said = outcomes(some, [RUN, RUN], timeout=2)
-    assert said[0] == said[1] and said[0].startswith(f"processes 1, 3 of 4 did not come to {some[0].coordinator} in 2 s; see their logs")
+    assert said[0] == said[1] and said[0].startswith(
+        f"processes 1, 3 of 4 did not connect to {some[0].coordinator} within 2 s; see their logs"
+    )
 
 
 def test_nobody_at_the_coordinators_address() -> None:
     (lonely,) = slots(2, 1)
     (said,) = outcomes([lonely], [RUN], timeout=0.5)
-    assert said.startswith(f"process 1 found no process 0 at {lonely.coordinator} in 0.5 s") and "correct launch.coordinator" in said
+    assert said.startswith(f"process 1 found no process 0 at {lonely.coordinator} within 0.5 s") and "correct launch.coordinator" in said
 
 
 def test_a_port_in_use() -> None:

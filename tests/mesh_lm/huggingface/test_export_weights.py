@@ -47,6 +47,7 @@ def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
     assert huggingface.config_of(tmp_path / "out").n_params() == found.layout.config.n_params()
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}) == 1, "a colleague can read them all"
     assert not list(tmp_path.glob(".*"))
 
 

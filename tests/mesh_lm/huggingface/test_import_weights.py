@@ -74,8 +74,8 @@ def test_the_loss_gives_padding_no_probability() -> None:
 
 def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many replicas there are."""
-    numbers, read = [], files.Stored.read
-    monkeypatch.setattr(files.Stored, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
+    numbers, read = [], files.StoredTensor.read
+    monkeypatch.setattr(files.StoredTensor, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
     layout = ModelLayout.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
     huggingface.load(FIXTURES / "llama3", layout)
     assert sum(numbers) == layout.config.n_params()
@@ -159,7 +159,7 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
 
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
     """The lines of the refusal, the directory's own name left out; no weight may be read."""
-    monkeypatch.setattr(files.Stored, "read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(files.StoredTensor, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError) as caught:
         load(directory, **changes)
     return str(caught.value).replace(str(directory), "DIR").split("\n  - ")

@@ -12,7 +12,7 @@ from support import GPT, LLAMA, SEQ, VOCAB, shard_on
 from mesh_lm.config import files
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Engine, Sampling, Scorer
-from mesh_lm.inference.engine import whole_sequences
+from mesh_lm.inference.engine import without_sequence_sharding
 from mesh_lm.model import token_batch
 from mesh_lm.parallel.layout import ModelLayout
 
@@ -201,7 +201,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
 
 def test_sequences_are_cut_nowhere() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
-    whole = whole_sequences(layout)
+    whole = without_sequence_sharding(layout)
     assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)
     assert whole.shardings("params") == layout.shardings("params")
 

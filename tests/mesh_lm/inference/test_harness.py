@@ -16,7 +16,7 @@ from mesh_lm.commands import evaluate
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Sampling, harness
 from mesh_lm.inference.harness import Requests
-from mesh_lm.inference.trained import Trained
+from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.model import token_batch
 from sharding_rules import MeshConfig
 
@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def logprobs(run: Path):
     """Log-probabilities [n, V] of the token after each of n, at most SEQ, from the model's own logits."""
-    trained = Trained.load(run, mesh=MeshConfig(data=8))
+    trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
     def after(tokens: list[int]) -> np.ndarray:
@@ -116,7 +116,7 @@ def greedy(logprobs, prompt: str, n: int) -> str:
 
 def test_requests(run: Path, logprobs) -> None:
     """What the harness asks for, without the harness: contexts that are empty, or too long, and answers in the order of the prompts."""
-    requests = Requests(Trained.load(run, mesh=MeshConfig(data=8)), batch=8, start=EOD)
+    requests = Requests(TrainedModel.load(run, mesh=MeshConfig(data=8)), batch=8, start=EOD)
     likeliest = chr(logprobs([97])[-1, :128].argmax())
     pairs = [("a", "bcd"), ("", "xy"), ("long " * 20, "tail"), ("a", likeliest), ("a", "z" * SEQ), ("b", "")]
     found = requests.continuations([(list(context.encode()), list(text.encode())) for context, text in pairs])

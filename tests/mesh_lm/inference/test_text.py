@@ -12,7 +12,7 @@ from support import GPT, shard_on
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling
-from mesh_lm.inference.text import Writer
+from mesh_lm.inference.text import CompletionWriter
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.evaluation import sample
 
@@ -62,10 +62,10 @@ def test_stop_strings() -> None:
 
 def test_the_end_of_a_document() -> None:
     """It ends a text where it is a stop id, and is spelled out where it is not."""
-    eod = Writer(BYTES, [65], stop_ids=[BYTES.eod])
+    eod = CompletionWriter(BYTES, [65], stop_ids=[BYTES.eod])
     eod.push([(66, -1.0), (BYTES.eod, -2.0), (67, -3.0)])
     assert dataclasses.astuple(eod.completion()) == ("B", [66, BYTES.eod], [-1.0, -2.0], "stop")
-    through = Writer(BYTES, [65])
+    through = CompletionWriter(BYTES, [65])
     through.push([(66, -1.0), (BYTES.eod, -2.0), (67, -3.0)])
     assert dataclasses.astuple(through.completion()) == ("B<|endoftext|>C", [66, BYTES.eod, 67], [-1.0, -2.0, -3.0], "length")
 
@@ -75,7 +75,7 @@ def test_the_end_of_a_document() -> None:
 def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -> None:
     """Whatever the pieces: nothing is shown that is taken back, and what is shown ends at the first stop string that is complete."""
     tokens = [(token, 0.0) for token in BYTES.encode_batch([text])[0].tolist()]
-    writer, shown = Writer(BYTES, [], stop), ""
+    writer, shown = CompletionWriter(BYTES, [], stop), ""
     while tokens and writer.reason == "length":
         n = data.draw(st.integers(1, len(tokens)))
         shown += writer.push(tokens[:n])
@@ -90,7 +90,7 @@ def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -
 
 
 def test_half_a_character_at_the_end() -> None:
-    writer = Writer(BYTES, [])
+    writer = CompletionWriter(BYTES, [])
     assert writer.push([(0xC3, 0.0)]) == "" and writer.finish() == "\ufffd" == writer.completion().text
 
 

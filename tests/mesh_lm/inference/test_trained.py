@@ -13,7 +13,7 @@ from fixtures import make_checkpoint as fixture
 from mesh_lm.config import DataConfig, PipelineConfig, TrainConfig, as_dict
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference.trained import Trained, config_from, keep_tokenizer, weights
+from mesh_lm.inference.trained import TrainedModel, config_from, keep_tokenizer, weights
 from mesh_lm.model import DecoderConfig
 from sharding_rules import MeshConfig, preset
 
@@ -58,7 +58,7 @@ def test_a_config_comes_back_from_json(config: TrainConfig) -> None:
 
 
 def test_a_run_is_loaded_on_any_mesh(run: Path) -> None:
-    trained = Trained.load(run, mesh=MeshConfig(fsdp=2, tensor=2, data=-1), rules=preset("hsdp+megatron"))
+    trained = TrainedModel.load(run, mesh=MeshConfig(fsdp=2, tensor=2, data=-1), rules=preset("hsdp+megatron"))
     assert trained.step == fixture.STEP and trained.config.model == fixture.CONFIG.model
     assert trained.layout.shard.mesh.shape["data"] == 2 and trained.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
     for name, leaf in trained.params.items():
@@ -73,9 +73,9 @@ def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
     saved = json.loads(path.read_text())
     saved["config"]["mesh"] |= {"data": 512, "tensor": 8}
     path.write_text(json.dumps(saved))
-    assert Trained.load(run).config.mesh == MeshConfig(data=8)
+    assert TrainedModel.load(run).config.mesh == MeshConfig(data=8)
     with pytest.raises(ConfigError, match="mesh has 3 devices"):
-        Trained.load(run, mesh=MeshConfig(tensor=3))
+        TrainedModel.load(run, mesh=MeshConfig(tensor=3))
 
 
 def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
@@ -85,7 +85,7 @@ def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
     saved["config"]["rules"] = preset("megatron+reduce_bfloat16").as_dict()
     saved["config"]["pipeline"] = {"schedule": "1f1b", "layers": [1, 1]}
     path.write_text(json.dumps(saved))
-    trained = Trained.load(run)
+    trained = TrainedModel.load(run)
     assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
     assert trained.config.rules == trained.layout.shard.rules and trained.config.rules.params["embed"] == "fsdp"
     assert trained.config.rules.reduction == "bfloat16"
@@ -95,36 +95,36 @@ def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
 
 def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
     describe(run, tokenizer=load_tokenizer("bytes").fingerprint)
-    Trained.load(run)
+    TrainedModel.load(run)
     (tmp_path / "other").mkdir()
     other = Tokenizer.train(["some text"], 257).save(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"other.* is not the tokenizer that .*run was trained with: its ids mean something else"):
-        Trained.load(run, tokenizer=str(other))
+        TrainedModel.load(run, tokenizer=str(other))
     shutil.rmtree(run / "tokenizer")
     with pytest.raises(ConfigError, match=r"no tokenizer is kept in .*; name the one that .* was trained with: --tokenizer="):
-        Trained.load(run)
-    assert Trained.load(run, tokenizer="bytes").tokenizer.vocab_size == load_tokenizer("bytes").vocab_size
+        TrainedModel.load(run)
+    assert TrainedModel.load(run, tokenizer="bytes").tokenizer.vocab_size == load_tokenizer("bytes").vocab_size
 
 
 def test_what_is_not_a_model(run: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"):
-            Trained.load(path)
+            TrainedModel.load(path)
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
     saved = json.loads(path.read_text())
     saved["config"]["model"]["n_moons"] = 2
     path.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="its model has fields that this version does not know: n_moons"):
-        Trained.load(run)
+        TrainedModel.load(run)
     saved["config"]["model"]["class"] = "MyModel"
     path.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"is a MyModel, which is not a class of mesh_lm; name the config file"):
-        Trained.load(run)
-    assert Trained.load(run, model=fixture.CONFIG.model).step == fixture.STEP
+        TrainedModel.load(run)
+    assert TrainedModel.load(run, model=fixture.CONFIG.model).step == fixture.STEP
 
 
 def test_declared_mesh_axes_need_no_size_to_be_loaded(run: Path) -> None:
     """A run with a mesh axis of its own is read on a mesh without it."""
     rules = preset("megatron").replace(axes={"y": "auto"}, params={"mlp": ("tensor", "y")}, activations={"mlp": ("tensor", "y")})
-    trained = Trained.load(run, mesh=MeshConfig(data=4, tensor=2), rules=rules)
+    trained = TrainedModel.load(run, mesh=MeshConfig(data=4, tensor=2), rules=rules)
     assert trained.config.mesh == MeshConfig(data=4, tensor=2, extra=("y=1",))

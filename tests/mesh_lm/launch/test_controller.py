@@ -129,7 +129,7 @@ def test_nothing_starts_without_node_0(run: Run, capfd: pytest.CaptureFixture[st
     alone = speaker(1)
     assert alone.hears("exit")["exit"] == 75
     alone.peer.close()
-    assert status() == 75 and "node 0 did not come in 0.5 s" in capfd.readouterr().err
+    assert status() == 75 and "node 0 did not connect within 0.5 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sent", [0, signal.SIGTERM, signal.SIGKILL])

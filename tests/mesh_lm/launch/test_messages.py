@@ -14,12 +14,12 @@ def beat(step: int = 5, phase: str = "step", since: float = 40.0, age: float = 0
 @pytest.mark.parametrize(
     ("status", "processes", "said"),
     [
-        (-signal.SIGKILL, 1, "was killed by SIGKILL: out of memory, or killed by somebody"),
-        (-signal.SIGBUS, 1, "was killed by SIGBUS: usual cause: a data file was cut short while it was mapped"),
+        (-signal.SIGKILL, 1, "was killed by SIGKILL: out of memory, or killed from outside"),
+        (-signal.SIGBUS, 1, "was killed by SIGBUS: usual cause: a memory-mapped data file was truncated"),
         (
             -signal.SIGABRT,
             2,
-            "was killed by SIGABRT: usual cause: JAX's coordination service ended it, because another process was",
+            "was killed by SIGABRT: usual cause: JAX's coordination service aborted it, because another process had",
         ),
         (-signal.SIGABRT, 1, "was killed by SIGABRT"),
         (-40, 1, "was killed by signal 40"),
@@ -35,7 +35,7 @@ def test_the_lowest_step_is_to_blame() -> None:
     beats = {0: beat(), 1: beat(), 2: beat(step=4, phase="batch", since=41), 3: beat()}
     assert messages.suspects(beats) == {2}
     assert messages.progress_table(beats, messages.suspects(beats)) == [
-        "  process 2: step 4, batch for 42 s   <- likely the culprit", "  processes 0-1, 3: step 5, step for 40 s",
+        "  process 2: step 4, batch for 42 s   <- likely the cause", "  processes 0-1, 3: step 5, step for 40 s",
     ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_another_phase_than_most_is_to_blame() -> None:
 def test_the_silent_are_to_blame_first() -> None:
     beats = {0: beat(step=4), 1: beat(age=31.0)}
     assert messages.suspects(beats) == {1}
-    assert "  process 1: step 5, step for 71 s, unheard for 31 s   <- likely the culprit" in messages.progress_table(beats, {1})
+    assert "  process 1: step 5, step for 71 s, no heartbeat for 31 s   <- likely the cause" in messages.progress_table(beats, {1})
 
 
 def test_stragglers() -> None:
@@ -58,7 +58,7 @@ def test_stragglers() -> None:
     for process in range(4):
         now[process]["seconds"]["step"] = 100 - now[process]["seconds"]["batch"]
     assert messages.stragglers(before, now) == [
-        "process 2 keeps the others waiting: 0.3 s a step outside of the step itself, they 0.01 s"
+        "process 2 is a straggler: it spends 0.3 s per step outside of the step itself, the others 0.01 s"
     ]  # fmt: skip
     now[2]["seconds"]["batch"] = 1.5
     assert messages.stragglers(before, now) == [], "1.5 times the others is nothing"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
@@ -72,12 +72,12 @@ def test_tasks_here() -> None:
 @pytest.mark.parametrize(
     ("config", "environment", "message"),
     [
-        ({"coordinator": "a:1"}, {}, "launch.coordinator=a:1 is given without launch.processes and launch.index; a process of several"),
+        ({"coordinator": "a:1"}, {}, "launch.coordinator=a:1 is given without launch.processes and launch.index; a run of several"),
         ({}, {"MESH_LM_PROCESSES": "2", "MESH_LM_PROCESS_INDEX": "0"}, "is given without MESH_LM_COORDINATOR"),
         ({"coordinator": "a", "processes": 2, "index": 0}, {}, "launch.coordinator=a must be host:port of process 0, such as node1:9876"),
         ({"coordinator": "a:1", "processes": 2, "index": 2}, {}, "launch.index=2 must be 0 to launch.processes - 1 = 1"),
         ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be whole numbers"),
-        ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node do not divide over its 3"),
+        ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node cannot be divided equally"),
     ],
 )
 def test_an_impossible_place(config: dict, environment: dict[str, str], message: str) -> None:
@@ -103,7 +103,7 @@ def test_where_a_launcher_is() -> None:
     found = job(**(SLURM | STEP))
     assert (found.nodes, found.node, found.address[0]) == (2, 1, "n1") and 61_440 <= found.address[1] < 65_536
     assert job(SLURM_JOB_ID="7", SLURM_NNODES="4").nodes == 1, "a batch script without srun is one node"
-    with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; give it --ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; pass --ntasks-per-node=1"):
         job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
 
 
@@ -112,7 +112,7 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
     assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
     assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: the CPU's device is each one's own"
-    with pytest.raises(ConfigError, match="8 GPUs of this node do not divide over its 3 workers; start a worker a node, or a worker a GPU"):
+    with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
 
 

@@ -13,7 +13,8 @@ import pytest
 from processes import PATIENCE
 from slurm import cluster, why_not
 
-from mesh_lm.commands.launch import _parse, main
+from mesh_lm.commands.launch import main
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.launch.job import VARIABLES, Job
 from tests.mesh_lm.launch.launchers import DUMMY, ROOT
 

@@ -17,7 +17,7 @@ from mesh_lm.optim.flat import FlatVector
 from mesh_lm.parallel import relayout
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning.program import Program
-from mesh_lm.state.disk_form import Entry, entries
+from mesh_lm.state.disk_form import DiskArray, entries
 from tests.support import GPT, shard_on
 
 COMPILE_BUDGET = 50
@@ -48,7 +48,7 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
     assert np.count_nonzero(np.asarray(flat).view(np.uint32)) <= elements <= flat.size, "padding is zero"
 
 
-def programs(entry: Entry) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct], int]]:
+def programs(entry: DiskArray) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct], int]]:
     """(name, program, its arguments, how many of them are the run's state) of what saving and restoring an array runs on the devices."""
     in_memory = (entry.rows, *entry.shape[1:]) if entry.rows else entry.shape
     memory = jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where)

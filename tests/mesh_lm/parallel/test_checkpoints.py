@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support import GPT, host_batch, on_devices, shard_on
 
-from mesh_lm.checkpoint import Checkpoints, Saved, find
-from mesh_lm.checkpoint.reader import Damaged
+from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint, find
+from mesh_lm.checkpoint.reader import DamagedCheckpoint
 from mesh_lm.commands import checkpoint as checkpoint_command
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
@@ -95,7 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
-def saved_in(output: Path) -> Saved:
+def saved_in(output: Path) -> SavedCheckpoint:
     saved = find(output)
     assert saved is not None
     return saved
@@ -148,7 +148,7 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     with pytest.raises(ConfigError) as caught:
         saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
-    assert not isinstance(caught.value, Damaged) and str(caught.value) == (
+    assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
         f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this config's keeps {keeps}\n"
         f"set optimizer.name=adamw, or another output with init_from={saved.path} to take its weights alone"
     )

@@ -53,7 +53,7 @@ def test_what_cannot_be_compiled_here_is_compiled_as_xla(monkeypatch: pytest.Mon
     assert with_compilable_attention(config, "h100") is config
     assert with_compilable_attention(config, "a100").model.attention == "xla"
     report = lab_report.report()
-    assert report_facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run takes cudnn"),)
+    assert report_facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run will use cudnn"),)
     assert report_facts(config, report, "h100") == (("attention", "xla, no kernel"),)
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: True)
     assert with_compilable_attention(config, "a100") is config

@@ -12,7 +12,7 @@ from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import state_bytes
-from mesh_lm.state import COUNTERS, MASTER, Part, abstract_state, parts
+from mesh_lm.state import COUNTERS, MASTER, StatePart, abstract_state, parts
 from mesh_lm.training.step import train_step
 from sharding_rules.lab import Report, compile_report
 
@@ -20,7 +20,7 @@ COMPILE_BUDGET = 4
 MODEL = dataclasses.replace(LLAMA, d_model=64, dtype="bfloat16", z_loss=0.0, softcap=0.0, head_softcap=0.0, window=(), sinks=False)
 
 
-def declared(optimizer: str, rules: str, **mesh: int) -> tuple[ModelLayout, Optimizer, dict[str, Part]]:
+def declared(optimizer: str, rules: str, **mesh: int) -> tuple[ModelLayout, Optimizer, dict[str, StatePart]]:
     layout, made = ModelLayout.of(MODEL, shard_on(rules, **mesh)), Optimizer(OptimizerConfig(name=optimizer), 9)
     return layout, made, parts(layout, made)
 

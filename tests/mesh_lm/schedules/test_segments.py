@@ -264,28 +264,28 @@ def config_of(**changes) -> TrainConfig:
                 "mesh": MeshConfig(pipeline=2),
                 "pipeline": PipelineConfig(stash="residuals"),
             },
-            "pipeline.stash=residuals keeps on the device what remat=offload of segment 'dense' moves to the host; "
-            "set one of them to another",
+            "pipeline.stash=residuals keeps on the device what remat=offload of segment 'dense' moves to the host; change one of them",
         ),
         *(
             (
                 {"mesh": MeshConfig(pipeline=2, tensor=2, extra=("x=2",)), "rules": scoped},
-                f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some stages skip, and wait for ever",
+                f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some stages skip, and deadlock",
             )
             for scoped, pair in (
                 (
                     rules("megatron").replace(axes={"x": "auto"}, activations={"moe/mlp": "x"}),
-                    "rules.activations['moe/mlp']=('x',) and rules.gathered['moe/mlp']=('tensor',) do not begin alike",
+                    "rules.activations['moe/mlp']=('x',) and rules.gathered['moe/mlp']=('tensor',) do not start with the same axes",
                 ),
                 (
                     rules("megatron_sp").replace(axes={"x": "auto"}, activations={"moe/seq_resid": "x"}),
-                    "rules.activations['moe/seq_resid']=('x',) and rules.activations['seq_resid']=('tensor',) do not begin alike",
+                    "rules.activations['moe/seq_resid']=('x',) and rules.activations['seq_resid']=('tensor',) "
+                    "do not start with the same axes",
                 ),
                 (
                     rules("megatron").replace(
                         axes={"x": "auto"}, params={"dense/mlp": "tensor"}, gathered={"moe/mlp": "x"}, activations={"moe/mlp": "x"}
                     ),
-                    "rules.params['moe/mlp']=('tensor',) does not begin with rules.gathered['moe/mlp']=('x',)",
+                    "rules.params['moe/mlp']=('tensor',) does not start with rules.gathered['moe/mlp']=('x',)",
                 ),
             )
         ),

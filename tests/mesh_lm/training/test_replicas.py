@@ -46,12 +46,12 @@ def test_the_device_that_differs_is_named() -> None:
     state = {"params": made(mesh, a=jax.P(), b=jax.P()), "step": jax.device_put(np.int32(7), jax.NamedSharding(mesh, jax.P()))}
     assert differing(state) == []
     state["params"]["b"] = with_flipped_bit(state["params"]["b"], device=3, word=100, bit=31)
-    assert differing(state) == ["params/b: device 3 (process 0, cpu:3) holds other bits than the 7 other copies"]
+    assert differing(state) == ["params/b: device 3 (process 0, cpu:3) differs from the 7 other replicas"]
     state["params"]["b"] = with_flipped_bit(state["params"]["b"], device=5, word=99)
     state["step"] = with_flipped_bit(state["step"], device=0, bit=12)
     assert differing(state) == [
-        "params/b: device 3 (process 0, cpu:3), device 5 (process 0, cpu:5) hold other bits than the 6 other copies",
-        "step: device 0 (process 0, cpu:0) holds other bits than the 7 other copies",
+        "params/b: device 3 (process 0, cpu:3), device 5 (process 0, cpu:5) differ from the 6 other replicas",
+        "step: device 0 (process 0, cpu:0) differs from the 7 other replicas",
     ]
 
 
@@ -62,8 +62,8 @@ def test_copies_of_parts() -> None:
     assert differing(state) == []
     state = {name: with_flipped_bit(x, device=6, word=3) for name, x in state.items()}
     assert differing(state) == [
-        "four: device 6 (process 0, cpu:6) holds other bits than the 3 other copies",
-        "twice: device 2 (process 0, cpu:2), device 6 (process 0, cpu:6) hold different bits, and no majority tells which are right",
+        "four: device 6 (process 0, cpu:6) differs from the 3 other replicas",
+        "twice: device 2 (process 0, cpu:2), device 6 (process 0, cpu:6) hold different bits, and no majority shows which are right",
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_step_does_not_repair_it(part: str, bit: int) -> None:
     """Under DDP each device updates its own copy: what differed before a step differs after it, in that leaf and on that device alone."""
     lines = differing(after_one_step("ddp", part, device=3, word=9, bit=bit))
     found = {"params": [f"params/{UP}"], "mu": [f"mu/{UP}", f"params/{UP}"]}[part]
-    assert lines == [f"{leaf}: device 3 (process 0, cpu:3) holds other bits than the 7 other copies" for leaf in found]
+    assert lines == [f"{leaf}: device 3 (process 0, cpu:3) differs from the 7 other replicas" for leaf in found]
 
 
 def test_a_step_of_well_devices_leaves_them_equal() -> None:

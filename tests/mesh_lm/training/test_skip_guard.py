@@ -43,10 +43,10 @@ def test_after_a_rewind_the_counting_starts_again() -> None:
     lines: list[str] = []
     guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1), lines.append)
     assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
-    words = "going back to the checkpoint before step 11, and on with the batches behind step 12"
+    words = "rolling back to the checkpoint before step 11, and continuing with the batches after step 12"
     assert lines[-1] == f"2 steps in a row skipped, 11 to 12: {words} (rewind 1 of 1)"
     assert [guard.step(report(n, skipped)) for n, skipped in ((11, 4), (12, 4), (13, 5))] == [None] * 3 and guard.consecutive_skips == 1
-    with pytest.raises(TooManySkips, match=r"went back 1 times of health.rewinds=1"):
+    with pytest.raises(TooManySkips, match=r"has used 1 of health.rewinds=1"):
         guard.step(report(14, 6, NAN))
 
 
@@ -79,7 +79,7 @@ def test_an_outlier_says_what_made_it_one() -> None:
     guard = SkipGuard(HealthConfig(outlier=4.0), lines.append)
     for n, skipped in ((1, 0), (2, 1)):
         guard.step(report(n, skipped, 11.5, 3.0))
-    words = "one of them over 4 standard deviations above the steps before (health.outlier)"
+    words = "one of them more than 4 standard deviations above recent steps (health.outlier)"
     assert lines == [f"step 2 skipped, 1 in all: loss 11.5, gradient norm 3, {words}"]
 
 

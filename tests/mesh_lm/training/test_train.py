@@ -20,8 +20,8 @@ from processes import ended, wait_for
 import train
 from mesh_lm import distributed
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference.trained import Trained
-from mesh_lm.training import monitor
+from mesh_lm.inference.trained import TrainedModel
+from mesh_lm.training import loop, monitor
 
 COMPILE_BUDGET = 400
 ROOT = Path(__file__).parents[3]
@@ -90,14 +90,15 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
 
 KILLED = """
 import os, signal, sys, time, train
-due = train.Checkpoints.due
+from mesh_lm.training import loop
+due = loop.Checkpoints.due
 def die(self, n):
     if n == 6:
         while not (self.directory / "4").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     return due(self, n)
-train.Checkpoints.due = die
+loop.Checkpoints.due = die
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -156,9 +157,9 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
-    due = train.Checkpoints.due
+    due = loop.Checkpoints.due
     monkeypatch.setattr(
-        train.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
+        loop.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
     )
     assert train.main(arguments(tmp_path)) == 99
     assert leaves(tmp_path, 3)["['step']"] == 3
@@ -167,7 +168,7 @@ def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path,
 @pytest.mark.slow
 def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(train, "mean_loss", lambda *args: 1 / 0)
+        patched.setattr(loop, "mean_loss", lambda *args: 1 / 0)
         train.main(arguments(tmp_path, train__steps=2))
     for _ in range(2):
         assert train.main(arguments(tmp_path, train__steps=2)) == 0
@@ -183,7 +184,7 @@ def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
         return 0.0
 
-    monkeypatch.setattr(train, "mean_loss", mean_loss)
+    monkeypatch.setattr(loop, "mean_loss", mean_loss)
     assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
     assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
@@ -194,7 +195,7 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(train, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
+        patched.setattr(loop, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
         assert train.main(arguments(tmp_path)) == 99
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
     assert train.main(arguments(tmp_path)) == 0
@@ -233,7 +234,7 @@ def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
         train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
     with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
-        Trained.load(first, tokenizer="bytes")
+        TrainedModel.load(first, tokenizer="bytes")
     assert not (tmp_path / "third").exists()
 
 

@@ -66,7 +66,10 @@ def test_a_child_compiles_what_this_process_would(monkeypatch: pytest.MonkeyPatc
     for compiler in (lab.compile_in_child, lambda lowered, options, request, folder: lab._compile_here(lowered, options)):
         monkeypatch.setattr(lab, "compile_in_child", lambda *a, compiler=compiler: made.append(compiler(*a)) or made[-1])
         lab._compile(
-            program, (), mesh, {"name": "w", "target": "h100", "options": options, "slots": (), "vocabulary": NEUTRAL, "versions": {}}
+            program,
+            (),
+            mesh,
+            {"name": "w", "target": "h100", "options": options, "slots": (), "vocabulary": NEUTRAL, "versions": {}, "model_flops": 0.0},
         )
     (text, memory, _), (here, stats, _) = made
     assert text == here and "all-gather" in text

@@ -15,13 +15,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm import state
 from mesh_lm.config import LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp, stack
 from mesh_lm.optim import flat
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import program
+from mesh_lm.state import parts
 from sharding_rules import MeshConfig, Rules, Shard, preset
 from sharding_rules.lab.flags import options
 from sharding_rules.shard import TableSharding, local_block
@@ -156,12 +156,12 @@ def batch_gathered_over_fsdp(patch: pytest.MonkeyPatch) -> Step:
 
 
 def moments_replicated(patch: pytest.MonkeyPatch) -> Step:
-    where = state._where
+    where = parts._where
 
     def whole(layout: ModelLayout, kind: Any, name: str, leaf: Any) -> NamedSharding:
         return NamedSharding(layout.shard.mesh, PartitionSpec()) if kind == "optimizer" else where(layout, kind, name, leaf)
 
-    patch.setattr(state, "_where", whole)
+    patch.setattr(parts, "_where", whole)
     return HSDP
 
 

@@ -26,7 +26,7 @@ Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorMapping:
     """One array of ours and the tensors that hold the same numbers."""
 
     ours: str

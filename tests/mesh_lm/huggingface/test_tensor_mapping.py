@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_lm.huggingface.families import FAMILIES, Family
-from mesh_lm.huggingface.layout import Row
+from mesh_lm.huggingface.tensor_mapping import TensorMapping
 
-ROWS = list(dict.fromkeys(row for family in FAMILIES for row in family.rows))
+ROWS = list(dict.fromkeys(row for family in FAMILIES for row in family.mappings))
 
 
-def sizes_of(data: st.DataObject, row: Row) -> dict[str, int]:
+def sizes_of(data: st.DataObject, row: TensorMapping) -> dict[str, int]:
     sizes = {d: data.draw(st.integers(1, 4), label=d) for d in row.dims}
     if "f" in sizes:
         sizes["f"] = 3 if "f" in row.layout else len(row.theirs)
     return sizes
 
 
-def written(row: Row, ours: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+def written(row: TensorMapping, ours: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     layers = ours if "L" in row.dims else ours[None]
     return {name.format(i): x for i, layer in enumerate(layers) for name, x in zip(row.theirs, row.write(layer, sizes), strict=True)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ours}: {row.layout}")
 @given(data=st.data())
-def test_any_part_comes_back_and_is_read_once(row: Row, data: st.DataObject) -> None:
+def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataObject) -> None:
     sizes = sizes_of(data, row)
     ours = np.arange(math.prod(sizes.values()), dtype=np.int32).reshape([sizes[d] for d in row.dims])
     theirs = written(row, ours, sizes)
@@ -63,7 +63,7 @@ def test_padding_is_zero_and_is_cut(vocab: int, padding: int, data: st.DataObjec
 def test_each_tensor_has_one_place(family: Family, grouped: bool) -> None:
     """With the rows that one model uses: those for grouped queries or the one for as many kv heads as heads."""
     left_out = "blocks.attention.qkv." if grouped else ("blocks.attention.q.", "blocks.attention.kv.")
-    rows = [row for row in family.rows if family.model_type == "gpt2" or not row.ours.startswith(left_out)]
+    rows = [row for row in family.mappings if family.model_type == "gpt2" or not row.ours.startswith(left_out)]
     assert len({row.ours for row in rows}) == len(rows)
     names = [name for row in rows for name in row.names({"L": 3})]
     assert len(set(names)) == len(names)

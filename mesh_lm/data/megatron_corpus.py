@@ -1,4 +1,4 @@
-"""Megatron .bin/.idx prefixes as a corpus: what `data.blend` names, with the numbers that a run reports about its text."""
+"""A corpus of Megatron .bin/.idx prefixes, as `data.blend` names them."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ from mesh_lm.config import DataConfig
 from mesh_lm.data.blend import normalized, parse
 from mesh_lm.data.gpt_dataset import SPLITS, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, Text
+from mesh_lm.data.indexed import Documents, TokenStream
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 _COUNTED = 10**7
-"""Tokens that are decoded to count the bytes of held-out text, about."""
+"""Approximate number of tokens that are decoded to estimate the bytes of held-out text."""
 _LONGEST = 10**6
-"""Tokens of one document among them."""
+"""Most tokens of one document that are decoded."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class MegatronPrefix:
     """One prefix of a blend."""
 
     documents: Documents
     fingerprint: str
     about: dict[str, Any]
-    """<prefix>.json, which `mesh_lm.data.prepare` writes; empty where there is none, as beside Megatron's own files."""
+    """Contents of <prefix>.json, which `mesh_lm.data.prepare` writes; empty if there is none, as for files made by Megatron."""
 
     @property
     def prefix(self) -> str:
+        """Path of the files without their suffix."""
         return self.documents.prefix
 
 
-class Prefixes:
-    """The corpus of a blend; the same attributes as `Corpus` where both have a meaning, None where a number is not known.
+class MegatronCorpus:
+    """The corpus of a blend; it shares the attributes of `TextCorpus`, with None for unknown numbers.
 
     Attributes:
       members, weights: in the config's order; weights are normalized, or None.
-      fingerprint: of the tokenizer that the data was made with, as far as it is known.
-      eod: id of the end-of-document token: the tokenizer's, else the one that all <prefix>.json agree on, else None.
+      fingerprint: fingerprint of the tokenizer that encoded the data, if known.
+      eod: id of the end-of-document token: from the tokenizer, else from <prefix>.json if all of them agree, else None.
       train_bytes, heldout_bytes: UTF-8 bytes of the text; None without a tokenizer and <prefix>.json.
     """
 
     gzip_bits_per_byte = xz_bits_per_byte = None
 
     def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
-        """Raises ConfigError for a bad blend, split or prefix, and for prefixes of different tokenizers."""
+        """Raises ConfigError for an invalid blend, split or prefix, and for prefixes encoded with different tokenizers."""
         prefixes, weights = parse(config.blend)
-        self.members = [_member(prefix) for prefix in prefixes]
+        self.members = [_prefix(prefix) for prefix in prefixes]
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
-        self.fingerprint, self.eod = self._agreed()
+        self.fingerprint, self.eod = self._tokenizer_of_all()
         self.cache = IndexCache(config.cache, progress)
         self.name = f"Megatron prefixes, split {config.split}"
         training, heldout = self.train(), self.heldout()
@@ -68,41 +69,41 @@ class Prefixes:
         self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
 
     def tokenizer(self) -> Tokenizer | None:
-        """That of data.tokenizer, else the one that `mesh_lm.data.prepare` left beside the first prefix; None without either."""
+        """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first prefix, else None."""
         return self._tokenizer
 
-    def train(self, vocab: int | None = None) -> list[Text]:
-        """The training split of each member; vocab: ids that the model has."""
+    def train(self, vocab: int | None = None) -> list[TokenStream]:
+        """Returns the training split of each member; vocab: number of ids that the model has."""
         return self._texts("train", vocab)
 
-    def heldout(self, vocab: int | None = None) -> list[Text]:
-        """The validation split of each member."""
+    def heldout(self, vocab: int | None = None) -> list[TokenStream]:
+        """Returns the validation split of each member."""
         return self._texts("valid", vocab)
 
-    def _texts(self, split: str, vocab: int | None) -> list[Text]:
+    def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
         texts = []
         for member in self.members:
             numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
-            texts.append(Text(member.documents, numbers.start, numbers.stop, vocab=vocab))
+            texts.append(TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab))
         return texts
 
-    def _agreed(self) -> tuple[str | None, int | None]:
-        """The tokenizer's fingerprint and EOD; raises where tokenizers differ."""
+    def _tokenizer_of_all(self) -> tuple[str | None, int | None]:
+        """Returns the tokenizer's fingerprint and EOD; raises ConfigError if the members' tokenizers differ."""
         known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self.members if "tokenizer_fingerprint" in member.about}
         if self._tokenizer:
             known["data.tokenizer"] = self._tokenizer.fingerprint
         if len(set(known.values())) > 1:
             listed = "\n".join(f"  - {name}: {fingerprint[:16]}" for name, fingerprint in known.items())
-            fix = "prepare it with one, and set data.tokenizer to that or leave it out"
-            raise ConfigError(f"the data was made with different tokenizers\n{listed}\n{fix}")
+            fix = "prepare all of it with one tokenizer, and set data.tokenizer to that or leave it empty"
+            raise ConfigError(f"the data was encoded with different tokenizers\n{listed}\n{fix}")
         fingerprint = next(iter(known.values()), None)
         if self._tokenizer:
             return fingerprint, self._tokenizer.eod
-        found = {member.about.get("eod") for member in self.members}
-        return fingerprint, found.pop() if len(found) == 1 else None
+        eods = {member.about.get("eod") for member in self.members}
+        return fingerprint, eods.pop() if len(eods) == 1 else None
 
-    def _bytes(self, texts: list[Text]) -> int | None:
-        """Of the held-out text, in proportion to the tokens: of the whole where <prefix>.json knows it, else of what `_count` decodes."""
+    def _bytes(self, texts: list[TokenStream]) -> int | None:
+        """Estimates the bytes of held-out text from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
         total = 0
         for member, text in zip(self.members, texts, strict=True):
             if member.about.get("bytes") and member.about.get("tokens"):
@@ -116,8 +117,8 @@ class Prefixes:
                 return None
         return total
 
-    def _count(self, text: Text) -> np.ndarray:
-        """Bytes, exact for a text of up to _COUNTED tokens; beyond, every so many of its documents stand for all."""
+    def _count(self, text: TokenStream) -> np.ndarray:
+        """Counts bytes by decoding: exact up to _COUNTED tokens; longer text is estimated from evenly spaced documents."""
         tokenizer, total = self._tokenizer, len(text.tokens)
         assert tokenizer is not None
         every = max(1, -(-total // _COUNTED))
@@ -129,14 +130,14 @@ class Prefixes:
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
 
 
-def _tokenizer(config: DataConfig, first: Member) -> Tokenizer | None:
+def _tokenizer(config: DataConfig, first: MegatronPrefix) -> Tokenizer | None:
     if config.tokenizer:
         return load_tokenizer(config.tokenizer)
     beside = Path(f"{first.prefix}.tokenizer")
     return load_tokenizer(str(beside)) if beside.exists() else None
 
 
-def _member(prefix: str) -> Member:
+def _prefix(prefix: str) -> MegatronPrefix:
     documents = Documents(Path(prefix).expanduser())
     try:
         about = json.loads(Path(f"{documents.prefix}.json").read_text())
@@ -144,4 +145,4 @@ def _member(prefix: str) -> Member:
         about = {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
-    return Member(documents, documents.fingerprint(), about if isinstance(about, dict) else {})
+    return MegatronPrefix(documents, documents.fingerprint(), about if isinstance(about, dict) else {})
