@@ -94,6 +94,7 @@ class Batches:
 
     @property
     def changed(self) -> list[str]:
+        """Messages about how the data differs from the saved state."""
         return list(self._blended.plan.changed) if self._blended else []
 
     def state(self, position: int) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class BlendedOrder:
         )
         orders = packed or [self._appended(i) for i in range(len(tokens))]
         weights = list(self.plan.weights or normalized(epoch_sizes))
-        consumed = [share.consumed for share in self.plan.members]
+        consumed = [member.consumed for member in self.plan.members]
         size = max(1, n_samples - self.plan.start)
         ahead = (config.data.prefetch + 2) * config.train.global_batch
         self.order = Blend(orders, weights, size, ahead=ahead, consumed=consumed, start=self.plan.start, cache=corpus.cache)
@@ -164,13 +165,13 @@ class BlendedOrder:
 
     def _appended(self, i: int) -> ConcatOrder:
         """Returns a member's orders in sequence; order k has seed + k."""
-        share, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
+        progress, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
         return ConcatOrder(
             [
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
                     cache=self._corpus.cache, fingerprint=member.fingerprint,
                 )
-                for k, n in enumerate(share.orders)
+                for k, n in enumerate(progress.orders)
             ]
         )  # fmt: skip
