@@ -206,8 +206,8 @@ class NodeLocalCheckpoints:
         about = json.loads((place / _DESCRIPTION).read_text())
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
             raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
-        if about["layout"] != (here := _layout(abstract, layout)):
-            raise _Unusable(f"it has different {_differ(here, about['layout'])}")
+        if about["layout"] != (expected := _layout(abstract, layout)):
+            raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
             raise _Unusable(f"it was saved when the output had step {durable}, which is missing now")
         with (place / _ARRAYS).open("rb") as file:

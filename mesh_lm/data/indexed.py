@@ -143,12 +143,12 @@ class TokenStream:
         """Returns the number of documents."""
         return len(self.offsets) - 1
 
-    def check(self, tokens: np.ndarray, place: Callable[[int, int], int]) -> None:
-        """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `place` maps (row, column) to a stream offset."""
+    def check(self, tokens: np.ndarray, offset_of: Callable[[int, int], int]) -> None:
+        """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `offset_of` maps (row, column) to a stream offset."""
         if self._is_always_valid or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
-        document = self.first + int(np.searchsorted(self.offsets, place(int(row), int(column)), side="right")) - 1
+        document = self.first + int(np.searchsorted(self.offsets, offset_of(int(row), int(column)), side="right")) - 1
         raise ConfigError(
             f"{self._source}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
             f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, or give data of that tokenizer"

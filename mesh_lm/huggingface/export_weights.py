@@ -57,7 +57,7 @@ def save(
     if dtype not in get_args(DType):
         raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
-    mappings = [(m, _sizes(m, config, params)) for m in family.mappings if m.ours in params]
+    mappings = [(m, _sizes(m, config, params)) for m in family.mappings if m.param in params]
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     sizes_in_bytes = [(name, width * math.prod(m.shape(sizes))) for m, sizes in mappings for name in m.names(sizes)]
     shards = _split_into_files(sizes_in_bytes, max_shard_bytes)
@@ -103,12 +103,12 @@ def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype:
         return (lax.dynamic_index_in_dim(x, i, keepdims=False) if stacked else x).astype(dtype)
 
     for mapping, sizes in mappings:
-        x, stacked = params[mapping.ours], "L" in mapping.dims
+        x, stacked = params[mapping.param], "L" in mapping.dims
         gather = jax.jit(layer, static_argnums=2, out_shardings=_gathered(x, stacked))
         for i in range(sizes["L"] if stacked else 1):
             gathered = gather(x, i, stacked)
             if jax.process_index() == 0:
-                yield from zip([name.format(i) for name in mapping.theirs], mapping.write(np.asarray(gathered), sizes), strict=True)
+                yield from zip([name.format(i) for name in mapping.hf_names], mapping.write(np.asarray(gathered), sizes), strict=True)
             else:
                 jax.block_until_ready(gathered)
 
@@ -122,7 +122,7 @@ def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
 
 
 def _sizes(mapping: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
-    return dict(zip(mapping.dims, params[mapping.ours].shape, strict=True)) | {"V": config.vocab_size}
+    return dict(zip(mapping.dims, params[mapping.param].shape, strict=True)) | {"V": config.vocab_size}
 
 
 def _split_into_files(tensors: list[tuple[str, int]], limit: int) -> list[dict[str, int]]:

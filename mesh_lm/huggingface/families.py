@@ -35,8 +35,8 @@ class Family:
     """Name suffixes of obsolete tensors in old files."""
 
 
-def _map(ours: str, dims: str, layout: str, *theirs: str) -> TensorMapping:
-    return TensorMapping(ours, dims.replace(" ", ""), layout, theirs)
+def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
+    return TensorMapping(param, dims.replace(" ", ""), layout, hf_names)
 
 
 _PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}

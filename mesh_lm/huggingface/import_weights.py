@@ -50,7 +50,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         raise _refusal(directory, "is a different model from this config's", problems)
     tensors, problems = files.scan(directory)
     tensors = {_full(name, family): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
-    mappings = {m.ours: (m, _sizes(m, config, layout, tensors)) for m in family.mappings if m.ours in layout.shapes}
+    mappings = {m.param: (m, _sizes(m, config, layout, tensors)) for m in family.mappings if m.param in layout.shapes}
     if tensors or not problems:
         problems += _mismatches(mappings, tensors, config)
     if problems:
@@ -58,7 +58,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
 
     def part(name: str) -> Callable[[Box], np.ndarray]:
         (mapping, sizes), dtype = mappings[name], layout.shapes[name].dtype
-        return lambda box: mapping.read(box, sizes, lambda theirs, where: tensors[theirs].read(where), dtype)
+        return lambda box: mapping.read(box, sizes, lambda tensor, index: tensors[tensor].read(index), dtype)
 
     shardings = layout.canonical_shardings("params")
     return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in layout.shapes.items()}
@@ -85,8 +85,8 @@ def _full(name: str, family: Family) -> str:
 
 def _sizes(mapping: TensorMapping, config: DecoderConfig, layout: ModelLayout, tensors: dict[str, files.StoredTensor]) -> Sizes:
     """Returns the sizes of their dimensions: without padding of the vocabulary, and with all learned positions."""
-    sizes = dict(zip(mapping.dims, layout.shapes[mapping.ours].shape, strict=True)) | {"V": config.vocab_size}
-    if "S" in mapping.dims and (stored := tensors.get(mapping.theirs[0])) and stored.shape:
+    sizes = dict(zip(mapping.dims, layout.shapes[mapping.param].shape, strict=True)) | {"V": config.vocab_size}
+    if "S" in mapping.dims and (stored := tensors.get(mapping.hf_names[0])) and stored.shape:
         sizes["S"] = max(sizes["S"], stored.shape[0])
     return sizes
 
@@ -96,10 +96,10 @@ def _mismatches(
 ) -> list[str]:
     """Returns messages about tensors that are missing, of another shape, or not of this model."""
     wanted = {name: (mapping, mapping.shape(sizes)) for mapping, sizes in mappings.values() for name in mapping.names(sizes)}
-    problems = [f"{name} is missing ({mapping.ours})" for name, (mapping, _) in wanted.items() if name not in tensors]
+    problems = [f"{name} is missing ({mapping.param})" for name, (mapping, _) in wanted.items() if name not in tensors]
     for name, (mapping, shape) in wanted.items():
         if (stored := tensors.get(name)) and stored.shape not in (None, shape):
-            problems.append(f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.ours} of this config needs {shape}")
+            problems.append(f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.param} of this config needs {shape}")
     spare = {"lm_head.weight"} if config.tied else set()  # a copy of the embedding
     extra = tensors.keys() - wanted.keys() - spare
     return problems + [f"{tensors[n].file.name}: {tensors[n].name} is not a tensor of this model" for n in tensors if n in extra]

@@ -29,13 +29,13 @@ Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 class TensorMapping:
     """One of our parameters and the tensors that hold the same numbers."""
 
-    ours: str
+    param: str
     """The name of our parameter, such as "blocks.attention.kv.weight"."""
     dims: str
     """Its dimensions, such as "LDfKH"."""
     layout: str
     """The dimensions of each of their tensors, such as "KH D"."""
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     """Their tensor names, with {} for the layer; several if f numbers tensors."""
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class TensorMapping:
 
     def names(self, sizes: Sizes) -> list[str]:
         """Returns the names of all their tensors, layer by layer."""
-        return [name.format(layer) for layer in range(sizes["L"] if "L" in self.dims else 1) for name in self.theirs]
+        return [name.format(layer) for layer in range(sizes["L"] if "L" in self.dims else 1) for name in self.hf_names]
 
     def read(self, box: Box, sizes: Sizes, read: Read, dtype: np.dtype) -> np.ndarray:
         """Returns the part of our array from (start, stop) in each dimension. Rows beyond their size (vocabulary padding) are 0.
@@ -56,7 +56,7 @@ class TensorMapping:
         numbered = [d for d in self.dims if d not in self.layout]
         for at in itertools.product(*(range(*held[d]) for d in numbered)):
             which = dict(zip(numbered, at, strict=True))
-            name = self.theirs[which.get("f", 0)].format(which.get("L"))
+            name = self.hf_names[which.get("f", 0)].format(which.get("L"))
             outer = {d: i - held[d][0] for d, i in which.items()}
             for runs in itertools.product(*(_runs(group, held, sizes) for group in self.layout.split())):
                 one_by_one = outer | {d: i for _, inner in runs for d, i in inner.items()}
@@ -67,7 +67,7 @@ class TensorMapping:
         return out
 
     def write(self, layer: np.ndarray, sizes: Sizes) -> list[np.ndarray]:
-        """Converts one layer of our array to their tensors, in the order of `theirs`. Drops padding rows."""
+        """Converts one layer of our array to their tensors, in the order of `hf_names`. Drops padding rows."""
         dims = self.dims.removeprefix("L")
         layer = layer[tuple(slice(sizes[d]) for d in dims)]
         parts = np.moveaxis(layer, dims.index("f"), 0) if "f" not in self.layout and "f" in dims else layer[None]

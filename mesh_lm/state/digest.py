@@ -52,8 +52,8 @@ def digests(tree: Mapping[str, Any]) -> dict[str, str]:
         return {}
     arrays = [leaf for _, leaf in leaves]
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, jax.NamedSharding)]
-    everywhere = jax.NamedSharding(meshes[0], jax.P()) if meshes else None
-    sums = np.asarray(jax.jit(_of_all, out_shardings=everywhere)(arrays))
+    replicated = jax.NamedSharding(meshes[0], jax.P()) if meshes else None
+    sums = np.asarray(jax.jit(_of_all, out_shardings=replicated)(arrays))
     return {leaf_name(path): _hex(*row) for (path, _), row in zip(leaves, sums, strict=True)}
 
 
@@ -143,11 +143,11 @@ def _parts(words: np.ndarray, start: int, strides: list[int]) -> Iterator[tuple[
     """Yields views of at most _CHUNK words, without leading axes where those have length 1, and the position of their first word."""
     rows = _CHUNK // max(1, math.prod(words.shape[1:]))
     for row in range(0, words.shape[0], max(1, rows)):
-        here = start + row * strides[0]
+        begin = start + row * strides[0]
         if rows or words.ndim == 1:
-            yield words[row : row + rows], here
+            yield words[row : row + rows], begin
         else:
-            yield from _parts(words[row], here, strides[1:])
+            yield from _parts(words[row], begin, strides[1:])
 
 
 def _hex(first: int, second: int) -> str:

@@ -187,8 +187,8 @@ def without_used(layout: ModelLayout, state: State) -> State:
 
 def _digest(array: jax.Array) -> np.ndarray:
     """Returns the digest. Blocks, because on XLA:CPU with few cores the collectives of two running programs can starve each other."""
-    everywhere = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
-    return np.asarray(jax.jit(digest, out_shardings=everywhere)(array))
+    replicated = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
+    return np.asarray(jax.jit(digest, out_shardings=replicated)(array))
 
 
 def _to_host(array: jax.Array) -> jax.Array:

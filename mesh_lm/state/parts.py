@@ -88,14 +88,14 @@ def weights_of(state: State) -> Params:
 
 def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns the sharding of each leaf of the state."""
-    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    return {**dict.fromkeys(COUNTERS, everywhere), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
+    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    return {**dict.fromkeys(COUNTERS, replicated), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns shapes, dtypes and shardings of the state without allocating memory."""
-    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for name, x in counters().items()}
+    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for name, x in counters().items()}
     for name, part in parts(layout, optimizer).items():
         state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
     return state
