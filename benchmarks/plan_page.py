@@ -50,7 +50,8 @@ jax {jax}, from [these raw results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
-With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes (reports now call it *residuals*).
+With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes (reports now call it
+*residuals*).
 
 ## The runs
 

@@ -129,7 +129,9 @@ sys.exit("".join(failures) or 0)
 def run_python(page: str, found: list[Block], here: Path) -> subprocess.CompletedProcess[str]:
     """The Python of a page, block after block in one namespace of one process."""
     code = _RUNNER.replace("PAGE", repr(page))
-    return run(["python", "-c", code], here, stdin=json.dumps([(block.kind, block.line, block.text) for block in found]))
+    return run(
+        ["python", "-c", code], here, patience=3 * PATIENCE, stdin=json.dumps([(block.kind, block.line, block.text) for block in found])
+    )
 
 
 _EACH = """
