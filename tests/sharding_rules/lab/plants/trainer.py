@@ -59,6 +59,13 @@ class Step:
 
 
 HSDP = Step("gpt, hsdp+megatron_sp")
+ONE_ROW = Step(
+    "gpt, one sequence on a device",
+    dataclasses.replace(GPT, biases=True, norm="layernorm"),
+    mesh=MeshConfig(data=3, fsdp=2, tensor=4),
+    rows=6,
+)
+"""Here the gradient of the learned positions, gathered over tensor in float32, has the shape of an activation."""
 GROUPED = Step("llama, hsdp+megatron_sp", LLAMA)
 ZERO2 = Step("gpt, zero2+megatron_sp", rules=PRESETS["zero2+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
 DISTRIBUTED = Step("gpt, distributed+megatron_sp", rules=PRESETS["distributed+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
