@@ -1,4 +1,4 @@
-"""Runs the fault suite three times in a row, under load if asked to, and writes the table of docs/faults.md from what came out."""
+"""Runs the fault suite three times in a row, with --load under load, and writes the table of docs/faults.md from the results."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ in the log, and what to do. `python benchmarks/faults.py` writes the table
 
 
 def passed(arguments: list[str]) -> list[Row]:
-    """Runs the suite once: a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
+    """Runs the suite once. Returns a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        alone = ["-o", "junit_duration_report=call"]  # not the fixtures that many share, such as the run that nobody disturbs
+        alone = ["-o", "junit_duration_report=call"]  # without shared fixtures, such as the undisturbed run
         command = [sys.executable, "-m", "pytest", "-m", "fault", "tests/fault", f"--junitxml={report}", *alone, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
         if status not in (0, 1):
@@ -85,7 +85,7 @@ def _row(case: ElementTree.Element) -> Row | None:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A row for each fault, over all runs."""
+    """Returns a row for each fault, over all runs."""
     by_fault: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_fault[row["fault"]].append(row)
@@ -104,7 +104,7 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def page(data: dict[str, Any], source: str) -> str:
-    """docs/faults.md. source: the results' file name."""
+    """Returns docs/faults.md. source: the results' file name."""
     found = data["tables"]["Faults"]
     rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in found["rows"]]
     head = {column: column for column in rows[0]}
@@ -116,7 +116,7 @@ def page(data: dict[str, Any], source: str) -> str:
 
 
 def newest() -> Path:
-    """The latest results. Raises FileNotFoundError where there are none."""
+    """Returns the path of the latest results. Raises FileNotFoundError if there are none."""
     found = sorted(RESULTS.glob("faults_*.json"))
     if not found:
         raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
@@ -125,8 +125,8 @@ def newest() -> Path:
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="one run instead of three")
-    parser.add_argument("--load", type=int, default=0, help="processes that do nothing but take a core meanwhile")
-    parser.add_argument("-k", default="", help="as pytest's")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument("-k", default="", help="pytest's -k")
     arguments = parser.parse_args()
     record = Record("faults", arguments.output)
     burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
@@ -144,8 +144,8 @@ def main() -> int:
     note = f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of a test."
     if cases:
         note += (
-            f" F6: {cases[0]['cases']} corruptions a run, {cases[0]['older step taken']} of which hit what is read: then the older "
-            "step was taken; none gave wrong weights."
+            f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of which hit data that is read: then the older "
+            "step was used; none gave wrong weights."
         )
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)

@@ -1,4 +1,4 @@
-"""docs/configs.md, from the results of plan_table.py alone: what was measured is nowhere written by hand."""
+"""Writes docs/configs.md from the results of plan_table.py, so that no figure is written by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from sharding_rules.lab.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
@@ -17,7 +19,7 @@ NOTES = {
     DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is sharded over them.",
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
-"""Table -> what its rows are."""
+"""Table -> the description of its rows."""
 BY_FSDP_OF_2 = {
     "megatron_70b": {
         "mesh": "pipeline 2 x data 24 x fsdp 2 x tensor 8", "microbatches": 2, "chunks": 14, "remat": "full",
@@ -32,7 +34,7 @@ BY_FSDP_OF_2 = {
         "peak_gib": 64.836326, "sent_gib": 641.386115, "flops_over_model": 1.233111, "step_s": 12.34192,
     },
 }  # fmt: skip
-"""What the results of 2026-11-22 have of configs whose rules were hsdp+megatron_sp then."""
+"""Results of 2026-11-22, when the rules of these configs were hsdp+megatron_sp."""
 AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
 
 _PAGE = """\
@@ -40,7 +42,7 @@ _PAGE = """\
 
 What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for:
 Megatron-LM's table of nine, with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is
-compiled for absent GPUs, as `--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
+compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
 and not here.
 
 One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with
@@ -48,7 +50,7 @@ jax {jax}, from [these raw results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
-With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes.
+With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes (reports now call it *residuals*).
 
 ## The runs
 
@@ -67,7 +69,10 @@ both), and their sum divided by the minimum that the strategy must send ([closed
 each collective counts on the stage that runs it most. FLOPs of the program's matmuls divided by the model's own:
 `remat=full` repeats each layer's forward pass except for its last matmul, and the attention kernel's backward pass
 makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
-configs, not a promise. It assumes that our attention kernel reaches FlashAttention-3's published rates. Configs with
+configs, not a promise. *MFU* is the model's own
+FLOPs over what the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of
+the step during which compute waits for the network. All three assume that our attention kernel reaches
+FlashAttention-3's published rates. Configs with
 stages were compiled with the XLA flags for them (`pipeline`), the others with XLA's defaults.
 
 {needs}
@@ -122,7 +127,7 @@ Resident memory is the peak of the whole process, Python and JAX included.
 
 
 def newest() -> Path:
-    """The results of the latest day. Raises FileNotFoundError where there are none, ValueError where that day has those of two machines."""
+    """Returns the latest day's results. Raises FileNotFoundError if there are none, ValueError if two machines have some of that day."""
     dated: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("plan_table_*.json")):
         if match := re.match(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name):
@@ -130,13 +135,13 @@ def newest() -> Path:
     if not dated:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
     found = dated[max(dated)]
-    if len(found) > 1:  # a checkout keeps no times that could tell which is the newer
-        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
+    if len(found) > 1:  # a checkout has no modification times that would show the newer one
+        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep only those for the page")
     return found[0]
 
 
 def page(data: dict[str, Any], source: str) -> str:
-    """The whole page. source: the results' file name."""
+    """Returns the page. source: the results' file name."""
     rows = {title: table["rows"] for title, table in data["tables"].items()}
     configs = rows[CONFIGS]
     return _PAGE.format(
@@ -151,13 +156,13 @@ def page(data: dict[str, Any], source: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; a column whose head begins with > is aligned to the right."""
+    """Returns a Markdown table; a column whose head starts with > is aligned to the right."""
     rule = ["---:" if name.startswith(">") else "---" for name in head]
     return "\n".join("| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows])
 
 
 def billions(n: int) -> str:
-    """174.59 B; below one, in millions."""
+    """Returns the number in billions, as in 174.59 B; below one in millions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
 
 
@@ -180,16 +185,33 @@ def _runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def _needs(rows: Sequence[dict[str, Any]]) -> str:
     sent = [f">{axes}" for axes in AXES]
-    head = ["config", ">peak, GiB", ">of usable", *sent, ">sent, GiB", ">x the least", ">FLOPs x the model's", ">step, s"]
+    head = [
+        "config",
+        ">peak, GiB",
+        ">of usable",
+        *sent,
+        ">sent, GiB",
+        ">x the least",
+        ">FLOPs x the model's",
+        ">step, s",
+        ">MFU",
+        ">exposed",
+    ]
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
         *(_gib(r.get(f"sent over {axes}, GiB")) for axes in AXES), _gib(r["sent_gib"]),
         f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
+        f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
     ] for r in rows))  # fmt: skip
 
 
+def utilisation(row: dict[str, Any]) -> float:
+    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in the step, by its data sheet."""
+    return row["tflop"] / row["flops_over_model"] / row["step_s"] / (TARGETS["h100"].flops["bf16"] / 1e12)
+
+
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether all fit, and which send more than 5 % above the least."""
+    """Returns a sentence: do all configs fit, and which send more than 5 % above the minimum?"""
     large = [f"`{r['name']}` needs {r['peak_gib']:.1f} GiB" for r in rows if not r["fits"]]
     over = [f"`{r['name']}` ({r['sent_over_least']:.2f})" for r in rows if (r["sent_over_least"] or 0) > 1.05]
     fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
@@ -210,7 +232,7 @@ def _changed(old: Any, new: Any) -> str:
 
 
 def _flat(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each config that had FSDP inside its stages: before -> now."""
+    """Returns a row for each config that had FSDP inside its stages: before -> now."""
     changed = ("microbatches", "chunks", "remat")
     head = ["config", "mesh before", "mesh", *changed, *_COMPARED_HEAD]
     pairs = [(BY_FSDP_OF_2[r["name"]], r) for r in rows if r["name"] in BY_FSDP_OF_2]
@@ -220,7 +242,7 @@ def _flat(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    """A row for each config with stages: FSDP -> stages."""
+    """Returns a row for each config with stages: FSDP -> stages."""
     head = ["config", "by FSDP", "with stages", *_COMPARED_HEAD]
     return table(head, ([f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)] for r, other in _pairs(rows, without)))
 
@@ -231,8 +253,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
         ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
         for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
     )
-    said = f"A step is predicted to be faster with stages for {faster or 'none'}"
-    return textwrap.fill(f"{said}, and not for {slower}." if slower else f"{said}.", 118)
+    text = f"A step is predicted to be faster with stages for {faster or 'none'}"
+    return textwrap.fill(f"{text}, and not for {slower}." if slower else f"{text}.", 118)
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""train.py, a step of which takes at least MESH_LM_PACE seconds: so that a small run is long enough to be disturbed."""
+"""train.py with steps of at least MESH_LM_PACE seconds, so that a small run is long enough for faults."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 """A GPT of 1.3 B parameters with a mistake: the numbers are right, the collectives are not. docs/lab.md finds it.
 
-python train.py --config=docs/joint_qkv.py --plan
+mesh-lm plan docs/joint_qkv.py
 Sizes: B batch, S sequence, D embed, N heads, H head dim.
 """
 

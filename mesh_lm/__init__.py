@@ -14,16 +14,11 @@ if TYPE_CHECKING:
     from mesh_lm.api import plan as plan
     from mesh_lm.api import train as train
 
-    __version__: str
-
+__version__ = "0.1.0"
 __all__ = ["Run", "__version__", "load", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("mesh_lm")
     if name not in __all__:
         raise AttributeError(f"module 'mesh_lm' has no attribute {name!r}; it has {', '.join(__all__)}")
     from mesh_lm import api

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _SHOWN = 8
 
@@ -15,6 +17,20 @@ def listed(head: str, lines: Sequence[str]) -> str:
     """Returns `head`, the first few of `lines` as a list, and how many more there are."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  - ".join([head, *lines[:_SHOWN], *more])
+
+
+def hub_hint(name: str, kind: str = "") -> str:
+    """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name` is a path. kind: "dataset" or a model."""
+    repository = re.fullmatch(r"(?:hf://)?(?:datasets/|models/)?([\w.-]*\w(?:/[\w.-]+)?)", name)
+    if not repository or Path(name).suffix in _FILES or Path(name).parts[0] in _FOLDERS:
+        return ""
+    option = f" --repo-type={kind}" if kind else ""
+    return f". For a name on the Hugging Face Hub: hf download{option} {repository[1]} --local-dir={repository[1]}"
+
+
+_FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
+_FOLDERS = {"runs", "data", "configs", "checkpoints"}
+"""What paths begin with rather than names on the Hub."""
 
 
 def did_you_mean(near: list[str]) -> str:

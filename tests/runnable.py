@@ -101,14 +101,14 @@ def scene(directory: Path) -> Path:
 
 
 def run(words: list[str], here: Path, *, stdin: str = "", patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    """One process in `here`. `python` is this Python; KEY=VALUE before it goes into its environment."""
+    """One process in `here`. `python` is this Python, `mesh-lm` its module; KEY=VALUE before them goes into the environment."""
     given = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         given[name] = value
     environment = bare(PYTHONPATH=str(here / "installed"), HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
-    words = [sys.executable, *words[1:]] if words[0] == "python" else words
-    words = [each for word in words for each in (sorted(glob.glob(word, root_dir=here)) if "*" in word else [word])]  # as a shell does
+    programs = {"python": [sys.executable], "mesh-lm": [sys.executable, "-m", "mesh_lm"]}
+    words = [*programs.get(words[0], words[:1]), *words[1:]]
     return subprocess.run(words, cwd=here, env=environment, input=stdin, capture_output=True, text=True, timeout=patience)
 
 
@@ -132,13 +132,13 @@ def run_python(page: str, found: list[Block], here: Path) -> subprocess.Complete
     return run(["python", "-c", code], here, stdin=json.dumps([(block.kind, block.line, block.text) for block in found]))
 
 
-_SCRIPTS = """
+_EACH = """
 import contextlib, io, json, runpy, sys
 answers = []
 for sys.argv in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.redirect_stdout(sys.stderr):
         try:
-            status = runpy.run_path(sys.argv[0], run_name="__main__") and 0
+            status = runpy.run_module("mesh_lm", run_name="__main__", alter_sys=True) and 0
         except SystemExit as exit:
             status = exit.code
     answers.append((status, printed.getvalue()))
@@ -146,15 +146,16 @@ print(json.dumps(answers))
 """
 
 
-def run_scripts(scripts: list[list[str]], here: Path) -> list[tuple[int, str]]:
-    """(status, what it wrote to stderr) of each script with its arguments, one after the other in one process."""
-    done = run(["python", "-c", _SCRIPTS], here, stdin=json.dumps(scripts))
+def run_each(commands: list[list[str]], here: Path) -> list[tuple[int, str]]:
+    """(status, what it wrote to stderr) of each command of mesh-lm, one after the other in one process."""
+    done = run(["python", "-c", _EACH], here, stdin=json.dumps(commands))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return [(status, text) for status, text in json.loads(done.stdout)]
 
 
 def must_succeed(words: list[str], here: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     """As `run`. Raises AssertionError with what it printed, where its status is another."""
-    done = run(list(words), here)
+    words = [each for word in words for each in (sorted(glob.glob(word, root_dir=here)) if "*" in word else [word])]  # as a shell does
+    done = run(words, here)
     assert done.returncode == status, f"{shlex.join(words)}\nended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done

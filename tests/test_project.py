@@ -17,7 +17,7 @@ CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 
 def test_the_version_is_the_projects() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert mesh_lm.__version__ == citation["version"] and PROJECT["dynamic"] == ["version"]
+    assert mesh_lm.__version__ == PROJECT["version"] == citation["version"]
     assert f"## {mesh_lm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -26,12 +26,12 @@ def _rules(text: str) -> Rules:
     """Raises ValueError, which says what else the name may mean."""
     try:
         return preset(text)
-    except ValueError as error:
-        known = [guesses.RULES.get(part, part) for part in text.lower().split("+")]
-        guess = guesses.RULES.get(text.lower(), "+".join(known))
-        if guess == text or "did you mean" in str(error):
+    except ValueError:
+        parts = text.lower().split("+")
+        if not {*parts, text.lower()} & guesses.RULES.keys():
             raise
-        raise ValueError(f"{error}{did_you_mean([guess])}") from None
+        guess = guesses.RULES.get(text.lower()) or "+".join(guesses.RULES.get(part, part) for part in parts)
+        raise ValueError(f"no such rules preset{did_you_mean([guess])}") from None
 
 
 SPELLINGS: Mapping[type, Spelling] = {

@@ -34,7 +34,6 @@ FIELDS = {
     "eval_interval": "train.eval_every",
     "eval_iters": "train.eval_sequences",
     "log_interval": "train.log_every",
-    "layers": "model.n_layers",
     "n_layer": "model.n_layers",
     "num_layers": "model.n_layers",
     "n_head": "model.n_heads",

@@ -30,8 +30,8 @@ from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, flop, whose
+from sharding_rules.lab.saved import TRACE, content, write
+from sharding_rules.lab.summary import alike, flop, headline, whose
 from sharding_rules.lab.text import screen
 
 
@@ -55,7 +55,11 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         program = Program.of(config, plan.target, n_devices)
+        if plan.plan != SCREEN:
+            say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
         report = program.compile(options(flags))
+        if plan.plan != SCREEN or not report.fits:  # before a search, which may be interrupted
+            say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
         facts = (
@@ -113,8 +117,8 @@ def _write(
         Console().print(screen(report, findings, fixes, facts))
         return
     path = Path(plan.plan).expanduser()
-    if path.suffix == ".html":
-        text = page(report, findings, fixes, facts)
+    if path.name.endswith((".html", TRACE)):
+        text = content(path.name, report, findings, fixes, facts)
     else:
         text = json.dumps(
             {
@@ -126,10 +130,9 @@ def _write(
             }
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write --plan={plan.plan}: {error.strerror}") from error
+        write(str(path), text)
+    except LabError as error:
+        raise ConfigError(str(error).replace("cannot write ", "cannot write --plan=", 1)) from error
     print(f"wrote {path}")
 
 

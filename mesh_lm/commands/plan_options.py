@@ -22,7 +22,7 @@ class Plan:
     """What to plan for."""
 
     plan: str = ""
-    """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines); also --output."""
+    """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for Perfetto) or .json; also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mesh_lm.commands.plan_options import Plan, parse_either
 from mesh_lm.config import TrainConfig
+from mesh_lm.training.ready import require_ready
 
 
 def parse(argv: Sequence[str], prog: str = "train.py") -> tuple[Plan | None, TrainConfig]:
@@ -20,6 +21,7 @@ def run(asked: tuple[Plan | None, TrainConfig]) -> int:
         from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered before Flax is imported
 
         return show(planned, config)
+    require_ready(config)
     from mesh_lm.training import loop
 
     return loop.train(config).status

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.contract import Context
 from sharding_rules import Shard
 
 Cache = dict[str, jax.Array]
@@ -35,6 +36,11 @@ class Past:
     cache: Cache
     layer: int | jax.Array
     start: int | jax.Array
+
+    @classmethod
+    def of(cls, ctx: Context) -> Past | None:
+        """What the layer of this context sees; None outside of generation."""
+        return cls(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
 
     def put(self, k_BSKH: jax.Array, v_BSKH: jax.Array, shard: Shard) -> Past:
         """The same with the keys and values of the new tokens written to their slots."""

@@ -26,7 +26,7 @@ class SegmentConfig:
     name: str
     n_layers: int
     kind: str = "dense"
-    """The kind of layer, a name in mesh_lm.model.kinds."""
+    """The kind of layer: a name in mesh_lm.model.kinds, or module:class or FILE.py:class for one of your own."""
     remat: Remat | None = None
     """None: the model's."""
     dtype: Dtype | None = None
@@ -36,6 +36,8 @@ class SegmentConfig:
     def parse(cls, word: str) -> SegmentConfig:
         """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
         name, layers, *rest = word.split(":")
+        if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
+            rest[:2] = [":".join(rest[:2])]  # a kind of one's own: module:class
         kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
         if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)
@@ -52,7 +54,9 @@ class DecoderConfig(ModelConfig):
     n_layers: int = 4
     """Number of transformer layers, over all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: dense layers only, in a segment "blocks"."""
+    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: layers of one kind, in a segment "blocks"."""
+    block: str = "dense"
+    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one of your own (docs/own_block.py)."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
@@ -139,7 +143,7 @@ class DecoderConfig(ModelConfig):
 
     def runs(self) -> tuple[SegmentConfig, ...]:
         """The segments, with the default of one segment called blocks filled in."""
-        return self.segments or (SegmentConfig("blocks", self.n_layers),)
+        return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
         """The config of a segment's layers. Its n_layers is still that of the whole model."""
@@ -194,8 +198,9 @@ class DecoderConfig(ModelConfig):
                 problems.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
             if run.name in _RESERVED or hasattr(Decoder, run.name):
                 problems.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+        for run in self.runs():
             try:
-                kind(run.kind)
+                kind(run.kind, "model.segments" if self.segments else "model.block")
             except ConfigError as error:
                 problems.append(str(error))
         return problems

@@ -28,7 +28,7 @@ class DenseLayer(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
-        past = Past(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
+        past = Past.of(ctx)
         with jax.named_scope("attention"):
             h_BSD = self._enter(self.attention_norm(x_BSD))
             y_BSD, past = self.attention(h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past)

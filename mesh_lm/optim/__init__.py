@@ -1,4 +1,4 @@
-"""Optimizers: one rule a file, and what all of them share."""
+"""Optimizers: one update rule per file, and what they share."""
 
 from mesh_lm.optim.contract import ArraySpec as ArraySpec
 from mesh_lm.optim.contract import ArraySpecs as ArraySpecs
@@ -10,3 +10,4 @@ from mesh_lm.optim.contract import is_matrix as is_matrix
 from mesh_lm.optim.optimizer import RULES as RULES
 from mesh_lm.optim.optimizer import Optimizer as Optimizer
 from mesh_lm.optim.optimizer import make_rule as make_rule
+from mesh_lm.optim.optimizer import own_rule as own_rule

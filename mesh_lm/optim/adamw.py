@@ -14,7 +14,7 @@ from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """Two slots, both shaped like the parameter."""
+    """AdamW, with two slots shaped like the parameter."""
 
     config: OptimizerConfig
     elementwise: bool = True

@@ -14,8 +14,8 @@ from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 @dataclasses.dataclass(frozen=True)
 class Lion:
-    """One slot, shaped like the parameter. Every weight moves by the whole learning rate, so its authors divide AdamW's by 3 to 10 and
-    multiply weight_decay by as much; their betas are 0.9 and 0.99."""
+    """Lion, with one slot shaped like the parameter. Every weight moves by the full learning rate, so its authors divide AdamW's by 3 to
+    10 and multiply weight_decay by the same factor; their betas are 0.9 and 0.99."""
 
     config: OptimizerConfig
     elementwise: bool = True

@@ -1,4 +1,4 @@
-"""A config's training step as a program for GPUs that are not here: exactly the one that `train.py` runs."""
+"""A config's training step, the same that `train.py` runs, as a program for GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sharding_rules.lab.targets import NODE, TARGETS
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
-    """How many devices to plan for: as asked, else what the mesh says; where one of its axes is -1, the fewest whole nodes."""
+    """Returns the number of devices to plan for: `devices`, else the mesh's size; if one of its axes is -1, the fewest full nodes."""
     sizes = config.mesh.sizes().values()
     fixed = math.prod(size for size in sizes if size != -1)
     return devices or (math.lcm(fixed, NODE) if -1 in sizes else fixed)
@@ -42,13 +42,13 @@ class Program:
     """A training step, before it is compiled."""
 
     config: TrainConfig
-    """Checked, and with an attention that can be compiled here."""
+    """The checked config, with an attention that can be compiled here."""
     mesh: Mesh
     layout: ModelLayout
 
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
-        """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
+        """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for the target is missing."""
         config = check(config, n_devices)
         try:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
@@ -59,11 +59,12 @@ class Program:
 
     @property
     def optimizer(self) -> Optimizer:
+        """The run's optimizer."""
         return Optimizer(self.config.optimizer, self.config.train.steps)
 
     @cached_property
     def declared(self) -> dict[str, StatePart]:
-        """What the run holds from step to step. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
+        """The parts of the training state. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
         return parts(self.layout, self.optimizer)
 
     @property
@@ -73,7 +74,7 @@ class Program:
         return self.config.model.flops_per_token() * tokens / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
-        """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
+        """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
         config, layout, optimizer = self.config, self.layout, self.optimizer
         arguments = abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout))
         step = train_step(layout, optimizer, config.seed, config.health.outlier)
@@ -86,12 +87,12 @@ class Program:
 
 
 def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
-    """What the compiler makes of one training step of this config. Raises as Program does."""
+    """Compiles one training step of this config, and returns the lab's report. Raises as Program does."""
     return Program.of(config, target, n_devices).compile(options)
 
 
 def flags_of(config: TrainConfig, target: str) -> str:
-    """The set of XLA's flags that a run of this config takes on such a GPU."""
+    """Returns the name of the set of XLA flags that a run of this config uses on such a GPU."""
     match config.launch.xla_flags:
         case "auto":
             return auto(TARGETS[target].capability, config.mesh.pipeline != 1)

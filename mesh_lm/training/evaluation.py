@@ -1,4 +1,4 @@
-"""What a run measures of itself: the loss on held-out batches, and a text that the model writes."""
+"""The evaluations that a run makes of its own model: the loss on held-out batches, and a generated text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesh_lm.parallel.merge_stages import without_pipeline
 
 
 def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
-    """Cross-entropy in nats per label, over all batches; nan where there is none. Sums stay on the devices until the end."""
+    """Returns the cross-entropy in nats per label over all batches; nan without batches. Sums stay on the devices until the end."""
     total: Sums | None = None
     for batch in batches:
         sums = step(params, batch)
@@ -27,9 +27,9 @@ def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: It
 
 
 def sample(layout: ModelLayout, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
-    """A text that the model writes from nothing; None where n_tokens is 0 or the model cannot generate.
+    """Returns a text generated from an empty prompt; None if n_tokens is 0 or the model cannot generate.
 
-    The weights of a model in stages are taken over.
+    Donates the weights of a model with pipeline stages.
     """
     model, n_tokens = layout.bind(params), min(n_tokens, layout.config.seq_len - 1)
     if n_tokens < 1 or not (hasattr(model, "extend") or hasattr(model, "logits")):

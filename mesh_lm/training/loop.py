@@ -6,6 +6,7 @@ parallel is in its mesh and its rules.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import takewhile
@@ -19,10 +20,11 @@ from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.loader import Batch
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Optimizer, Rule, own_rule
 from mesh_lm.parallel.engine import batch_sharding, evaluate
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, weights_of
@@ -31,6 +33,7 @@ from mesh_lm.training import elastic
 from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replicas import require_equal
 from mesh_lm.training.run import Run
 from mesh_lm.training.skip_guard import SkipGuard
@@ -49,17 +52,20 @@ def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Be
         state = between(state, metrics, position)
 
 
-def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
+def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint where there is one, and returns the run. See `mesh_lm.train`."""
     # 1. What cannot run stops here, with every reason at once.
     phases = Phases()
+    require_ready(config)
+    section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
+    config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
-    config = check(elastic.fit(config), jax.device_count())
+    config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
 
     # 2. Mesh and rules, bound into the one object through which the model speaks of sharding; shapes and shardings, no memory touched.
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)
-    optimizer = Optimizer(config.optimizer, config.train.steps)
-    step = train_step(layout, optimizer, config.seed, config.health.outlier)
+    update = Optimizer(config.optimizer, config.train.steps, rule)
+    step = train_step(layout, update, config.seed, config.health.outlier)
 
     with (
         Watchdog(config.health, phases, distributed.log_prefix()),
@@ -67,15 +73,15 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
         Checkpoints(config, phases) as checkpoints,
     ):
         # 3. State and data: the newest checkpoint that is whole, restored onto whatever mesh this run has; or none yet.
-        saved, restored = checkpoints.restore(layout, optimizer)
+        saved, restored = checkpoints.restore(layout, update)
         read = weights(config.init_from, layout) if config.init_from and not saved else None
         phases.at("data")
-        corpus, batches = _data(config, layout, saved)
+        corpus, batches = _data(config, data, layout, saved)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
         if restored is None:
-            restored = fresh_state(layout, optimizer, read()) if read else init_state(layout, optimizer, config.seed)
-        run = Run(config, layout, optimizer, saved.step if saved else 0, restored)
+            restored = fresh_state(layout, update, read()) if read else init_state(layout, update, config.seed)
+        run = Run(config, layout, update, saved.step if saved else 0, restored)
 
         # 4. The loop, and what it came to: the held-out loss, a plot and a text.
         with distributed.collective_errors():
@@ -94,11 +100,11 @@ def train(config: TrainConfig, callbacks: Sequence[Any] = ()) -> Run:
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
-    """The corpus and its batches, from where the checkpoint left off. The position in them is one number."""
+def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Dataset, Batches]:
+    """The data and its batches, from where the checkpoint left off. The position in them is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"

@@ -1,4 +1,4 @@
-"""When skipped steps are too many in a row: the run goes back to a checkpoint before them, or ends."""
+"""The reaction to too many skipped steps in a row: the run rolls back to a checkpoint before them, or ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mesh_lm.errors import ConfigError
 
 
 class TooManySkips(ConfigError):
-    """`health.skip_limit` steps in a row were skipped, and the run may not go back."""
+    """`health.skip_limit` steps in a row were skipped, and the run may not roll back (any more)."""
 
 
 class SkipGuard:
-    """Told of the steps in order, late or not. Every process comes to the same decisions, for all have the same metrics."""
+    """Counts skipped steps from the metrics, which may arrive late but in order. All processes decide the same from the same metrics."""
 
     def __init__(self, config: HealthConfig, note: Callable[[str], None] | None = None) -> None:
         """note: takes lines for the log."""
         self.consecutive_skips = 0
-        """Steps skipped in a row, up to the newest one told of."""
+        """Steps skipped in a row, up to the newest one reported."""
         self.rewinds = 0
-        """Times that the run went back."""
+        """How often the run rolled back."""
         self._config, self._note = config, note or (lambda line: None)
         self._last: tuple[int, int] | None = None
 
@@ -41,12 +41,12 @@ class SkipGuard:
         finite = math.isfinite(loss) and math.isfinite(norm)
         if self._last and n > self._last[0]:
             steps, new = n - self._last[0], skipped - self._last[1]
-        else:  # of the first one after a start, the counter alone tells nothing
+        else:  # the first report after a start: how many of the earlier steps were skipped in a row is unknown
             steps, new, self.consecutive_skips = 1, int(skipped > 0 and not finite), 0
         self._last, self.consecutive_skips = (n, skipped), self.consecutive_skips + new if new == steps else 0
         why = f"loss {loss:.4g}, gradient norm {norm:.4g}"
         if finite:
-            why += f", one of them over {self._config.outlier:g} standard deviations above the steps before (health.outlier)"
+            why += f", one of them more than {self._config.outlier:g} standard deviations above recent steps (health.outlier)"
         if new:
             self._note(f"{f'step {n}' if steps == 1 else f'{new} of the {steps} steps up to {n}'} skipped, {skipped} in all: {why}")
         return self._too_many(n - self.consecutive_skips + 1, n, why) if self.consecutive_skips >= self._config.skip_limit else None
@@ -56,11 +56,11 @@ class SkipGuard:
         steps = f"{n} steps in a row skipped, {first} to {last}" if n > 1 else f"step {last} skipped"
         if self.rewinds == self._config.rewinds:
             raise TooManySkips(
-                f"{steps}, the last one with {why}; that is health.skip_limit={self._config.skip_limit}, and the run went back "
-                f"{self.rewinds} times of health.rewinds={self._config.rewinds}. The weights are still those before step {first}: look at "
-                f"the batches from there on, lower optimizer.learning_rate, or set health.rewinds={self.rewinds + 1} to go on without them"
+                f"{steps}, the last one with {why}; that is health.skip_limit={self._config.skip_limit}, and the run has used "
+                f"{self.rewinds} of health.rewinds={self._config.rewinds}. The weights are still those before step {first}: inspect the "
+                f"batches from there on, lower optimizer.learning_rate, or set health.rewinds={self.rewinds + 1} to skip those batches"
             )
         self.rewinds += 1
-        behind = f"going back to the checkpoint before step {first}, and on with the batches behind step {last}"
-        self._note(f"{steps}: {behind} (rewind {self.rewinds} of {self._config.rewinds})")
+        action = f"rolling back to the checkpoint before step {first}, and continuing with the batches after step {last}"
+        self._note(f"{steps}: {action} (rewind {self.rewinds} of {self._config.rewinds})")
         return first

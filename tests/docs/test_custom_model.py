@@ -182,7 +182,7 @@ def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: 
         assert source.count(old) == 1, f"not a line of {FILE.name}: {old}"
         source = source.replace(old, new)
     else:
-        assert (kind, shlex.split(change)[:3]) == ("sh", ["python", "train.py", "--config=docs/custom_model.py"])
+        assert (kind, shlex.split(change)[:3]) == ("sh", ["mesh-lm", "train", "docs/custom_model.py"])
         arguments = shlex.split(change)[3:]
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises((ConfigError, ShardingRuleError)) as caught:

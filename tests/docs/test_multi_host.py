@@ -25,7 +25,7 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) 
 
 
 def test_the_tables_of_variables() -> None:
-    rows = re.findall(r"\| `(MESH_LM_\w+)` \| `--config\.launch\.(\w+)` \|", PAGE)
+    rows = re.findall(r"\| `(MESH_LM_\w+)` \| `--launch\.(\w+)` \|", PAGE)
     assert {field: variable for variable, field in rows} == VARIABLES
     assert dict(re.findall(r"\| `--(\w+)` \| `(MESH_LM_\w+)` \|", PAGE)) == job.VARIABLES
 
@@ -34,13 +34,13 @@ def test_every_command_is_one_that_is_read() -> None:
     assert len(COMMANDS) == 12
     for command in COMMANDS:
         parts = shlex.split(command, comments=True)
-        if "mesh_lm.launch" in parts:
-            options, rest = _parse(parts[parts.index("mesh_lm.launch") + 1 :])
+        if "launch" in parts:
+            options, rest = _parse(parts[parts.index("launch") + 1 :])
             on_slurm = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-4]"}
             assert options.template or job.Job.of(options, rest, on_slurm if parts[0] == "srun" else {}).nodes in (1, 2, 4)
             parts = rest
-        if "train.py" in parts:
-            command_line.parse(parts[parts.index("train.py") + 1 :])
+        if "train" in parts:
+            command_line.parse(parts[parts.index("train") + 1 :])
         settings = dict(part.split("=", 1) for part in parts if part.startswith("MESH_LM_"))
         assert not settings or ProcessSlot.of(LaunchConfig(), settings) is not None
 
@@ -63,7 +63,7 @@ def test_who_is_where() -> None:
         1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
     }
     assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in PAGE
-    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
+    found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 
 

@@ -124,5 +124,5 @@ def test_the_example_is_a_rule(sgd: str) -> None:
 
 
 def test_commands(sgd: str) -> None:
-    commands = [shlex.split(line) for line in re.findall(r"^python (train\.py .*)$", PAGE, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^mesh-lm (train .*)$", PAGE, re.MULTILINE)]
     assert [check(parse(words[1:]), 1).optimizer.name for words in commands] == ["muon", sgd]

@@ -1,6 +1,8 @@
 """Every Python block and every command of every page runs, in a bare process in another directory; or its page says why it cannot."""
 
 import argparse
+import dataclasses
+import importlib
 import inspect
 import json
 import shlex
@@ -13,7 +15,9 @@ import pytest
 import runnable
 import zstandard
 from pyarrow import parquet
-from runnable import Block, Command
+from runnable import Command
+
+from mesh_lm.commands import main
 
 PAGES = {str(page.relative_to(runnable.ROOT)): runnable.blocks(page) for page in runnable.pages()}
 PYTHON = {page: [block for block in found if runnable.LANGUAGES[block.kind] == "python"] for page, found in PAGES.items()}
@@ -39,23 +43,27 @@ ELSEWHERE = {
 def shrunk(command: Command) -> list[str]:
     """The command's words, with options that make its run small."""
     words = [word.replace("train:32000", "train:300") for word in command.words]
-    if "train.py" not in words:
-        return (
-            [*words, "--compile-cache="] if {"mesh_lm.generate", "mesh_lm.evaluate"} & {*words} and "mesh_lm.launch" not in words else words
-        )
-    if command.answer or "--plan" in words or any(word.startswith("--plan=") for word in words):
-        options = HERE | ({} if "--plan" in words else {"data.path": "my_text.jsonl", "output": "runs/refused"})
-    else:
-        config = next((word.split("=")[1] for word in words if word.startswith("--config=")), "")
-        own = {} if "custom_model" in config else DECODER
+    if {"generate", "evaluate"} & {*words[:2]}:
+        return [*words, "--compile-cache="]
+    if "plan" in words[:2]:
+        options = HERE
+    elif command.answer:
+        options = HERE | {"data.path": "my_text.jsonl", "output": "runs/refused"}
+    elif "train" in words:
+        config = [*words[words.index("train") + 1 :], "--"][0]
         fresh = {"output": f"runs/{zlib.crc32(command.text.encode())}"}  # another run's checkpoints are of another model
-        options = HERE | TRAINING | (SIZES | own | fresh if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
+        sizes = SIZES | ({} if "custom_model" in config else DECODER) | fresh
+        options = HERE | TRAINING | (sizes if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
         if any("blend=" in word for word in words):
             options |= {"data.split": "8,2,0"}
-    if command.block.page == "docs/sharding.md" or ("mesh_lm.launch" in words and "--devices" not in command.text):
-        options |= {"launch.cpu_devices": 8}
-    given = {word.split("=")[0].removeprefix("--config.") for word in words}
-    return [*words, *(f"--config.{name}={value}" for name, value in options.items() if name not in given)]
+        if command.block.page == "docs/sharding.md" or ("launch" in words and "--devices" not in command.text):
+            options |= {"launch.cpu_devices": 8}
+    else:
+        return words
+    if command.answer and command.block.page == "docs/sharding.md":
+        options = options | {"launch.cpu_devices": 8}
+    given = {word.split("=")[0].removeprefix("--") for word in words}
+    return [*words, *(f"--{name}={value}" for name, value in options.items() if name not in given)]
 
 
 @pytest.fixture(scope="session")
@@ -75,13 +83,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).mkdir()
         shutil.copy(here / "my_text.jsonl", here / name)
     (here / "prompts.txt").write_text("def \nclass ")
-    sizes = " ".join(f"--config.{name}={value}" for name, value in (HERE | TRAINING | SIZES | DECODER).items() if "seq_len" not in name)
-    llama = "--config.model.seq_len=256"
+    sizes = " ".join(f"--{name}={value}" for name, value in (HERE | TRAINING | SIZES | DECODER).items() if "seq_len" not in name)
+    llama = "--model.seq_len=256"
     for command in (
-        f"python train.py --config.output=runs/gpt_tiny {llama} {sizes}",
-        "python -m mesh_lm.huggingface export --checkpoint=runs/gpt_tiny --output=Llama-3.2-1B --dtype=float32",
-        "python -m mesh_lm.data.prepare --input=code/ --output=data/web --tokenizer=Llama-3.2-1B",
-        "python -m mesh_lm.data.prepare --input=web/ --output=data/code --tokenizer=Llama-3.2-1B",
+        f"mesh-lm train --output=runs/gpt_tiny {llama} {sizes}",
+        "mesh-lm export runs/gpt_tiny --output=Llama-3.2-1B --dtype=float32",
+        "mesh-lm prepare code/ --output=data/web --tokenizer=Llama-3.2-1B",
+        "mesh-lm prepare web/ --output=data/code --tokenizer=Llama-3.2-1B",
     ):
         runnable.must_succeed(shlex.split(command), here)
     shutil.copytree(here / "Llama-3.2-1B", here / "Qwen3-0.6B")
@@ -101,10 +109,26 @@ def here(scene: Path, page: str) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("page", [page for page, found in PAGES.items() if found])
-def test_marks(page: str) -> None:
-    """A page with blocks can be read; a need is given where a block cannot run, with a reason."""
-    assert all(isinstance(block, Block) for block in PAGES[page])
+OURS = [command for found in COMMANDS.values() for command in found if "mesh-lm" in command.text and not command.answer]
+
+
+@pytest.mark.parametrize("command", OURS, ids=lambda command: f"{command.block.page}: {command.text[:60]}")
+def test_options_exist(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every command of mesh-lm, those that cannot run here included: its words are read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(runnable.ROOT / "docs")
+    (tmp_path / "finetune.py").write_text("from configs.gpt_tiny import get_config")
+    words = command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
+    while words:
+        name, *arguments = words
+        reader = main.COMMANDS[name]
+        module = importlib.import_module(f"mesh_lm.commands.{reader.module}")
+        read = getattr(module, f"parse{reader.suffix}")(arguments, f"mesh-lm {name}")
+        words = read[1][2:] if name == "launch" else []  # after -m mesh_lm
+
+
+def test_every_page_is_read() -> None:
+    assert len(OURS) > 60 and sum(map(len, PYTHON.values())) > 60
 
 
 @pytest.mark.slow
@@ -133,7 +157,7 @@ def test_commands(page: str, scene: Path) -> None:
             continue
         DONE.append(command.text)
         words = shrunk(command)
-        if "mesh_lm.data.prepare" in words:  # where the scene has a corpus already
+        if "prepare" in words:  # where the scene has a corpus already
             (output,) = (word.partition("=")[2] for word in words if word.startswith("--output="))
             for file in directory.glob(f"{output}.*"):
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
@@ -147,7 +171,34 @@ def test_commands(page: str, scene: Path) -> None:
 def test_refusals(page: str, scene: Path) -> None:
     """Commands that are answered with an error, all of a page in one process, as they make the same devices."""
     refused = [command for command in COMMANDS[page] if command.answer.startswith("error:") and not command.block.needs]
-    assert all(command.words[:2] == ["python", "train.py"] for command in refused)
-    answers = runnable.run_scripts([shrunk(command)[1:] for command in refused], here(scene, f"{page}.refusals"))
+    assert all(command.words[:2] == ["mesh-lm", "train"] for command in refused)
+    answers = runnable.run_each([shrunk(command) for command in refused], here(scene, f"{page}.refusals"))
     for command, (status, printed) in zip(refused, answers, strict=True):
         assert (status, printed) == (1, command.answer), command.text
+
+
+def test_a_failure_is_seen(tmp_path: Path) -> None:
+    """Of a block, of an example, and of a command; what the tests have set is not in its environment, and what is imported is installed."""
+    here, block = (
+        runnable.scene(tmp_path / "here"),
+        runnable.Block("page", 7, "python", "import os\nassert 'JAX_PLATFORMS' not in os.environ\n"),
+    )
+    assert runnable.run_python("page", [block], here).returncode == 0
+    for kind, text, shown in (("python", "1 / 0\n", 'File "page", line 8'), ("pycon", ">>> 1 + 1\n3\n", "Got:\n    2")):
+        done = runnable.run_python("page", [dataclasses.replace(block, kind=kind, text=text)], here)
+        assert done.returncode == 1 and shown in done.stderr
+    with pytest.raises(AssertionError, match="ended with 1"):
+        runnable.must_succeed(["python", "-c", "import tests"], here)
+
+
+def test_a_need_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runnable, "ROOT", tmp_path)
+    page, block = tmp_path / "page.md", "```sh\nls\nls -l \\\n    -a  # all\n```\n"
+    page.write_text(f"<!-- needs: gpu, none is here -->\n{block}")
+    (found,) = runnable.blocks(page)
+    assert (found.needs, found.why) == ("gpu", "none is here")
+    assert [command.words for command in runnable.commands(found)] == [["ls"], ["ls", "-l", "-a"]]
+    for mark in ("<!-- needs: gpu -->", "<!-- needs: luck, as always -->"):
+        page.write_text(f"{mark}\n{block}")
+        with pytest.raises(AssertionError, match="expected one of"):
+            runnable.blocks(page)

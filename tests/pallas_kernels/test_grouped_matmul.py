@@ -111,7 +111,7 @@ def test_choice() -> None:
 
 def test_every_fault_is_named() -> None:
     x, w, sizes = np.zeros((4, 3), np.float32), np.zeros((2, 5, 6), np.float16), np.zeros(3)
-    with pytest.raises(ValueError, match=r"one D, .*one dtype .*cast the weights.*group_sizes must be integers, got float64"):
+    with pytest.raises(ValueError, match=r"the same D, .*one dtype .*cast the weights.*group_sizes must be integers, got float64"):
         grouped_matmul(x, w, sizes)  # pyright: ignore
     with pytest.raises(ValueError, match=r"x must be \[T, D\]"):
         grouped_matmul(x[0], w, sizes)  # pyright: ignore

@@ -39,7 +39,7 @@ def test_an_activation_that_does_not_fit(shape, axes, message: str) -> None:
 
 def test_a_table_used_in_parts_is_refused() -> None:
     rules = preset("megatron").replace(params={"embed": "tensor", "vocab": None})
-    with pytest.raises(ShardingRuleError, match=r"rules.gathered\['embed'\]='tensor': the rows of a table are used whole"):
+    with pytest.raises(ShardingRuleError, match=r"rules.gathered\['embed'\]='tensor': a table is used with complete rows"):
         Shard(rules, SHARD.mesh).table("vocab", "embed")
 
 

@@ -274,8 +274,8 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(whole, 3)
     said = (
-        f"optimizer.name={name} works on whole matrices, and rules 'distributed' keep them as flat vectors "
-        "(rules.optimizer['flat']=('pipeline', 'data')); take optimizer adamw or lion, or rules without that row, such as zero2"
+        f"optimizer.name={name} needs full matrices, but rules 'distributed' store its state as flat vectors "
+        "(rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [f"  - {said}"]
     layout = layout_of("three replicas")

@@ -90,7 +90,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     [
         ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
         ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
-        ("rules_of_my_own:Half", "lacks elementwise, direction; a rule has what mesh_lm.optim.Rule has"),
+        ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
         ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
         ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
         (":Plain", "'' cannot be imported (ValueError: Empty module name)"),

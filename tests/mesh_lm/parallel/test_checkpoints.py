@@ -150,7 +150,7 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
         saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
     assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
         f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this config's keeps {keeps}\n"
-        f"set optimizer.name=adamw, or another output with init_from={saved.path} to take its weights alone"
+        f"set optimizer.name=adamw, or use a new output directory with init_from={saved.path} to start from its weights"
     )
 
 
@@ -158,7 +158,7 @@ def test_the_disk_holds_the_model(runs: Runs) -> None:
     """Its shapes, not those of stages with padding; another division of the same model is not another model."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     assert saved.metadata["parts"]["params"] == {name: [*x.shape, str(x.dtype)] for name, x in layout.shapes.items()}
-    assert layout_at("uneven").in_memory["blocks.mlp.up.weight"].shape[0] == 10
+    assert layout_at("uneven").memory_shapes["blocks.mlp.up.weight"].shape[0] == 10
     assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs("interleaved")[0], "one stage")))
 
 
@@ -179,7 +179,7 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
     def live() -> int:
         return sum(x.nbytes for x in jax.live_arrays())
 
-    before, held, replaced = live(), [], relayout._replaced
+    before, held, converted = live(), [], relayout._converted
 
     def watched(leaf: jax.Array, program: Callable[[jax.Array], jax.Array]) -> jax.Array:
         def measured(leaf: jax.Array) -> jax.Array:
@@ -187,9 +187,9 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
             held.append(live())
             return moved
 
-        return replaced(leaf, measured)
+        return converted(leaf, measured)
 
-    monkeypatch.setattr(relayout, "_replaced", watched)
+    monkeypatch.setattr(relayout, "_converted", watched)
     tree, _ = to_disk(layout, OPTIMIZER, state)
     assert len(held) == 3 * len(layout.stacked)
     assert max(held) == before + max(x.nbytes for name, x in tree["params"].items() if name in layout.stacked)

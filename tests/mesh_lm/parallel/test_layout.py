@@ -49,7 +49,7 @@ def layout(model: type[Toy], **mesh: int) -> ModelLayout:
             weight(lambda x: x.astype(jnp.bfloat16)),
             "model.layers.weight is bfloat16; store it in float32, and set compute_dtype='bfloat16' of its nnx.Param",
         ),
-        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is no type; write it as in compute_dtype='bfloat16'"),
+        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is not a type; write it as in compute_dtype='bfloat16'"),
     ],
     ids=["stored in bf16", "no such type"],
 )
@@ -60,7 +60,7 @@ def test_the_types_of_parameters(model: type[Toy], said: str) -> None:
 
 
 def test_the_type_in_which_layers_use_a_parameter() -> None:
-    assert layout(weight(compute_dtype="bfloat16")).compute == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
+    assert layout(weight(compute_dtype="bfloat16")).compute_dtypes == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
 
 
 class InLoss(Toy):

@@ -62,8 +62,8 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     ("ticks", "message"),
     [
-        ({"b_0_0": 3}, "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; what a stage sends is there one tick later"),
-        ({"f_1_2": 1}, "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; what a stage sends is there one tick later"),
+        ({"b_0_0": 3}, "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; a stage's output arrives one tick later"),
+        ({"f_1_2": 1}, "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; a stage's output arrives one tick later"),
         ({"b_1_3": 2, "f_1_3": 9}, "tick 2, stage 3: 3B1 needs 3F1, which is at tick 9"),
         ({"f_1_0": 0}, "tick 0, stage 0: 0F1 and 0F0 share a tick: a stage does one forward a tick"),
         ({"f_2_1": None}, "tick 4, stage 2: 2F2 needs 1F2, which the schedule lacks"),
@@ -123,7 +123,7 @@ def test_stages_that_wait_for_one_another_for_ever() -> None:
     orders = [[Op("F", 0, 0), Op("B", 0, 0), Op("F", 1, 0), Op("B", 1, 0)], [Op("F", 1, 1), Op("B", 1, 1), Op("F", 0, 1), Op("B", 0, 1)]]
     with pytest.raises(ScheduleError) as error:
         assign_ticks(orders)
-    assert str(error.value) == "from tick 1 on every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
+    assert str(error.value) == "deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
 
 
 def test_schedules_cost_no_jax() -> None:

@@ -180,13 +180,13 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             blocks(12, 2), 4, 1, {},
-            "model.n_layers=12 does not divide into the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1 in whole periods of "
+            "model.n_layers=12 does not divide into the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1 in complete periods of "
             "segment 'blocks' (2 layers); model.n_layers=8 or 16 would, or set pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 2, 1, {},
-            "model.n_layers=8 does not divide into the 2 virtual stages of mesh.pipeline=2 x pipeline.chunks=1 in whole periods of segment "
-            "'late' (5 layers); set pipeline.balance=flops or pipeline.layers",
+            "model.n_layers=8 does not divide into the 2 virtual stages of mesh.pipeline=2 x pipeline.chunks=1 in complete periods of "
+            "segment 'late' (5 layers); set pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 3, 1, {},
@@ -200,7 +200,7 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             blocks(6, 2), 4, 1, {"balance": "flops"},
-            "model.n_layers=6 (3 whole periods) is too few for the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1: "
+            "model.n_layers=6 (3 complete periods) is too few for the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1: "
             "each needs at least 1; lower mesh.pipeline or pipeline.chunks",
         ),
         (
@@ -210,7 +210,7 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             EARLY_LATE, 2, 1, {"layers": (4, 4)},
-            "pipeline.layers=4,4 cuts a period of segment 'late' in two; each entry must hold a multiple of 5 of its layers",
+            "pipeline.layers=4,4 divides a period of segment 'late'; each entry must hold a multiple of 5 of its layers",
         ),
     ],
 )  # fmt: skip

@@ -110,4 +110,4 @@ def test_1f1b_needs_no_more_slots_for_more_microbatches() -> None:
 def test_split_backward_passes_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         compile_table(make_schedule("zb_h1", 4, 8))
-    assert str(error.value) == "pipeline schedule zb_h1 computes weight gradients apart (W); the engine runs F and B only"
+    assert str(error.value) == "pipeline schedule zb_h1 computes weight gradients separately (W); the engine runs F and B only"

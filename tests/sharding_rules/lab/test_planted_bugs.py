@@ -182,8 +182,8 @@ def test_replicated_embedding(reports: str) -> None:
 
 @pytest.mark.slow
 def test_reduction_in_each_microbatch(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_hand = engine.manual
-    monkeypatch.setattr(engine, "manual", lambda layout: by_hand(layout) - {"data"})
+    by_hand = engine.manual_axes
+    monkeypatch.setattr(engine, "manual_axes", lambda layout: by_hand(layout) - {"data"})
     found = errors(findings(reports, RULES))
     assert found.keys() == {"microbatch-reduction"}
     assert all("summed over data in each of 4 microbatches" in one.text for one in found["microbatch-reduction"])
