@@ -10,6 +10,7 @@ from sharding_rules.lab import LabError
 from tests.sharding_rules.lab.plants.catalogue import ABORTING, PLANTS
 from tests.sharding_rules.lab.plants.held_out import HELD_OUT
 from tests.sharding_rules.lab.plants.program import Plant, Program
+from tests.sharding_rules.lab.plants.trainer import ONE_ROW
 from tests.sharding_rules.lab.plants.valid import VALID
 
 COMPILE_BUDGET = 75
@@ -66,7 +67,7 @@ def test_an_abort_is_named(reports: str, plant: Plant) -> None:
     assert all(word in str(error.value) for word in plant.says), error.value
 
 
-@pytest.mark.parametrize("program", each(dict.fromkeys((*(one.healthy for one in (*PLANTS, *HELD_OUT)), *VALID))))
+@pytest.mark.parametrize("program", each(dict.fromkeys((*(one.healthy for one in (*PLANTS, *HELD_OUT)), ONE_ROW, *VALID))))
 def test_a_program_with_nothing_wrong_has_no_errors(reports: str, program: Program) -> None:
     found = [one for one in program.compile(reports).findings() if one.severity != "notice"]
     assert not found, "\n".join(map(str, found))
