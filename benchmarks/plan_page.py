@@ -136,7 +136,7 @@ def newest() -> Path:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
     found = dated[max(dated)]
     if len(found) > 1:  # a checkout has no modification times that would show the newer one
-        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
+        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep only those for the page")
     return found[0]
 
 
@@ -253,8 +253,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
         ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
         for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
     )
-    said = f"A step is predicted to be faster with stages for {faster or 'none'}"
-    return textwrap.fill(f"{said}, and not for {slower}." if slower else f"{said}.", 118)
+    text = f"A step is predicted to be faster with stages for {faster or 'none'}"
+    return textwrap.fill(f"{text}, and not for {slower}." if slower else f"{text}.", 118)
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

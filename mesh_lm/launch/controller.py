@@ -45,6 +45,7 @@ class Controller:
         self._listener.setblocking(False)
 
     def run(self) -> int:
+        """Runs until the job has ended, and returns its status."""
         if self._job.nodes > 1:
             log(f"waiting for {self._job.nodes} nodes at {self._job.rendezvous}, for up to {self._patience:g} s")
         while self._status is None:

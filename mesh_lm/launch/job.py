@@ -60,6 +60,7 @@ class Job:
 
     @property
     def address(self) -> tuple[str, int]:
+        """(host, port) of the controller."""
         return host_and_port(self.rendezvous)
 
     def shared(self) -> dict[str, Any]:
