@@ -252,7 +252,7 @@ class Checkpoints:
         loud = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose all since then: {newest}. "
         distributed.print_on_process0(
             f"{loud if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
-            f"{reason}" + ("" if last else f"; training goes on, and tries again after step {self._retry}")
+            f"{reason}" + ("" if last else f"; training continues, and tries again after step {self._retry}")
         )
 
     def _metadata(self, tree: State, found: dict[str, str]) -> dict[str, Any]:

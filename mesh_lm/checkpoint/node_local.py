@@ -177,7 +177,7 @@ class NodeLocalCheckpoints:
         if not self._failed:
             with contextlib.suppress(OSError):  # its log may be on the same disk
                 print(
-                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
+                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training continues, "
                     "and a crash now goes back to the newest one in the output", flush=True,
                 )  # fmt: skip
         self._failed = True

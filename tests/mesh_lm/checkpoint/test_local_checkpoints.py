@@ -241,13 +241,13 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().out
-    assert said.count("warning: no local checkpoint in ") == 1 and "File too large; training goes on" in said, said
+    assert said.count("warning: no local checkpoint in ") == 1 and "File too large; training continues" in said, said
     assert [path.parent.name for path in run.places] == ["12"], "no remains"
     run.require(12)
     shutil.rmtree(tmp_path / "local")
     (tmp_path / "local").write_text("a file")
     run.save(12)
-    assert "Not a directory; training goes on" in capsys.readouterr().out
+    assert "Not a directory; training continues" in capsys.readouterr().out
     run.require(10)
 
 
