@@ -20,6 +20,7 @@ from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.loader import Batch
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
@@ -51,7 +52,7 @@ def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Be
         state = between(state, metrics, position)
 
 
-def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callbacks: Sequence[Any] = ()) -> Run:
+def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
     # 1. A config that cannot run stops here, with all problems at once.
     phases = Phases()
@@ -75,7 +76,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callback
         saved, restored = checkpoints.restore(layout, update)
         read = weights(config.init_from, layout) if config.init_from and not saved else None
         phases.at("data")
-        corpus, batches = _data(config, layout, saved)
+        corpus, batches = _data(config, data, layout, saved)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
         if restored is None:
@@ -99,11 +100,11 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callback
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
-    """Returns the corpus and its batches, from the checkpoint's data position, which is one number."""
+def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Dataset, Batches]:
+    """Returns the data and its batches, from the checkpoint's data position, which is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"

@@ -12,8 +12,7 @@ from types import TracebackType
 import jax
 
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
-from mesh_lm.data.corpus import TextCorpus
-from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import bits_per_byte
@@ -28,9 +27,7 @@ from mesh_lm.training.goodput import Goodput, describe
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Prints on process 0 only. A context manager."""
 
-    def __init__(
-        self, config: TrainConfig, layout: ModelLayout, corpus: TextCorpus | MegatronCorpus, phases: Phases, first_step: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]

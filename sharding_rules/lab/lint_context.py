@@ -144,12 +144,15 @@ class LintContext:
 
     @cached_property
     def width(self) -> int:
-        """D: the size of "embed", else the size that most parameters share."""
+        """D: the size of "embed", else of the batch's last dimension where it is one of activations, else what most parameters share."""
         named = {a.shape[dim] for a in self.params for dim, axis in enumerate(self.logical(a)) if axis == "embed"}
         if named:
             return named.pop()
-        dims = [d for a in self.params for d in set(a.shape[1:] or a.shape)]
-        return max(dims, key=lambda d: (dims.count(d), d), default=0)
+        batch = self._batch_shape[0]
+        if batch is not None and "int" not in batch.dtype:
+            return batch.shape[-1]
+        dims = [d for a in self.params for d in set(a.shape[self.stacked(a) :]) if d > 1]
+        return max(dims, key=lambda d: (dims.count(d), -d), default=0)
 
     def is_activation(self, array: Array, along: Sequence[str] = ()) -> bool:
         """Whether it has a dimension (or two) of this device's tokens, or of all tokens of the devices along some mesh axes."""

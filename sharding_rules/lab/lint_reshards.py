@@ -334,19 +334,20 @@ def wide_collectives(context: LintContext) -> Iterator[Finding]:
     told = [finding for check in (reshards, gathered_early, gathered_twice) for finding in check(context)]
     places = {word for finding in told for word in words_of(finding.where)}
     names = {name for finding in told for name in finding.collectives}
-    found: dict[tuple[str, tuple[str, ...], str, str], list[tuple[Piece, str]]] = {}
+    found: dict[tuple[tuple[str, ...], str, str], list[tuple[Piece, str]]] = {}
     for piece in context.pieces:
         if (what := _too_wide(context, piece)) and piece.one.name not in names and not places & words_of(piece.one.where):
-            kind = "weights" if context.weights_of(piece) else what
-            found.setdefault((piece.one.kind, piece.one.axes, piece.array.dtype, kind), []).append((piece, what))
-    for (kind, axes, dtype, what), each in found.items():
+            key = piece.one.axes, piece.array.dtype, "weights" if context.weights_of(piece) else what
+            found.setdefault(key, []).append((piece, what))
+    for (axes, dtype, what), each in found.items():
         pieces = [piece for piece, _ in each]
         if sum(piece.bytes for piece in pieces) < context.large:
             continue
         what = names_of(a for piece in pieces for a in context.weights_of(piece)) if what == "weights" else what
         here = max(pieces, key=lambda piece: piece.bytes).one.where
-        fix = f"cast to bf16 before {here.source or here.part}, then lax.optimization_barrier, or XLA moves the cast behind the {kind}"
-        yield Finding("f32-collective", **_sent(pieces, f"{kind} of {what} in {dtype} over {' and '.join(axes)}", fix))
+        kinds = " and ".join(dict.fromkeys(piece.one.kind for piece in pieces))
+        fix = f"cast to bf16 before {here.source or here.part}, then lax.optimization_barrier, or XLA moves the cast behind the {kinds}"
+        yield Finding("f32-collective", **_sent(pieces, f"{kinds} of {what} in {dtype} over {' and '.join(axes)}", fix))
 
 
 def _is_bf16(context: LintContext) -> bool:

@@ -187,11 +187,11 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
         "1": "complete",
         "2": "complete; a run continues from it",
-        "2.damaged": "put aside: could not be verified",
+        "2.damaged": "set aside: could not be verified",
         "3": "damaged: metadata/metadata is missing: the save, or a copy of it, is not complete",
-        "4.passed": "put aside: the run went back behind it",
+        "4.passed": "set aside: the run rolled back to an earlier step",
         "5.removed": "being removed",
-        "10.orbax-checkpoint-tmp-1": "not complete: a save in flight, or what is left of one",
+        "10.orbax-checkpoint-tmp-1": "incomplete: a save in progress, or the remains of one",
     }
 
 
@@ -255,9 +255,10 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         (["ls", tmp_path / "gpt2"], "gpt2 is a Hugging Face model, not a run"),
         (["diff", run, tmp_path / "empty"], "no checkpoint in .*/empty/checkpoints"),
         (["ls", tmp_path], "holds no checkpoints; name a run's output"),
-        (["verify", run, "--step=9"], "--step=9 is not there; there are 1, 2"),
-        (["verfy", run], "mesh-lm checkpoint needs one of ls, verify, diff, not verfy; did you mean verify?"),
-        ([], "mesh-lm checkpoint needs one of ls, verify, diff, not nothing"),
+        (["verify", run, "--step=9"], "no --step=9; there are 1, 2"),
+        (["verify"], "the following arguments are required: path; see python -m mesh_lm.checkpoint verify --help"),
+        (["list", run], "invalid choice: 'list'"),
+        ([], "the following arguments are required: ls | verify | diff"),
     ):
         status, out, err = said(capsys, *argv)
         assert (
