@@ -1,4 +1,4 @@
-"""What a run needs beside a config that fits its devices, looked at before the first device is used."""
+"""Checks of what a run needs in addition to a config that fits its devices, before the first device is used."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
             r"warning: step 10 could not be saved in .*No space left on device.*; training continues, and saving is retried after step"
         )
         assert not [*(small_disk / "run" / "checkpoints").glob("*tmp*")] or job.process.poll() is None
-        job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose all since then: the newest checkpoint is step 5\.")
+        job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose everything since: the newest checkpoint is step 5\.")
         ballast.unlink()
         assert job.ended() == 0, job.log
     assert "Traceback" not in job.log, job.log
