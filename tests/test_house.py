@@ -1,4 +1,4 @@
-"""The house rules: imports point one way, outside libraries stay behind one door each, and no file outgrows a sitting."""
+"""Structure of the repository: imports point one way, each outside library is imported in one place, and files are short."""
 
 import ast
 import subprocess
