@@ -1,4 +1,4 @@
-"""What the attention tests share: random inputs, values with gradients, and how close is close enough."""
+"""Shared by the attention tests: random inputs, values with gradients, and tolerances."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def assert_close(ours, ref, tolerance: float) -> None:
-    """max |ours - ref| <= tolerance * max |ref|, and -inf in the same places."""
+    """Asserts max |ours - ref| <= tolerance * max |ref|, and -inf in the same places."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(ref), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert (np.isfinite(a) == np.isfinite(b)).all() and not np.isnan(a).any()
@@ -22,7 +22,7 @@ def assert_close(ours, ref, tolerance: float) -> None:
 
 
 def values_and_grads(attention, weights, arrays):
-    """(out, lse) and the gradients of a loss that goes through both."""
+    """(out, lse) and the gradients of a loss that depends on both."""
     w_out, w_lse = weights
 
     def loss(*arrays):

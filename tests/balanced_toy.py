@@ -1,5 +1,5 @@
-"""The mixture of experts of `experts_toy` with state that no gradient changes: the bias that balances a router (DeepSeek-V3, arXiv
-2412.19437), a row for each layer; and one that is no layer's, how many labels were read, which embedding, layers and loss look at."""
+"""The mixture of experts of `experts_toy` with buffers: the bias that balances a router (DeepSeek-V3, arXiv 2412.19437), with a row for
+each layer; and the number of labels read so far, outside of layers, which embedding, layers and loss use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(experts_toy.Layer):
 
 
 class Counting(ExpertsDecoder):
-    """Each half of the model scales what it makes by the labels that were read."""
+    """Embedding and loss scale their results by the number of labels read."""
 
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         super().__init__(config, shard, rngs)  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""A kind of layer that the product does not have yet: a mixture of experts, with sums that are arrays, and a matrix that layers share.
+"""A kind of layer that the project does not have yet: a mixture of experts, with array sums and a matrix that layers share.
 
-Every expert computes every token, so that nothing but the contract is tested. Sizes: B batch, S sequence, D embed, E experts, F mlp.
+Every expert computes every token, so that only the model contract is tested. Sizes: B batch, S sequence, D embed, E experts, F mlp.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExpertsConfig(DecoderConfig):
 
 
 class ExpertsDecoder(Decoder):
-    """A decoder one of whose matrices all layers of both segments use."""
+    """A decoder with a matrix that all layers of both segments use."""
 
     def __init__(self, config: ExpertsConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         super().__init__(config, shard, rngs)
@@ -43,7 +43,7 @@ class ExpertsDecoder(Decoder):
 
 
 class Layer(dense_kind.Layer):
-    """Attention and an MLP as dense layers have, whose MLP is another size, and experts beside them."""
+    """A dense layer with an MLP of another size, and experts in parallel with it."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         super().__init__(dataclasses.replace(config, d_ff=config.d_model), weights, shard)
@@ -72,7 +72,7 @@ class Layer(dense_kind.Layer):
         return jnp.einsum("bsef,edf,bse->bsd", h_BSEF, down, gate_BSE), {"objective": z_loss, "router_z": z_loss, "load": load_E}
 
     def ranked(self, p_BSE: jax.Array) -> jax.Array:
-        """By which the experts of a token are chosen."""
+        """The logits that select the experts of a token."""
         return p_BSE
 
 

@@ -1,4 +1,4 @@
-"""Flat vectors as NumPy sees them: where each matrix lies, by the layout's own description and not by the code that is tested."""
+"""Reads flat vectors with NumPy, by the description of their layout, without the code under test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sharding_rules import axes_of
 
 
 def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str, np.ndarray]:
-    """The matrices of one vector, in the rows that they have in memory."""
+    """The matrices of one vector, with their rows in memory order."""
     mesh, rows = dict(vector.mesh.shape), math.prod(x.shape[:-1])
     cut = [mesh[axis] for axis in vector.shard_axes]
     parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.shard_size), 1, -2)
@@ -38,7 +38,7 @@ def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str
 
 
 def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A part of a state on the host, "master" or a slot, by the names of parameters, with layers in model order and without padding."""
+    """A part of a state on the host, "master" or a slot, by parameter, with layers in model order and without padding."""
     vectors = {vector.name: vector for vector in layout.flat.vectors}
     found = {}
     for name, x in part.items():
@@ -48,7 +48,7 @@ def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, n
 
 
 def on_disk(layout: ModelLayout, state: State) -> dict[str, np.ndarray]:
-    """What a checkpoint of a state holds: {"params/blocks.mlp.up.weight": array}, layers in model order, the fp32 weights."""
+    """The arrays in a checkpoint of a state: {"params/blocks.mlp.up.weight": array}, with layers in model order and fp32 weights."""
     out = {}
     for part, held in state.items():
         if part in COUNTERS:

@@ -1,4 +1,4 @@
-"""Token streams that no file holds."""
+"""Token streams in memory."""
 
 from __future__ import annotations
 

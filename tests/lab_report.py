@@ -1,4 +1,4 @@
-"""A report made by hand, of a model like gpt_175b, for the tests of what renders reports."""
+"""A handmade report of a model like gpt_175b, for tests of the renderers of reports."""
 
 from __future__ import annotations
 

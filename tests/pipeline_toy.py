@@ -1,6 +1,6 @@
-"""A model for what the decoder does not do yet: sequences cut over a mesh axis, an auxiliary loss, layers that permute.
+"""A model with features that the decoder lacks: sequences sharded over a mesh axis, an auxiliary loss, layers that permute.
 
-Not attention: each token takes part of its sequence's mean (an all-gather) or of the token before it (a collective-permute).
+Instead of attention, each token reads its sequence's mean (an all-gather) or the previous token (a collective-permute).
 Sizes: L layers, B batch, S sequence, D embed, V vocabulary.
 """
 

@@ -1,4 +1,4 @@
-"""Processes that tests start, and how long a test waits for them."""
+"""Subprocesses of tests, and how long a test waits for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 PATIENCE = 300.0
-"""Seconds after which a process counts as hung: many times what it needs, because a busy machine is no error."""
+"""Seconds after which a process counts as hung: many times what it needs, because a slow machine is not an error."""
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process with devices of its own: without the device count that the tests of one process set."""
+    """The environment for a process with its own devices: without the device count of this test process."""
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | more
 

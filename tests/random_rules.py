@@ -1,4 +1,4 @@
-"""One step of training under rules that nobody wrote: that it equals one device, or is refused with a message.
+"""One training step under random rules: it must equal one device, or be refused with a message.
 
 `python tests/random_rules.py '{"model": "gpt", "mesh": {"tensor": 2}, "rules": {"params": {"mlp": ["tensor"]}}}'` runs one example; without
 an argument, one for each line of its input. The answer is a line of JSON: [verdict, what was said].
@@ -43,7 +43,7 @@ MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
 BASE = "hsdp+megatron"
 """The rules that an example changes."""
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0)
-"""With which an update is nearly linear in the gradient, and does not amplify its noise."""
+"""A config in which an update is nearly linear in the gradient, and does not amplify its noise."""
 Example = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ def config_of(example: Example) -> TrainConfig:
 
 
 def verdict(example: Example) -> tuple[str, str]:
-    """("same", ""), ("refused", the message), or what must not be: ("wrong" or "crashed", what was seen)."""
+    """("same", ""), ("refused", message), or a failure: ("wrong" or "crashed", details)."""
     config = config_of(example)
     try:
         config = check(config, math.prod(config.mesh.sizes().values()))
@@ -92,7 +92,7 @@ def stepped(config: TrainConfig) -> Found:
     if layout.flat.vectors:
         everywhere = jax.NamedSharding(shard.mesh, jax.P())
         state = fresh_state(layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()})
-    else:  # by NumPy, with no program to compile
+    else:  # with NumPy, without a program to compile
         abstract = abstract_state(layout, optimizer)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
         state = zeros | {"params": by_stage(layout, whole), "recent": jax.device_put(initial_statistics(), abstract["recent"].sharding)}

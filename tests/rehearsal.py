@@ -1,4 +1,4 @@
-"""A suite for a GPU rehearsed on the CPU, in a process of its own."""
+"""Rehearses a GPU suite on the CPU, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense layer, with the matrix of `experts_toy.ExpertsDecoder` before its MLP's input: layers of two segments share it."""
+"""The dense layer, with the shared matrix of `experts_toy.ExpertsDecoder` before its MLP. Layers of two segments share the matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, in one directory: nothing outside it is changed.
+"""A Slurm cluster of two nodes on this machine, in one directory; nothing outside of it is changed.
 
 Debian's slurm-wlm allows several slurmd on a host. The nodes are called 127.0.0.1 and 127.0.0.2, so that their names resolve.
 """
@@ -42,7 +42,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Why no cluster can be started here; empty where one can."""
+    """The reason why no cluster can be started here; empty if one can."""
     if missing := [name for name in PROGRAMS if not shutil.which(name, path=_path())]:
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)"
     return "" if os.geteuid() == 0 else "slurmd needs root"

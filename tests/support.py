@@ -1,4 +1,4 @@
-"""Tiny models, batches and the comparison that every parallel form must pass; each reference is compiled once a run."""
+"""Tiny models, batches, and the comparison that every parallel form must pass. Each reference is compiled once per run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SIZES: dict[str, Any] = {
     "loss_chunk": 24,
 }
 GPT = DecoderConfig(**_SIZES, n_heads=4, dropout=0.1)
-"""Learned positions, LayerNorm, GELU, biases, tied head, dropout; a loss chunk that does not divide the tokens."""
+"""A model with learned positions, LayerNorm, GELU, biases, tied head, dropout, and a loss chunk that does not divide the tokens."""
 LLAMA = DecoderConfig(
     **_SIZES, n_heads=8, n_kv_heads=2, head_dim=8, init_std=0.1, positions="rotary", rope_scaling=8.0, rope_original_seq_len=64,
     norm="rmsnorm", activation="swiglu", biases=False, tied=False,
     z_loss=1e-3, head_softcap=5.0, softcap=0.5, window=(4, 0), sinks=True, remat="full",
 )  # fmt: skip
-"""Everything GPT is not: grouped queries, a window on every other layer, both softcaps, sinks, z-loss, untied head, remat."""
+"""A model with what GPT lacks: grouped queries, a window on every other layer, both softcaps, sinks, z-loss, untied head, remat."""
 
 
 def shard_on(rules: Rules | str, **mesh: int) -> Shard:
@@ -45,7 +45,7 @@ def shard_on(rules: Rules | str, **mesh: int) -> Shard:
 
 
 def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict[str, np.ndarray]:
-    """Leaves [M, B, S] of one global batch of BATCH sequences, the same for any M, with label counts from few to all by sample."""
+    """Leaves [M, B, S] of a global batch of BATCH sequences, the same for any M. Samples have from few to all labels."""
     random = np.random.default_rng(seed)
     text = random.integers(0, VOCAB, (BATCH, SEQ + 1))
     batch = {
@@ -69,13 +69,13 @@ def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, j
 
 
 Outcome = tuple[dict[str, np.ndarray], dict[str, Any], dict[str, np.ndarray]]
-"""Initial parameters, sums and gradients, as NumPy; sums that are scalars as floats."""
+"""(initial parameters, sums, gradients) in NumPy; scalar sums as floats."""
 
 
 def gradients(
     config: ModelConfig, shard: Shard, microbatches: int = 1, separate: bool = False, pipeline: PipelineConfig = PipelineConfig()
 ) -> Outcome:
-    """One call of the engine from the seed-0 initialisation; the layers of what it returns are in model order."""
+    """The results of one call of the engine from the seed-0 initialisation, with layers in model order."""
     layout = ModelLayout.of(config, shard, pipeline)
     params = initial(layout)
     batch = on_devices(host_batch(microbatches, separate=separate), layout)
@@ -94,7 +94,7 @@ _initial: dict[Hashable, dict[str, np.ndarray]] = {}
 
 
 def initial(layout: ModelLayout) -> dict[str, np.ndarray]:
-    """Parameters of seed 0 in model order. Schedules and microbatches do not change the program that makes them."""
+    """Parameters of seed 0 in model order. The program that makes them is the same for all schedules and microbatches."""
     where = layout.canonical_shardings("params")
     program = (layout.config, layout.shard.rules, *where.values())
     if program not in _initial:
@@ -103,7 +103,7 @@ def initial(layout: ModelLayout) -> dict[str, np.ndarray]:
 
 
 def by_stage(layout: ModelLayout, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Parameters in model order as the engine has them, by NumPy: no program to compile."""
+    """Parameters in model order -> the order in memory, with NumPy, without a program to compile."""
     layers = {name: layout.stack_of(name).layer_of_row() for name in layout.stacked}
     rows = {name: np.where(of.reshape(-1, *[1] * (params[name].ndim - 1)) >= 0, params[name][of], 0) for name, of in layers.items()}
     return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in layout.shardings("params").items()}
@@ -111,12 +111,12 @@ def by_stage(layout: ModelLayout, params: dict[str, np.ndarray]) -> dict[str, ja
 
 @functools.cache
 def reference(config: ModelConfig, separate: bool = False) -> Outcome:
-    """The same on one device, in one microbatch."""
+    """The results on one device, in one microbatch."""
     return gradients(config, shard_on("ddp"), separate=separate)
 
 
 def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
-    """Per leaf, max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves): where the exact gradient is 0, a leaf is all noise."""
+    """Asserts max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves) per leaf. A leaf whose exact gradient is 0 is only noise."""
     top = max(np.abs(w).max() for w in wanted.values())
     errors = {name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top) for name, w in wanted.items()}
     worst = max(errors, key=lambda name: errors[name])

@@ -52,7 +52,7 @@ def test_the_table_of_presets() -> None:
     assert rows.keys() == PRESETS.keys()
     for name, (_, weights, gradients, moments, batch, _) in rows.items():
         rules = PRESETS[name]
-        flat = rules.column("optimizer").get(FLAT) is not None  # then gradients reach the optimizer as what it keeps is cut
+        flat = rules.column("optimizer").get(FLAT) is not None  # then gradients are sharded like the optimizer state
         for kind, cell in (("params", weights), ("optimizer" if flat else "gradients", gradients), ("optimizer", moments)):
             used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}  # in every preset
             assert cell == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"

@@ -1,4 +1,4 @@
-"""A run's output directory without a run: random weights of a tiny model, saved as train.py saves them, beside the tokenizer of bytes."""
+"""The output directory of a run, without training: random weights of a tiny model, saved as by train.py, and a byte tokenizer."""
 
 from __future__ import annotations
 

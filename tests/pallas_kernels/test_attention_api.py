@@ -1,4 +1,4 @@
-"""The door: which implementation serves a call, why the others do not, and what it says about wrong arguments."""
+"""The public function: the choice of an implementation, the reasons against others, and errors for wrong arguments."""
 
 import re
 
@@ -201,7 +201,7 @@ def test_the_package_exports_what_it_says() -> None:
     ],
 )
 def test_cudnn_is_asked_for_the_same_attention(kwargs: dict, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered for CUDA without a GPU: the custom calls, forward and backward, carry our mask, window and scale."""
+    """Lowered for CUDA without a GPU, the forward and backward custom calls have the mask, window and scale."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
 
     def loss(q, k, v):

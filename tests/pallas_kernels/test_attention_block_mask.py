@@ -1,4 +1,4 @@
-"""Sparse patterns: what each constructor promises, and attention under them against the formula."""
+"""Sparse patterns: their constructors, and attention under them against the formula."""
 
 import re
 
@@ -35,7 +35,7 @@ def test_fixed_sees_its_stretch_and_the_same_summaries_everywhere(n: int, stride
     assert mask.visible.shape == (heads, n, n)
     assert mask.visible[:, same].all()
     for head in range(heads):
-        # Outside its stretch a query sees the same places of every other stretch, `summary` of them.
+        # Outside its stretch, a query sees the same `summary` blocks of every other stretch.
         for i in range(n):
             seen = {int(j) % stride for j in key[mask.visible[head, i] & ~same[i]]}
             assert len(seen) <= summary
@@ -48,7 +48,7 @@ def test_fixed_sees_its_stretch_and_the_same_summaries_everywhere(n: int, stride
 @settings(deadline=None)
 @given(blocks, few)
 def test_strided_connects_every_earlier_block_in_two_steps(n: int, stride: int) -> None:
-    """The paper's condition on a factorised pattern: any earlier position is reached through one other."""
+    """The paper's condition on a factorised pattern: any earlier position is reachable through one other position."""
     seen = causal_part(BlockMask.strided(n * SIZE, size=SIZE, stride=stride))[0]
     assert ((seen.astype(int) @ seen.astype(int)) > 0)[np.tri(n, dtype=bool)].all()
     assert (seen.sum(1) <= stride + 1 + n // stride).all()
@@ -173,7 +173,7 @@ def test_equals_the_formula(name: str) -> None:
 
 
 def test_what_is_hidden_is_not_computed() -> None:
-    """A pattern of one block a row takes as many tiles as there are rows."""
+    """A pattern with one block per row needs as many tiles as there are rows."""
     x = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
 
     def trips(mask: BlockMask) -> list[str]:

@@ -1,4 +1,4 @@
-"""What kernels say they cost: exact counts of visible pairs, and the way of the numbers into a compiled program."""
+"""The costs of kernels: exact counts of visible pairs, and the metadata in a compiled program."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The cut of the square: every visible pair of query and key lies in exactly one tile, and no tile is without one."""
+"""Tiles: every visible pair of query and key is in exactly one tile, and every tile has a visible pair."""
 
 import numpy as np
 from hypothesis import example, given, settings

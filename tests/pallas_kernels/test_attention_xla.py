@@ -1,4 +1,4 @@
-"""The chunked attention against its formula: every feature, forward and gradients, in both walks (loop and unrolled)."""
+"""The chunked attention against its formula: every feature, forward and gradients, with and without a loop."""
 
 import functools
 import math
@@ -86,14 +86,14 @@ def test_equals_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize("S", [40, 100], ids=["loop", "unrolled"])
 def test_bf16(S: int) -> None:
-    """2 % of the largest value: a few roundings of 2^-9 each."""
+    """2 % of the largest value: a few roundings of 2^-9."""
     (out, lse), grads = check({"S": S, "T": S, "window": 30, "sinks": True}, 16 if S == 40 else 512, jnp.bfloat16, tolerance=0.02)
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 3 + [jnp.float32]
 
 
 def test_merge_of_parts_is_the_whole() -> None:
-    """Ring attention in small: some rows see nothing in the first parts, and in the head without a sink (-inf) nothing at all."""
+    """A small ring attention: some rows see no key in the first parts, and in the head without a sink (-inf) none at all."""
     q, k, v, sinks = normal(2, 24, 4, 8), normal(2, 30, 2, 8), normal(2, 30, 2, 8, seed=1), normal(4)
     weights = normal(2, 24, 4, 8, seed=2), normal(2, 24, 4, seed=2)
     sinks[0] = -np.inf

@@ -64,13 +64,13 @@ def test_xla(name: str, times: int) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_mosaic(name: str) -> None:
-    """One wide side with tiles of 128 and one of 64, the other way round in the backward."""
+    """One width has tiles of 128 and the other of 64, and vice versa in the backward."""
     with interpreted():
         check(case(SIZES[name], 256, 64, jnp.bfloat16, spare=1e3), 0.01, **HOPPER)
 
 
 def test_mosaic_reuses_its_buffers() -> None:
-    """More steps than buffers, forward and backward: without the wait that is added, a copy lands in what a wgmma still reads."""
+    """More steps than buffers, forward and backward: without the added wait, a copy overwrites what a wgmma still reads."""
     with interpreted(seed=1):
         check(case([191, 0, 385], 384, 64, np.float16, T=600), 2e-3, **HOPPER)
 
@@ -129,7 +129,7 @@ def gradients(**features):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_memory_does_not_grow_with_groups(implementation: str) -> None:
-    """At most the tokens' gradient, which the loss gives, and one matrix in fp32 with its product. lax.ragged_dot has a copy for each."""
+    """Needs at most the tokens' gradient, and one matrix in fp32 with its product. lax.ragged_dot needs a copy per group."""
     place, temporaries = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0]), {}
     for E in (8, 32):
         compiled = jax.jit(gradients(**HOPPER | {"implementation": implementation})).lower(*shapes(E=E, place=place)).compile()

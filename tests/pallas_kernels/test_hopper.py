@@ -1,6 +1,6 @@
-"""The Hopper kernels against the formula, forward and gradients, every feature, on the CPU: `pallas_kernels.dev.interpreter` runs them.
+"""The Hopper kernels against the formula, forward and gradients, every feature, on the CPU with `pallas_kernels.dev.interpreter`.
 
-It also finds what would be a race on the GPU: a wait that is missing, a buffer overwritten while it is read, a barrier's phase missed.
+It also detects races on the GPU: a missing wait, a buffer overwritten while it is read, a missed phase of a barrier.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ SLOW = {
 
 
 def arguments(case: dict) -> tuple[list, dict]:
-    """q, k, v and sinks of a case, and what is left of it."""
+    """(q, k, v and sinks of a case, its other features)."""
     case = dict(case)
     B, S, N, K, H = (case.pop(name, default) for name, default in zip("BSNKH", (1, 256, 1, 1, 64), strict=True))
     T, Hv, dtype = case.pop("T", S), case.pop("Hv", 64), case.pop("dtype", jnp.bfloat16)
@@ -113,7 +113,7 @@ def test_whatever_order_the_warpgroups_run_in(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(tuning.entries())))
 def test_every_row_of_the_table(number: int) -> None:
-    """The tiles that a row says, on a square of several of them."""
+    """The tiles of an entry, with several tiles in both directions."""
     row = tuning.entries()[number]
     H, Hv = row.head_dims
 
@@ -124,7 +124,7 @@ def test_every_row_of_the_table(number: int) -> None:
 
 
 def test_merge_of_two_halves_of_the_keys_is_the_whole() -> None:
-    """What ring attention does."""
+    """Merged parts, as in ring attention."""
     q, k, v = (x.astype(jnp.bfloat16) for x in (normal(1, 128, 2, 64), normal(1, 256, 1, 64, seed=3), normal(1, 256, 1, 64, seed=1)))
 
     def ring(q, k, v):
@@ -137,7 +137,7 @@ def test_merge_of_two_halves_of_the_keys_is_the_whole() -> None:
 
 
 def test_blocks_beyond_what_is_visible_are_not_read() -> None:
-    """NaN in keys that a causal mask or a document hides would show if they were visited."""
+    """NaN in keys that a causal mask or a document hides would be visible if these were visited."""
     q, k, v = (x.astype(jnp.bfloat16) for x in (normal(1, 128, 1, 64), normal(1, 256, 1, 64, seed=3), normal(1, 256, 1, 64, seed=1)))
     k, v = (x.at[:, 128:].set(jnp.nan) for x in (jnp.asarray(k), jnp.asarray(v)))
     with interpreted():

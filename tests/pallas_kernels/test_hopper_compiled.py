@@ -1,4 +1,4 @@
-"""The Hopper kernels as ptxas makes them, for an H100 that is not here: no spills, tensor cores kept busy, memory in proportion to S."""
+"""The Hopper kernels compiled by ptxas for an H100: no spills, asynchronous wgmmas, memory proportional to S."""
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def test_features_cost_no_spills(name: str, reports: str) -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_memory_is_in_proportion_to_the_length() -> None:
-    """Forward and backward of 128k tokens on one device: beside arguments and results less than five arrays of their size."""
+    """Forward and backward of 128k tokens on one device need, besides arguments and results, less than five arrays of that size."""
     place = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0])
     temporaries = {}
     for S in (65536, 131072):

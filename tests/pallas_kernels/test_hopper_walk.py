@@ -1,4 +1,4 @@
-"""What the Hopper kernels visit: every visible pair, no block twice, and no mask only where everything is visible."""
+"""The blocks that the Hopper kernels visit: every visible pair, no block twice, and a mask unless everything is visible."""
 
 import functools
 
@@ -96,7 +96,7 @@ def test_tables_of_traced_offsets_and_documents(
 
 
 def test_documents_in_runs_are_walked_alone() -> None:
-    """Four documents of 32: each tile of 16 meets the 4 blocks of its own, none of which needs a mask."""
+    """Four documents of 32: each tile of 16 visits the 4 blocks of its document, none of which needs a mask."""
     ids = np.repeat(np.arange(4, dtype=np.int32), 32)[None]
     found = np.asarray(jax.jit(lambda ids: table(Band.of(False, None, 0), 128, 128, 16, 8, ids, ids))(ids))
     assert [(stop - start, full_stop - full_start) for start, full_start, full_stop, stop in found[0]] == [(4, 4)] * 8

@@ -10,7 +10,7 @@ PARTS = {"ddp", "zero1", "zero2", "distributed", "fsdp", "hsdp", "megatron", "me
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder that its communication depends on."""
+    """The sizes of a decoder on which its communication depends."""
 
     layers: int
     d_model: int
@@ -19,7 +19,7 @@ class Decoder:
     kv_heads: int
     head_dim: int
     vocab: int
-    """With its padding."""
+    """Vocabulary size, padding included."""
     seq: int
     learned_positions: bool
     biases: bool
@@ -34,7 +34,7 @@ class Decoder:
 
     @classmethod
     def of(cls, model: Any) -> Decoder:
-        """From a `mesh_lm.model.DecoderConfig`."""
+        """The sizes of a `mesh_lm.model.DecoderConfig`."""
         return cls(
             layers=model.n_layers, d_model=model.d_model, d_ff=model.d_mlp, heads=model.n_heads, kv_heads=model.kv_heads,
             head_dim=model.d_head, vocab=model.padded_vocab, seq=model.seq_len, learned_positions=model.positions == "learned",
@@ -50,30 +50,30 @@ class Decoder:
 
     @property
     def whole_vectors(self) -> int:
-        """Per layer, elements of vectors as wide as the residual stream, which nothing cuts: two norms, the biases of out and down."""
+        """Per layer, elements of replicated vectors as wide as the residual stream: two norms, the biases of out and down."""
         return self.d_model * (2 * self.norm_vectors + 2 * self.biases)
 
     @property
     def cut_vectors(self) -> int:
-        """Per layer, elements of the biases of q, k, v and up (and gate), which tensor cuts as it cuts their matrices."""
+        """Per layer, elements of the biases of q, k, v and up (and gate), which are sharded over tensor like their matrices."""
         return self.biases * (self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_ff * (2 if self.gated else 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A preset, or a product of some, on a mesh."""
+    """A preset, or a product of presets, on a mesh."""
 
     preset: str
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
     zero_by: Literal["embed", "layers"] = "embed"
-    """The logical axis whose moments (and gradients) ZeRO cuts over data."""
+    """The logical axis along which ZeRO shards moments (and gradients) over data."""
     pipeline: int = 1
     virtual: int = 1
-    """Virtual stages on each stage, by 1F1B (interleaved, where more than 1)."""
+    """Virtual stages on each stage, by 1F1B (interleaved if more than 1)."""
     stash: Literal["input", "residuals"] = "input"
-    """What a stage keeps of a microbatch: its input, from which its backward slot runs the layers again, or what the layers keep."""
+    """What a stage saves of a microbatch: its input, from which the backward slot recomputes the layers, or the layers' residuals."""
     reduction: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type in which gradients of matrices are summed (`Rules.reduction`)."""
 
@@ -103,19 +103,19 @@ class Strategy:
 
     @property
     def distributed(self) -> bool:
-        """Whether the moments and the fp32 weights of matrices are flat vectors, cut over the replicas."""
+        """Whether the moments and the fp32 weights of matrices are flat vectors that are sharded over the replicas."""
         return "distributed" in self.parts
 
     @property
     def again(self) -> bool:
-        """Whether a backward slot runs the forward pass again."""
+        """Whether a backward slot recomputes the forward pass."""
         return self.pipeline > 1 and self.stash == "input"
 
     def ticks(self, microbatches: int) -> int:
-        """Of 1F1B in packed ticks: the microbatches of each chunk, the way there and back, and a round of the ring for each chunk more."""
+        """Ticks of 1F1B: the microbatches of each chunk, the way there and back, and a round of the ring for each additional chunk."""
         return microbatches * self.virtual + 2 * (self.pipeline - 1) + (self.virtual - 1) * self.pipeline
 
     @property
     def zero(self) -> int:
-        """What is cut over data: 1 the moments, 2 the gradients too."""
+        """The ZeRO stage over data: 1 shards the moments, 2 the gradients too."""
         return 2 if "zero2" in self.parts else 1 if "zero1" in self.parts else 0

@@ -1,4 +1,4 @@
-"""The closed forms against counts made by hand, and against what must hold between them. Nothing is compiled."""
+"""The closed forms against counts by hand, and relations between them. Nothing is compiled."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ def runs(terms: list[Term], axis: str, size: str) -> Counter[str]:
 @pytest.mark.parametrize(
     ("preset", "remat", "in_a_layer", "at_the_ends"),
     [
-        ("megatron_sp", "full", {AG: 6, RS: 5}, {AG: 2, RS: 2}),  # as counted in a compiled program long before: 6 x 96 + 2, 5 x 96 + 2
+        ("megatron_sp", "full", {AG: 6, RS: 5}, {AG: 2, RS: 2}),  # as counted earlier in a compiled program: 6 x 96 + 2, 5 x 96 + 2
         ("megatron_sp", "save_names", {AG: 6, RS: 4}, {AG: 2, RS: 2}),
         ("megatron_sp", "none", {AG: 4, RS: 4}, {AG: 2, RS: 2}),
         ("megatron", "full", {AR: 5}, {AR: 2}),
@@ -72,7 +72,7 @@ def test_tensor_parallel_moves_the_residual(preset: str, remat: str, in_a_layer:
 
 
 def test_fsdp_gathers_twice_and_reduces_once() -> None:
-    """12 h^2 parameters a layer, in bf16, whatever is recomputed."""
+    """12 h^2 parameters a layer, in bf16, for any recomputation."""
     for remat in REMATS:
         terms = expected(model(remat), Strategy("fsdp", fsdp=16), 1, M)
         assert runs(terms, "fsdp", "W") == {AG: M * 2 * 96, RS: M * 96}
@@ -84,7 +84,9 @@ def test_data_parallel_reduces_every_gradient_once_in_fp32() -> None:
     parameters = 96 * (12 * 12288**2 + 13 * 12288) + 2 * 12288 + (51200 + 2048) * 12288  # Narayanan et al. 2021, eq. 2, and the last norm
     assert (term.kind, term.payload_bytes, term.wire_bytes) == (AR, 4 * parameters, 2 * 4 * parameters * 63 / 64)
     (cut,) = [t for t in expected(GPT, Strategy("hsdp+megatron_sp", 8, 16, 8), 1, M) if t.axes == ("data",)]
-    assert cut.payload == pytest.approx(4 * parameters / 128, rel=0.01) and cut.payload > 4 * parameters / 128  # what tensor does not cut
+    assert (
+        cut.payload == pytest.approx(4 * parameters / 128, rel=0.01) and cut.payload > 4 * parameters / 128
+    )  # vectors that are replicated over tensor
 
 
 def test_zero_in_units_of_the_parameters() -> None:

@@ -1,4 +1,4 @@
-"""Strict rules: each silent failure of Flax's logical axes is an error here, with the text a user reads."""
+"""Strict rules: each silent failure of Flax's logical axes is an error here, with the exact message."""
 
 import dataclasses
 from typing import Any
@@ -88,7 +88,7 @@ def test_products() -> None:
     assert rules.spec("params", ("embed", "fused", "heads", "head_dim")) == P("fsdp", None, "tensor", None)
     assert rules.spec("gathered", ("embed", "fused", "heads", "head_dim")) == P(None, None, "tensor", None)
     assert rules.spec("activations", ("batch", "seq_resid", "embed")) == P(("data", "fsdp"), "tensor", None)
-    # Moments refine the cut of the weight: fsdp first, whatever the mesh's order.
+    # Moments start with the axes of the weight: fsdp first, whatever the order of the mesh.
     assert preset("zero1+fsdp").spec("optimizer", ("embed",)) == P(("fsdp", "data"))
     assert preset("zero1+fsdp").spec("gradients", ("embed",)) == P("fsdp")
 
@@ -145,7 +145,7 @@ def test_tensor_neighbours_are_device_neighbours() -> None:
 
 
 def test_tensor_neighbours_share_a_node_whatever_their_ids() -> None:
-    """Ids that go round the nodes, as a runtime may number them."""
+    """Devices whose ids alternate between nodes, as a runtime may number them."""
     devices = [Far(id=i, process_index=i % 2) for i in range(8)]
     ids = [[d.id for d in row] for row in make_mesh(MeshConfig(data=2, tensor=4), devices).devices.reshape(2, 4)]
     assert ids == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -153,7 +153,7 @@ def test_tensor_neighbours_share_a_node_whatever_their_ids() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """A device that is not here."""
+    """A device of another process."""
 
     id: int
     process_index: int
@@ -201,7 +201,7 @@ def test_scoped_rows_are_told_apart() -> None:
 
 
 def test_a_product_of_scoped_rules() -> None:
-    """A row that one of them has for a part, and the other for all, is cut over the axes of both in that part."""
+    """If one has a scoped row and the other a plain one, the product shards that part over the axes of both."""
     both = product(PRESETS["zero2"].replace(params={"moe/embed": "fsdp"}), SCOPED.replace(params={"moe/embed": "tensor"}))
     assert both.spec("params", ("moe/embed",)) == P(("fsdp", "tensor")) and both.spec("params", ("embed",)) == P(None)
     assert both.spec("params", ("moe/mlp",)) == P(None) and both.spec("params", ("mlp",)) == P("tensor")

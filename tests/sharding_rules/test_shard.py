@@ -1,4 +1,4 @@
-"""The bound rules: strict about shapes too, because XLA drops a cut that does not divide without a word."""
+"""`Shard` is strict about shapes, too, because XLA silently drops a sharding that does not divide."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,11 +97,11 @@ def test_axes_that_are_manual_are_left_out() -> None:
 
 @pytest.mark.parametrize("embed", ["fsdp", None], ids=["cut over fsdp", "whole"])
 def test_gradients_of_a_table_are_the_whole_batchs(embed: str | None) -> None:
-    """Each device has one of its part of the batch: they are summed over all that cuts it, whatever of that cuts the table, too."""
+    """Each device has a gradient for its part of the batch: these are summed over all axes of the batch, including those of the table."""
     rules = preset("hsdp+megatron").replace(params={"embed": embed})
     shard = Shard(rules, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
     table = shard.table("vocab", "embed")
-    mine = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)  # [parts of the batch, rows, width]
+    mine = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)  # [shards of the batch, rows, width]
 
     def scatter(dw):
         return table.reduce_scatter(dw[0])
@@ -126,7 +126,7 @@ def dot(rules: Rules, mesh: Mesh = SUMS) -> Callable[..., Any]:
 
 
 def arrays() -> tuple[np.ndarray, ...]:
-    """In bf16 x [8, 16, 4] and dy [8, 16, 2, 6], and in fp32 w [4, 2, 6]."""
+    """x [8, 16, 4] and dy [8, 16, 2, 6] in bf16, w [4, 2, 6] in fp32."""
     x, w, dy = (np.random.default_rng(i).normal(size=shape) for i, shape in enumerate([(8, 16, 4), (4, 2, 6), (8, 16, 2, 6)]))
     return x.astype(jnp.bfloat16), w.astype(np.float32), dy.astype(jnp.bfloat16)
 
@@ -147,7 +147,7 @@ def test_a_gradient_is_summed_in_the_type_asked_for(name: str) -> None:
 
 
 def test_what_is_not_summed_over_devices_is_left_alone() -> None:
-    """The same program, but where devices have other tokens and the same part of the weight."""
+    """The same program, except where devices have different tokens and the same shard of the weight."""
 
     def program(name: str, **change: Any) -> str:
         return str(jax.make_jaxpr(dot(preset(name).replace(**change)))(*arrays()))

@@ -1,4 +1,4 @@
-"""Dropout: who has a mask of its own, what is kept, and when nothing is dropped. test_parallel.py: the masks are the same on any mesh."""
+"""Dropout: which sites have masks of their own, the fraction kept, and no dropout in evaluation. test_parallel.py: the same on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ COMPILE_BUDGET = 20
 
 
 def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding, and attention and MLP of both layers: five keys for each sample, no two of them equal."""
+    """The embedding, and attention and MLP of two layers, use five different keys for each sample."""
     keys: set[bytes] = set()
     layout = ModelLayout.of(GPT, shard_on("ddp"))
     batch = {name: x[0] for name, x in host_batch(1).items()}

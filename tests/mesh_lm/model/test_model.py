@@ -1,4 +1,4 @@
-"""The model against a few lines of plain JAX that know nothing of sharding, chunks or custom gradients; and its parts by their formulas."""
+"""The model against plain JAX without sharding, chunks or custom gradients; and its layers against their formulas."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ COMPILE_BUDGET = 60
 
 
 def plain_loss(c: DecoderConfig, params: dict, batch: dict) -> jax.Array:
-    """Mean objective of the decoder, written densely."""
+    """The mean objective of the decoder, computed densely."""
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
@@ -98,7 +98,7 @@ def test_equals_plain_jax(config: DecoderConfig, separate: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [dataclasses.replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
 def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
-    """Over 16,384 tokens: a sum over tokens that is kept in bf16 shows here, and only here."""
+    """With 16,384 tokens, the only test that fails if a sum over tokens is in bf16."""
     B, S = 64, 256
     text = np.random.default_rng(0).integers(0, VOCAB, (1, B, S + 1)).astype(np.int32)
     batch = {"tokens": text[..., :-1], "labels": text[..., 1:], "weights": np.ones((1, B, S), np.float32)}
@@ -138,7 +138,7 @@ def test_remat_changes_no_gradient(policy: str) -> None:
 
 
 def test_kv_heads_that_do_not_line_up_are_refused() -> None:
-    """24 query heads in groups of 4 over 4 devices: six heads on each, which need one kv head and half of another."""
+    """24 query heads in groups of 4 on 4 devices: each has six heads, which need one and a half kv heads."""
     config = dataclasses.replace(LLAMA, n_heads=24, n_kv_heads=6, head_dim=4)
     rows = {"kv_heads": None}
     layout = ModelLayout.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
@@ -148,7 +148,7 @@ def test_kv_heads_that_do_not_line_up_are_refused() -> None:
 
 
 def test_fsdp_without_remat_keeps_no_gathered_weights() -> None:
-    """By the end of the forward, all layers' gathered weights would be on every device: the model whole, in the compute type."""
+    """If gathered weights were saved, every device would hold the whole model, in the compute type, at the end of the forward."""
     config = dataclasses.replace(GPT, n_layers=16, d_model=128, dtype="bfloat16", dropout=0.0, vocab_size=64)
     layout = ModelLayout.of(config, shard_on("fsdp", fsdp=8))
     where = layout.shardings("params")
@@ -173,7 +173,7 @@ def test_loss_never_holds_the_logits() -> None:
 
 
 def gpt_params(L: int, D: int, V: int, S: int) -> int:
-    """Narayanan et al. (arXiv 2104.04473, eq. 2), exact: 12 L D^2 (1 + 13/12D + (V + S)/12LD), and the last norm."""
+    """Exactly 12 L D^2 (1 + 13/12D + (V + S)/12LD) of Narayanan et al. (arXiv 2104.04473, eq. 2), plus the last norm."""
     return L * (12 * D * D + 13 * D) + (V + S) * D + 2 * D
 
 
@@ -188,7 +188,7 @@ def gpt_params(L: int, D: int, V: int, S: int) -> int:
     ],
 )
 def test_parameter_counts(name: str, n_params: int | None) -> None:
-    """Equal to the published counts, and the formula to the arrays, the padded rows of the vocabulary aside."""
+    """The formula equals the published counts, and the sizes of the arrays without the padding of the vocabulary."""
     config = load(f"configs/{name}.py").model
     assert isinstance(config, DecoderConfig)
     shapes = ModelLayout.of(config, shard_on("ddp")).shapes

@@ -1,4 +1,4 @@
-"""Normalised queries and keys: in parallel as on one device, under remat as without, and counted."""
+"""Normalised queries and keys: the same in parallel and under remat, and counted among the parameters."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def test_remat_changes_no_gradient() -> None:
 
 
 def test_save_names_computes_no_projection_again() -> None:
-    """The backward of a norm needs its input; were only its output kept, q and k would be projected twice."""
+    """The backward of a norm needs its input: if only its output were saved, q and k would be projected twice."""
 
     def matmuls(**changes: object) -> int:
         layout = ModelLayout.of(dataclasses.replace(CONFIG, **changes), shard_on("ddp"))

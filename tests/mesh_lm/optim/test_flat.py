@@ -1,4 +1,4 @@
-"""Flat vectors hold every matrix once, whatever its shape and however many replicas; and a step with them is a step without."""
+"""Flat vectors hold every matrix once, for any shape and number of replicas, and a step with them equals one without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 330
 
-# The layout alone, on devices that there are not.
+# The layout alone, without devices.
 
 
 class Device:
@@ -73,7 +73,7 @@ def leaves_of(drawn: list[tuple[bool, list[str], Any]], rows: int) -> dict[str, 
 
 @given(st.sampled_from(MESHES), st.sampled_from(RULES), MATRICES, st.integers(1, 3))
 def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any], height: int) -> None:
-    """Packed and unpacked it is itself; a device's part is what the leaf and the spec say, and padding is less than one unit."""
+    """`unpack` inverts `pack`; a device's shard has the size that leaf and spec give; padding is less than one unit."""
     leaves = leaves_of(drawn, height * mesh.shape["pipeline"])
     where = {name: rules.sharding("params", leaf.axes, mesh, leaf.shape, name) for name, leaf in leaves.items()}
     found = FlatLayout.of(rules, leaves, where, dict.fromkeys(leaves, "bfloat16"), segment_of)
@@ -105,7 +105,7 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 7, 8, 12, 20, 48, 96]), min_size=
 
 @given(st.sampled_from(MESHES), SHAPES, st.booleans(), st.sampled_from([("data",), ("pipeline", "data")]))
 def test_a_matrix_is_spread_as_far_as_it_divides(mesh: Mesh, shape: list[int], stacked: bool, over: tuple[str, ...]) -> None:
-    """Each device has a part of what it had before, as many devices have each part, and the devices keep their order."""
+    """Each device keeps a part of its shard, each part is on equally many devices, and the order of devices is unchanged."""
     if stacked:
         shape, over = [2 * mesh.shape["pipeline"], *shape], ("data",)
     over = tuple(axis for axis in over if mesh.shape[axis] > 1)
@@ -135,7 +135,7 @@ def test_a_matrix_is_spread_as_far_as_it_divides(mesh: Mesh, shape: list[int], s
 SMALL = dataclasses.replace(GPT, n_layers=3)
 HALF = dataclasses.replace(SMALL, dtype="bfloat16")
 LINEAR = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0)
-"""With which an update is nearly linear in the gradient, and does not amplify its noise."""
+"""A config in which an update is nearly linear in the gradient, and does not amplify its noise."""
 CASES: dict[str, tuple[str, dict[str, int], int, PipelineConfig]] = {
     "one device": ("ddp", {}, 1, PipelineConfig()),
     "three replicas": ("distributed", {"data": 3}, 2, PipelineConfig()),
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[str, dict[str, int], int, PipelineConfig]] = {
     "uneven stages": ("distributed", {"pipeline": 2, "data": 2}, 2, PipelineConfig(layers=(1, 2))),
     "fsdp": ("distributed+hsdp", {"data": 2, "fsdp": 2}, 1, PipelineConfig()),
 }
-"""3 divides no dimension of the model."""
+"""No dimension of the model divides by 3."""
 
 
 def layout_of(case: str, model: DecoderConfig = SMALL) -> ModelLayout:
@@ -152,7 +152,7 @@ def layout_of(case: str, model: DecoderConfig = SMALL) -> ModelLayout:
 
 
 def batch_of(layout: ModelLayout, microbatches: int, seed: int) -> dict[str, jax.Array]:
-    """12 sequences, which 3 divides."""
+    """12 sequences, a multiple of 3."""
     whole = host_batch(1, seed=seed)
     parts = {name: x[0, :12].reshape(microbatches, -1, *x.shape[2:]) for name, x in whole.items() if name != "indices"}
     indices = np.broadcast_to(whole["indices"], (microbatches, *whole["indices"].shape[1:]))
@@ -171,7 +171,7 @@ Trained = tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]
 
 @functools.cache
 def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
-    """Losses of three steps; the first moments after the first, divided by what they have of its gradient; fp32 weights after two."""
+    """Losses of three steps; gradients, from the first moments after the first step; fp32 weights after two steps."""
     layout, made = layout_of(case), Optimizer(optimizer, 9)
     state, step, losses = begun(layout, made), train_step(layout, made, seed=0), []
     grads = params = {}
@@ -193,7 +193,7 @@ FLAT = [case for case in CASES if case != "one device"]
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case == "fsdp" else ()) for case in FLAT])
 def test_a_step_equals_one_devices(case: str) -> None:
-    """Gradients, weights after two steps of AdamW, and losses of three."""
+    """Compares gradients, weights after two steps of AdamW, and losses of three steps."""
     (losses, grads, params), (wanted_losses, wanted, wanted_params) = trained(case), trained("one device")
     assert wanted_losses[2] != wanted_losses[0]
     np.testing.assert_allclose(losses, wanted_losses, rtol=2e-6)
@@ -203,7 +203,7 @@ def test_a_step_equals_one_devices(case: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "lion"])
 def test_adamw_and_lion_do_not_know_that_they_are_flat(name: str) -> None:
-    """Two replicas add up alike either way, so that even a sign flips for hardly an element. A K bias has no gradient, only its noise."""
+    """With two replicas both sums round the same way, so hardly a sign differs. The gradient of a K bias is only noise."""
     config = OptimizerConfig(name=name, warmup_steps=0, clip_norm=0)
     (losses, grads, params), (wanted_losses, wanted, wanted_params) = (on_two(rules, config) for rules in ("distributed", "ddp"))
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
@@ -235,7 +235,7 @@ def bits(state: State) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("case", ["tensor", pytest.param("uneven stages", marks=pytest.mark.slow)])
 def test_layers_use_the_master_cast(case: str) -> None:
-    """At the beginning, after a step, after a step of sick numbers, which changes nothing, and of what comes back from disk."""
+    """`params` follow the master initially, after a step, after a skipped step, which changes nothing, and after a restore."""
     layout, optimizer = layout_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)
     state, microbatches = init_state(layout, optimizer, seed=0), CASES[case][2]
     used_are_cast(layout, state)
@@ -252,7 +252,7 @@ def test_layers_use_the_master_cast(case: str) -> None:
     state, metrics = step(state, poisoned | {"weights": poisoned["weights"] * np.float32(np.nan)})
     after = bits(state)
     assert metrics["skipped"] == 1 and {name for name in after if after[name] != before[name]} == counters
-    lately = np.array([[1000, -100, 1]] * 2, np.float32)  # of which any step is far above
+    lately = np.array([[1000, -100, 1]] * 2, np.float32)  # which every step exceeds by far
     state["recent"] = jax.device_put(lately, state["recent"].sharding)
     before = bits(state)
     state, metrics = step(state, batch_of(layout, microbatches, 1))
@@ -264,7 +264,7 @@ def test_layers_use_the_master_cast(case: str) -> None:
     used_are_cast(layout, back)
 
 
-# What is refused.
+# Configs that are refused.
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])

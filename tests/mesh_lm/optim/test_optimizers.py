@@ -1,4 +1,4 @@
-"""Every rule is optax's on one device, where optax has each matrix of each layer for itself; and the same on any mesh."""
+"""Every rule equals optax applied to each matrix of each layer separately, and is the same on any mesh."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ SIZES = {
     "layers": 3, "embed": 40, "fused": 2, "heads": 33, "head_dim": 34, "mlp": 48, "vocab": 64, "experts": 5, "norm": 41, "position": 35,
     "state": 36,
 }  # fmt: skip
-"""All differ, so that a shape says its axes."""
+"""Sizes of axes, all different, so that a shape identifies its axes."""
 RATE, DECAY, CLIP = 0.1, 0.3, 0.5
 
 
@@ -47,10 +47,10 @@ LEAVES = {
     "moe.down.weight": leaf("layers", "moe/experts", "moe/embed", "moe/mlp"),
     "moe.mix.weight": leaf("layers", "moe/state", "moe/mlp"),
 }
-"""A decoder's, and more: the last of three rows of each stack is padding."""
+"""The parameters of a decoder and others. The last of three rows of each stack is padding."""
 REAL = 2
 MATRICES = ("blocks.attention.qkv.weight", "blocks.attention.out.weight", "moe.down.weight")
-"""Those that Muon makes orthogonal: the router has a vector for each expert, and mix has no side called embed."""
+"""The parameters that Muon orthogonalises. The router has a vector for each expert, and mix has no dimension embed."""
 
 
 def config(name: str, **changes: Any) -> OptimizerConfig:
@@ -59,7 +59,7 @@ def config(name: str, **changes: Any) -> OptimizerConfig:
 
 
 def arrays(random: np.random.Generator) -> dict[str, np.ndarray]:
-    """One for each leaf, of unlike sizes, with rows of zeros where layers are padding."""
+    """Gradients of different sizes, with zeros in padding rows."""
     found = {}
     for number, (name, each) in enumerate(LEAVES.items()):
         found[name] = (random.normal(size=each.shape) * 10.0 ** -(number % 3)).astype(np.float32)
@@ -69,13 +69,13 @@ def arrays(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def layers(tree: dict[str, Any]) -> dict[str, Any]:
-    """Each layer's part by itself."""
+    """Each layer of each leaf separately."""
     apart = {name: {f"{name}#{row}": x[row] for row in range(REAL)} for name, x in tree.items() if LEAVES[name].stacked}
     return {part: x for name, whole in tree.items() for part, x in apart.get(name, {name: whole}).items()}
 
 
 def matrices(tree: dict[str, Any]) -> dict[str, Any]:
-    """Each matrix of each layer by itself, [embed, all else] or its transpose, and what is none as in `layers`."""
+    """Each matrix of each layer separately, [embed, other dimensions] or its transpose, and other leaves as in `layers`."""
     found = {}
     for name, x in layers(tree).items():
         if name.startswith("blocks.attention.qkv.weight"):
@@ -90,7 +90,7 @@ def matrices(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformation:
-    """optax's own, of leaves as `layers` or `matrices` makes them."""
+    """optax's updates of leaves that `layers` or `matrices` separates."""
     c, of = OptimizerConfig(), {part: part.partition("#")[0] for part in parts}
     decays = {part: of[part] in decayed(LEAVES) for part in parts}
     adamw = optax.adamw(RATE, b1=c.beta1, b2=c.beta2, eps=c.eps, weight_decay=DECAY, mask=decays)
@@ -116,7 +116,7 @@ def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformatio
 
 @pytest.mark.parametrize("name", RULES)
 def test_equals_optax(name: str) -> None:
-    """Three updates, the second of a gradient too small to be clipped; steps were skipped in between, which count does not count."""
+    """Three updates, the second with a gradient too small to be clipped, with skipped steps between them, which `count` excludes."""
     random, cut = np.random.default_rng(0), matrices if name == "muon" else layers
     params = arrays(random)
     optimizer = Optimizer(config(name), 99)
@@ -143,7 +143,7 @@ def test_equals_optax(name: str) -> None:
 
 
 def test_muon_moves_weights_as_adamw_does() -> None:
-    """The RMS of a direction is about 0.2, whatever the matrix (Moonlight, arXiv 2502.16982); Newton-Schulz leaves it 30 % of room."""
+    """The RMS of a direction is about 0.2 for any matrix (Moonlight, arXiv 2502.16982), within the 30 % of Newton-Schulz."""
     optimizer, grads = Optimizer(config("muon", weight_decay=0.0, clip_norm=0.0, learning_rate=1.0), 9), arrays(np.random.default_rng(1))
     zeros = jax.tree.map(np.zeros_like, grads)
     slots = {slot: {n: zeros[n] for n in kept} for slot, kept in optimizer.slots(LEAVES).items()}
@@ -154,7 +154,7 @@ def test_muon_moves_weights_as_adamw_does() -> None:
 
 
 def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
-    """Also of a square matrix, where only the axes tell rows from columns."""
+    """Also for a square matrix, whose rows and columns differ by their axes only."""
     leaves = {"blocks.w": leaf("layers", "embed", "mlp", mlp=40), "wide": leaf("vocab", "embed"), "thin": leaf("experts", "embed")}
     random = np.random.default_rng(2)
     grads: Any = {name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()}
@@ -184,7 +184,7 @@ TREES = st.dictionaries(
 @settings(max_examples=40)
 @given(TREES, st.sampled_from(sorted(RULES)))
 def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]], name: str) -> None:
-    """Shapes and dtypes of slots before and after, and their axes by their sizes, of any parameters; directions are shaped like these."""
+    """For any parameters, slots keep their shapes and dtypes, their axes match their sizes, and directions are shaped like parameters."""
     leaves = {n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes)) for n, (stacked, scope, axes) in tree.items()}
     made = make_rule(config(name))
     slots = made.slots(leaves)
@@ -216,7 +216,7 @@ FAST = {("adafactor", "uneven stages"), ("muon", "hsdp+megatron"), ("lion", "zer
 
 @functools.cache
 def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses of three steps and the weights after them, as the engine has them."""
+    """(losses of three steps, weights after them in memory order)."""
     rules, mesh, pipeline = MESHES[where]
     layout = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline)
     optimizer = Optimizer(config(name, learning_rate=0.001 if name == "lion" else 0.01, weight_decay=0.1, clip_norm=1.0), 9)
@@ -233,10 +233,10 @@ def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     [pytest.param(name, where, marks=() if (name, where) in FAST else SLOW) for name in RULES for where in MESHES if where != "one device"],
 )
 def test_losses_do_not_depend_on_the_mesh(name: str, where: str) -> None:
-    """Losses, not leaves: where a gradient is zero in exact arithmetic, its noise decides.
+    """Compares losses, not leaves, because gradients that are zero in exact arithmetic are noise.
 
-    That of a K bias is, and Adafactor has no epsilon to speak of: its noise becomes steps of full size, which change no attention, but
-    through the RMS by which q, k and v are clipped together also the biases of q and v, by 6e-4 after three steps.
+    An example is the K bias: Adafactor has nearly no epsilon, so this noise becomes steps of full size. They do not change attention, but
+    q, k and v are clipped by a common RMS, which changes the biases of q and v by 6e-4 after three steps.
     """
     (wanted, _), (found, params) = trained(name, "one device"), trained(name, where)
     assert wanted[2] < wanted[0] - 0.01

@@ -1,4 +1,4 @@
-"""optimizer.name=module:class: a rule of one's own is found, in the config's own file as well, and what it lacks is said."""
+"""optimizer.name=module:class: a custom rule is found, also in the config file, and missing members are reported."""
 
 import dataclasses
 from pathlib import Path
@@ -61,7 +61,7 @@ class Alone:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with RULES, which can be imported."""
+    """The name of an importable module with RULES."""
     (tmp_path / "rules_of_my_own.py").write_text(RULES)
     (tmp_path / "broken_rules.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -97,7 +97,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
-    """By check, as one of its problems."""
+    """`check` reports it with the other problems."""
     config = dataclasses.replace(load("configs/gpt_tiny.py"), optimizer=OptimizerConfig(name=name))
     with pytest.raises(ConfigError) as caught:
         check(config, 1)
@@ -125,7 +125,7 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
 
 @pytest.mark.parametrize("rules", ["ddp", "distributed"])
 def test_a_slot_of_matrices_in_another_type(module: str, rules: str) -> None:
-    """A flat vector is a matrix, as what it holds is; and a slot has its type on disk and after it."""
+    """A flat vector counts as a matrix; a slot has its type on disk and after a restore."""
     layout, optimizer = ModelLayout.of(GPT, shard_on(rules, data=2)), Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9)
     kept = parts(layout, optimizer)["kept"].leaves
     assert kept.keys() == {name for name, leaf in masters(layout).items() if is_matrix(name, leaf.axes)} and kept

@@ -1,4 +1,4 @@
-"""Between flat vectors and whole matrices: every bit; and what it takes of a GPU's memory, for a published run of 3,072."""
+"""Conversion between flat vectors and matrices is exact, and the memory it needs on a GPU, for a published run on 3,072."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILE_BUDGET = 50
 
 @pytest.mark.parametrize("mesh", [{"data": 6}, {"pipeline": 2, "data": 2, "tensor": 2}], ids=str)
 def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> None:
-    """6 replicas cut a matrix of 32 x 32 two ways only; stages and tensor cut rows and heads besides."""
+    """6 replicas can shard a matrix of 32 x 32 only two ways; stages and tensor shard its rows and heads as well."""
     layout = ModelLayout.of(GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh))
     (vector,) = [each for each in layout.flat.vectors if each.rows]
     where = {
@@ -49,7 +49,7 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
 
 
 def programs(entry: DiskArray) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct], int]]:
-    """(name, program, its arguments, how many of them are the run's state) of what saving and restoring an array runs on the devices."""
+    """(name, program, its arguments, how many of them belong to the state) for each program that saves or restores an array."""
     in_memory = (entry.rows, *entry.shape[1:]) if entry.rows else entry.shape
     memory = jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where)
     disk = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=entry.canonical)
@@ -70,10 +70,10 @@ def on_device(array: jax.ShapeDtypeStruct) -> int:
 
 @pytest.mark.deviceless
 def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
-    """For each array: beside the state, and this device's share of the array itself, at most what a device has of it in float32.
+    """Each array needs, besides the state and its own shard on disk, at most one device's shard of the parameter in float32.
 
-    That is the leaf's block as the layers have it, whole along the 48 replicas: what a table takes, which is gathered at once. Of what is
-    stacked one row is gathered at a time, so there the block has room for the share, too. 1 MiB is for what XLA aligns.
+    That shard is replicated along the 48 replicas: a table needs it, because it is gathered at once. Stacked arrays are gathered row by
+    row, so there it also covers the shard on disk. 1 MiB is for XLA's alignment.
     """
     config = load("configs/megatron_314b.py")
     made = Program.of(config, "h100", 3072)
@@ -83,7 +83,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
         block = on_device(jax.ShapeDtypeStruct(in_memory, jnp.float32, sharding=layout.shardings("params")[entry.name]))
         for name, program, arguments, kept in programs(entry):
             lowered = program.lower(*arguments)
-            if (text := lowered.as_text()) in seen:  # moments are as the weights, the head as the embedding
+            if (text := lowered.as_text()) in seen:  # moments have the shapes of weights, the head that of the embedding
                 continue
             seen.add(text)
             memory = lowered.compile().memory_analysis()
@@ -99,7 +99,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
 
 @pytest.mark.deviceless
 def test_the_weights_that_the_layers_use_are_gathered_layer_by_layer() -> None:
-    """The last program of a restore: beside the master and what it makes, a row and the tables, in bf16."""
+    """The last program of a restore needs, besides the master and its results, a row and the tables in bf16."""
     flat = Program.of(load("configs/megatron_314b.py"), "h100", 3072).layout.flat
     master = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flat.shardings[name]) for name, leaf in flat.leaves.items()}
     memory: Any = jax.jit(flat.compute_params).lower(master).compile().memory_analysis()

@@ -1,4 +1,4 @@
-"""A checkpoint knows no pipeline: what one division into stages wrote, every other reads, bit for bit."""
+"""Checkpoints are independent of the pipeline: every division into stages restores what another saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config_at(output: Path, place: str) -> TrainConfig:
 
 
 def in_model_order(state: State, layout: ModelLayout) -> dict[str, np.ndarray]:
-    """Every leaf on the host, without the code that is tested; what pads the rows is 0."""
+    """Every leaf on the host in model order, without the code under test. Padding rows must be 0."""
     stages, out = layout.stacks["blocks"], {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         x, name = np.array(leaf), path[-1].key
@@ -77,7 +77,7 @@ def trained(state: State, place: str, first: int, steps: int) -> tuple[State, li
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Of a place: the output of a run with a checkpoint after one step, the state there, and the losses of the steps after it."""
+    """For a layout: the output of a run with a checkpoint after one step, its state, and the losses of later steps."""
 
     @functools.cache
     def run(place: str) -> tuple[Path, dict[str, np.ndarray], list[float]]:
@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         with Checkpoints(config_at(output, place)) as checkpoints:
             state = checkpoints.save(1, state, {"position": 16}, layout, OPTIMIZER)
             after = in_model_order(state, layout)
-            # The write goes on while steps reuse the memory.
+            # The write continues while steps reuse the memory.
             state, losses = trained(state, place, 1, STEPS)
         assert before.keys() == after.keys() and all(before[name].tobytes() == after[name].tobytes() for name in before)
         return output, before, losses
@@ -124,7 +124,7 @@ def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
 
 
 def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Adafactor's slots have some of the dimensions of their parameters."""
+    """Adafactor's slots have only some dimensions of their parameters."""
     optimizer, random = Optimizer(OptimizerConfig(name="adafactor"), 10), np.random.default_rng(0)
     layout, other = layout_at("interleaved"), layout_at("one stage")
     described = abstract_state(layout, optimizer)
@@ -144,7 +144,7 @@ MUON = "mu, nu\nnu/blocks.attention.out.weight: [8, 32, 4, 8, 'float32'] in the 
 
 @pytest.mark.parametrize(("name", "keeps"), [("lion", "mu"), ("muon", MUON), ("adafactor", "v_row, v_col, v")])
 def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None:
-    """It is not damage, for which a checkpoint would be put aside; nor are its slots taken for others of the same name."""
+    """It is not treated as damage, which would set the checkpoint aside, and slots of the same name are not confused."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     with pytest.raises(ConfigError) as caught:
         saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
@@ -155,7 +155,7 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
 
 
 def test_the_disk_holds_the_model(runs: Runs) -> None:
-    """Its shapes, not those of stages with padding; another division of the same model is not another model."""
+    """Compares shapes on disk, not those of padded stages: another division is still the same model."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     assert saved.metadata["parts"]["params"] == {name: [*x.shape, str(x.dtype)] for name, x in layout.shapes.items()}
     assert layout_at("uneven").memory_shapes["blocks.mlp.up.weight"].shape[0] == 10

@@ -1,4 +1,4 @@
-"""The engine as XLA compiles it for 16 H100s that are not here: memory by schedule, what is in the loop over ticks, what travels."""
+"""The engine compiled for 16 H100s without devices: memory by schedule, the loop over ticks, and the collectives."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.deviceless
 STAGES, DATA = 4, 2
 MODEL = DecoderConfig(n_layers=8, d_model=512, n_heads=4, seq_len=768, vocab_size=3072, positions="rotary", attention="xla", loss_chunk=768)
 WIDE = dataclasses.replace(MODEL, d_model=2048, remat="save_names")
-"""Adding up its gradients takes so long that XLA would put a hop beside that alone."""
+"""A model whose gradients take so long to accumulate that XLA would overlap a hop with that only."""
 INPUT = MODEL.seq_len // 2 * MODEL.d_model * 2
-"""Bytes of one stage input on one device: a sequence cut over tensor, bf16."""
+"""Bytes of one stage input on one device: a sequence sharded over tensor, in bf16."""
 FEW, MANY = 16, 64
 
 
@@ -95,7 +95,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
 
 @pytest.mark.slow
 def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
-    """Stages of 3, 4, 4 and 5 layers hold a quarter more than equal ones; a conditional around what remat repeats saves its weights."""
+    """Stages of 3, 4, 4 and 5 layers need a quarter more than equal ones: a conditional outside of remat would save the weights."""
 
     def temporaries(layers: tuple[int, ...]) -> int:
         config = TrainConfig(

@@ -1,4 +1,4 @@
-"""The engine equals one device: loss and every gradient, by any schedule on any mesh. A covering array is fast; the product exhaustive."""
+"""The engine equals one device in loss and every gradient, for any schedule and mesh. A covering array is fast; the product exhaustive."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ MODELS: dict[str, ModelConfig] = {
     # Dropout, biases, embedding and head in one table.
     "tied": dataclasses.replace(GPT, **_SMALL),
     "untied": dataclasses.replace(LLAMA, **_SMALL, n_kv_heads=2, window=(), remat="none"),
-    # Sequences cut over a mesh axis, an auxiliary loss.
+    # Sequences sharded over a mesh axis, an auxiliary loss.
     "toy": ToyConfig(),
 }
 AXES: dict[str, Rules | str] = {
@@ -38,7 +38,7 @@ AXES: dict[str, Rules | str] = {
     "fsdp+tensor": "fsdp+megatron",
     "data+fsdp+tensor": "hsdp+megatron_sp",
 }
-"""Mesh axes of two devices each, besides the pipeline, and the rules that cut along them."""
+"""Mesh axes of two devices each, besides the pipeline, and the rules that shard over them."""
 
 CASES = [
     ("1f1b", 4, 1, 8, "data", "tied", "input", "skip"),
@@ -55,7 +55,7 @@ CASES = [
     ("classic_1f1b", 2, 1, 4, "data+sequence", "toy", "input", "skip"),
     ("classic_1f1b", 2, 1, 8, "fsdp+tensor", "untied", "residuals", "skip"),
 ]
-"""Schedule, stages, chunks, microbatches, axes; any two of which meet in some row. Then the model, the stash, and what idle stages do."""
+"""Schedule, stages, chunks, microbatches, axes: any two values occur together in some row. Then model, stash, and idle stages."""
 
 LEVELS = {
     "schedule": ("1f1b", "gpipe", "classic_1f1b"), "P": (1, 2, 4), "V": (1, 2), "M": (4, 8), "axis": ("data", "fsdp", "tensor", "sequence"),
@@ -63,12 +63,12 @@ LEVELS = {
 
 
 def possible(schedule: str, P: int, V: int) -> bool:
-    """One stage needs no schedule, and classic 1F1B has one chunk."""
+    """Combinations that exist: one stage needs no schedule, and classic 1F1B has one chunk."""
     return (P > 1 or (schedule, V) == ("1f1b", 1)) and (V == 1 or schedule != "classic_1f1b")
 
 
 def product() -> list[tuple[str, int, int, int, str, str, str, str]]:
-    """What is possible and no case has; the rest alternates."""
+    """The combinations that CASES lacks, with alternating models and stashes."""
     rows = [row for row in itertools.product(*LEVELS.values()) if possible(*row[:3])]
     models = {"sequence": ("toy", "toy")}
     found = [
@@ -112,12 +112,12 @@ def test_unequal_stages_equal_one_device() -> None:
 
 @pytest.mark.slow
 def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
-    """FSDP cuts what goes from layer to layer, padding or not; masks of dropout go by the layer's number in the model."""
+    """FSDP shards the residual stream, with or without padding; dropout masks depend on the layer's number in the model."""
     assert_equal(MODELS["tied"], "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, PipelineConfig(layers=(5, 3)))
 
 
 def test_stages_that_permute_do_so_in_every_tick() -> None:
-    """idle=skip would wait for ever: the neighbours along the sequence are on one stage, but XLA:CPU waits for all."""
+    """idle=skip would deadlock: the neighbours along the sequence are on one stage, but XLA:CPU waits for all devices."""
     assert_equal(ToyConfig(permutes=True), SEQUENCE, {"pipeline": 4, "sequence": 2}, 4, PipelineConfig(idle="skip"))
 
 

@@ -1,4 +1,4 @@
-"""How far it is to the matmul: this project's own frames between the caller of the jitted step and an einsum, where it is traced."""
+"""The number of this project's stack frames between the caller of the jitted step and an einsum, when it is traced."""
 
 import traceback
 from pathlib import Path

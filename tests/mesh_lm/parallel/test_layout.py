@@ -1,4 +1,4 @@
-"""What a model's state must be: parameters in float32, and those of layers used in layers alone."""
+"""Requirements on a model's state: parameters are float32, and those of layers are used in layers only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILE_BUDGET = 4
 
 
 def weight(value: Callable[[jax.Array], jax.Array] = lambda x: x, **metadata: Any) -> type[Toy]:
-    """A model whose layers' weight is another parameter."""
+    """A model whose layers have a custom parameter."""
 
     class Changed(Toy):
         def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
@@ -82,7 +82,7 @@ class InPrepare(Toy):
 @pytest.mark.parametrize("mesh", [{}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("model", [InLoss, InEmbed, InPrepare])
 def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[str, int]) -> None:
-    """It would have no gradient from there."""
+    """The gradient would miss that contribution."""
     made = layout(model, **mesh)
     with pytest.raises(ConfigError) as caught:
         jax.eval_shape(value_and_grad(made), made.memory_shapes, host_batch(2), jax.random.key(0))

@@ -1,4 +1,4 @@
-"""A model in stages made whole: the same weights on the same devices, cut by FSDP, and it scores text as on one device."""
+"""Merging pipeline stages: the same weights on the same devices, sharded by FSDP, and the same scores as on one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout_of(case: str) -> tuple[ModelLayout, dict[str, int]]:
 
 
 def initial(layout: ModelLayout) -> tuple[Params, dict[str, np.ndarray]]:
-    """By stage, and in model order on the host."""
+    """(parameters in memory order, parameters in model order on the host)."""
     params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
     host = {name: np.array(x) for name, x in params.items()}
     return layout.to_memory_order(params, "params"), host
@@ -67,7 +67,7 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
 
 @pytest.mark.parametrize(("case", "travels"), [("rows are layers", 1), ("uneven stages", 0)])
 def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, travels: int) -> None:
-    """Each that stages divided travels by one all-to-all; where they are uneven, putting the layers in order has done that already."""
+    """Each stacked parameter moves by one all-to-all; with uneven stages, reordering the layers has done it already."""
     layout, _ = layout_of(case)
     canonical = layout.to_model_order(initial(layout)[0], "params")
     where = merged_layout(layout.config, layout.shard).shardings("params")

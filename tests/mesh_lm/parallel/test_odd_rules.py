@@ -1,5 +1,5 @@
-"""Rules that no preset has equal one device, too: tables gathered over axes that do not cut the batch, a sequence cut by two axes,
-mesh axes that the rules declare, rows for one part of the model."""
+"""Rules beyond the presets equal one device: tables gathered over axes that do not shard the batch, a sequence sharded over two
+axes, mesh axes that the rules declare, scoped rows."""
 
 from functools import partial
 from typing import Any
@@ -20,13 +20,13 @@ _SQUARE: dict[str, Any] = {"data": 2, "tensor": 2, "extra": ("tensor_y=2",)}
 _BOTH = ("tensor", "tensor_y")
 _TWICE: dict[str, Any] = {"mlp": _BOTH, "vocab": _BOTH}
 CASES: dict[str, tuple[DecoderConfig, Rules, dict[str, Any]]] = {
-    # Columns of both tables gathered over an axis that cuts the sequence, and not the batch.
+    # Columns of both tables gathered over an axis that shards the sequence, but not the batch.
     "embed over the sequence's axis, gathered": (
         GPT,
         preset("ddp").replace(params={"embed": "fsdp"}, gathered={"embed": None}, activations={"seq_resid": "fsdp"}),
         {"fsdp": 2},
     ),
-    # Rows gathered over an axis along which the activations are whole.
+    # Rows gathered over an axis along which the activations are replicated.
     "vocab over tensor, gathered": (GPT, preset("megatron_sp").replace(**_WHOLE_TABLES), {"tensor": 2}),
     "vocab over tensor and fsdp, gathered": (
         LLAMA,
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[DecoderConfig, Rules, dict[str, Any]]] = {
         preset("megatron").replace(activations={"seq_resid": ("fsdp", "tensor")}),
         {"fsdp": 2, "tensor": 2},
     ),
-    # Declared mesh axes: tensor parallelism in two dimensions, weights stored in more parts than they are used in, another data axis.
+    # Declared mesh axes: 2D tensor parallelism, weights stored in more shards than they are used in, another data axis.
     "mlp and vocab over tensor and tensor_y": (
         LLAMA,
         preset("megatron_sp").replace(axes={"tensor_y": "auto"}, params=_TWICE, activations=_TWICE | {"seq_resid": _BOTH}),
@@ -74,7 +74,7 @@ def test_equals_one_device(case: str) -> None:
 
 
 def test_parts_of_a_model_with_rules_of_their_own_equal_one_device() -> None:
-    """Two matrices in one part are cut in two dimensions, as used too; the same two in another part are whole."""
+    """Two matrices of one segment are sharded in two dimensions, also when used; in the other segment they are replicated."""
     rules = preset("megatron").replace(
         axes={"tensor_y": "auto"},
         params={"square/embed": "tensor_y", "whole/mlp": None},

@@ -30,7 +30,7 @@ CASES = [
     ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, "llama", SLOW),
     ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt", ()),
 ]
-"""Rules, mesh, microbatches, the model that CI tries and in which suite; with the other model a case is exhaustive."""
+"""Rules, mesh, microbatches, the model of CI's case and its suite; the case with the other model is exhaustive."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_positions_cut_by_rows_equal_one_device() -> None:
 
 
 def test_padded_layers_have_no_gradient() -> None:
-    """Weights of 0 give other weights none; a bias that is added to the residual stream gets one where the layer runs."""
+    """Weights of 0 give other weights no gradient; a bias added to the residual stream gets one if the layer runs."""
     config = dataclasses.replace(GPT, n_layers=3, dropout=0.0)
     layout = ModelLayout.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
     batch = on_devices(host_batch(2), layout)

@@ -1,6 +1,6 @@
-"""Rules that nobody wrote equal one device, or are refused with a message: never a wrong number, a crash of XLA or a hang.
+"""Random rules equal one device, or are refused with a message; they never give a wrong number, a crash of XLA or a hang.
 
-Examples run in a process of their own, because XLA aborts the process on some programs. A failure shows the command that repeats it.
+Examples run in a separate process, because XLA aborts the process on some programs. A failure shows the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ COLUMNS = ("params", "activations", "gathered", "gradients", "optimizer")
 
 @st.composite
 def examples(draw: st.DrawFn) -> dict[str, Any]:
-    """A model, a mesh of up to 8 devices, and up to five rows, changed at random in a product of presets."""
+    """A model, a mesh of up to 8 devices, and a product of presets with up to five rows changed at random."""
     mesh = draw(st.sampled_from(MESHES))
     rules: dict[str, dict[str, list[str]]] = {}
-    # What leaves fsdp free for other rows: most are refused otherwise.
+    # These leave fsdp free for other rows: most examples would be refused otherwise.
     if draw(st.booleans()):
         rules["params"] = {"embed": []}
     if draw(st.integers(0, 2)) == 0:
@@ -53,7 +53,7 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
         rules.setdefault(column, {})[row] = cut
         if column == "params" and row in ROWS["activations"] and draw(st.booleans()):
             rules.setdefault("activations", {})[row] = cut
-    if draw(st.integers(0, 2)) == 0:  # flat vectors, for the most part over axes that may cut them
+    if draw(st.integers(0, 2)) == 0:  # flat vectors, mostly over axes that may shard them
         axes = [axis for axis in mesh if axis in ("pipeline", "data")]
         cut = draw(st.lists(st.sampled_from(axes if axes and draw(st.integers(0, 9)) else list(mesh)), unique=True, min_size=1, max_size=2))
         rules.setdefault("optimizer", {})["flat"] = cut
@@ -62,7 +62,7 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class Runner:
-    """The process that runs examples; started again after one that it did not survive."""
+    """The process that runs examples, restarted after an example that killed it."""
 
     def __init__(self, directory: Path) -> None:
         self.said = directory / "stderr"
@@ -70,10 +70,10 @@ class Runner:
         self.verdicts = collections.Counter[str]()
 
     def __call__(self, example: dict[str, Any]) -> None:
-        """Raises AssertionError for an example that is neither refused nor right."""
+        """Raises AssertionError for an example that is neither refused nor correct."""
         line = json.dumps(example)
         verdict, text = self._answer(line)
-        if verdict in ("hung", "aborted"):  # on few cores XLA:CPU's collectives now and then starve each other, and it gives up
+        if verdict in ("hung", "aborted"):  # on few cores, XLA:CPU's collectives sometimes starve each other and time out
             verdict, text = self._answer(line)
         self.verdicts[verdict] += 1
         assert verdict in ("same", "refused"), f"{verdict}: {text}\nPYTHONPATH=tests:. python tests/{SCRIPT.name} '{line}'"
@@ -115,7 +115,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 def _settings(count: int) -> settings:
-    """The same examples in every run, and none repeated to make it smaller: rows are few, and each takes seconds."""
+    """The same examples in every run, without shrinking: examples are small, and each takes seconds."""
     phases = (Phase.explicit, Phase.generate)
     return settings(max_examples=count, derandomize=True, database=None, phases=phases, suppress_health_check=[HealthCheck.too_slow])
 

@@ -1,4 +1,4 @@
-"""`rules.reduction`: gradients that are summed in another type are those of one device, up to that type's rounding."""
+"""`rules.reduction`: gradients summed in another type equal those of one device, up to rounding."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def test_equals_one_device(config, remat: str, rules: str, mesh: dict[str, int],
 
 
 def errors(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], matrices: bool = True) -> dict[str, float]:
-    """By parameter of the layers, relative to the gradient's norm; of matrices, or of vectors."""
+    """The error of each layer parameter's gradient, relative to its norm, for matrices or vectors."""
     axes = ModelLayout.of(GPT, shard_on("ddp")).axes
     names = [name for name in wanted if name.startswith("blocks") and is_matrix(name, axes[name]) is matrices]
     return {name: float(np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])) for name in names}
@@ -51,7 +51,7 @@ def test_fp32_sums_of_a_bf16_model_are_nearer_to_an_fp32_model() -> None:
     [("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}), pytest.param("zero2", {"data": 8}, marks=pytest.mark.slow)],
 )
 def test_bf16_sums_over_data_round_matrices_alone(rules: str, mesh: dict[str, int]) -> None:
-    """An fp32 model, whose sums over fsdp stay in fp32: all that is lost is the rounding to eight bits."""
+    """An fp32 model, whose sums over fsdp stay in fp32, so that only the rounding to eight bits is lost."""
     found, wanted = gradients(GPT, shard_on(f"{rules}+reduce_bfloat16", **mesh), 2)[2], reference(GPT)[2]
     rounded = errors(found, wanted)
     assert all(g.dtype == jnp.float32 for g in found.values())

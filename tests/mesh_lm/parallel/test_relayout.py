@@ -1,4 +1,4 @@
-"""Between memory and disk: the same bits, one collective, and little more memory than the two forms take."""
+"""Conversion between memory and disk: the same bits, one collective, and little more memory than both forms."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_that_are_cut_over_another_axis_are_refused() -> None:
 
 
 def program(sharding: jax.NamedSharding, rest: tuple[int, ...], to_memory: bool) -> tuple[Any, jax.ShapeDtypeStruct, int]:
-    """The relayout of a float32 leaf, its argument, and the most bytes that a device should need: both forms and two rows."""
+    """(the conversion of a float32 array, its argument, the most bytes that a device should need: both forms and two rows)."""
     shape = (UNEVEN.padded_rows, *rest)
     canonical = relayout.canonical_sharding(sharding, shape, UNEVEN)
     disk = jax.ShapeDtypeStruct((UNEVEN.n_layers, *rest), np.float32, sharding=canonical)

@@ -1,4 +1,4 @@
-"""Time and memory of schedules against closed forms (arXiv 2104.04473, 2401.10241), which are written here from the papers."""
+"""Time and memory of schedules against the closed forms of the papers (arXiv 2104.04473, 2401.10241)."""
 
 import itertools
 
@@ -17,7 +17,7 @@ times = st.floats(0.1, 10)
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, st.sampled_from(CLOCKS))
 def test_the_bubble_of_the_default_schedules(stages: int, groups: int, chunks: int, forward: float, backward: float, clock: Clock) -> None:
-    """(P-1) / (V M), at any ratio of F to B, also where every stage waits for all others at each tick. M: a multiple of P from 2P on."""
+    """(P-1) / (V M), at any ratio of F to B, even under the lockstep clock. M: a multiple of P from 2P on."""
     one = make_schedule("1f1b", stages, stages * (groups + 1), chunks)
     expected = (stages - 1) / (chunks * one.microbatches)
     assert timeline(one, Durations(forward, backward), clock).bubble == pytest.approx(expected)
@@ -73,7 +73,7 @@ def test_what_is_in_flight(stages: int, chunks: int) -> None:
     [(1, 1, False, 0.359), (1, 1, True, 0.109), (2, 1, False, 0.305), (2, 1, True, 0.180), (2, 0.5, True, 0.055)],
 )
 def test_the_head_goes_where_the_last_forward_was(chunks: int, head: float, drop: bool, over: float) -> None:
-    """head: all of it, in forwards of a stage. over: over the layers alone, B = 3F. Free until it costs one virtual stage's F."""
+    """head: its cost in forwards of a stage. over: time over that of the layers, with B = 3F. Free until it costs one virtual stage's F."""
     one = make_schedule("1f1b", 8, 64, chunks)
     span = timeline(one, Durations(1, 3, head=head / 3), drop_last_forward=drop).span
     assert span / (64 * 4) - 1 == pytest.approx(over, abs=5e-4)
@@ -96,7 +96,7 @@ def test_time_keeps_the_order(one: Schedule, forward: float, backward: float, sh
 
 
 def test_all_of_the_work_is_there() -> None:
-    """Stage 0 has the embedding, the last the head; a split backward pass is as long in all as a whole one."""
+    """Stage 0 has the embedding, the last stage the head; a split backward pass takes as long as an unsplit one."""
     durations = Durations(1, 3, 0.25, embed=0.5, head=0.1)
     for name in ("1f1b", "zb_h1"):
         assert timeline(make_schedule(name, 3, 6), durations).busy == pytest.approx((6 * 4 * 1.5, 6 * 4, 6 * (4 + 0.3)))

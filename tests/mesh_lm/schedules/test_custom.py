@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: 
     write_csv(one, str(file))
     assert load(str(file)) == one
     rows = file.read_text().splitlines()[1:]
-    assert len({tuple(i for i, letter in enumerate(row) if letter == ",") for row in rows}) == 1  # columns line up
+    assert len({tuple(i for i, letter in enumerate(row) if letter == ",") for row in rows}) == 1  # columns are aligned
 
 
 def test_the_cells_of_a_table_are_its_ticks(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_json_holds_the_same_table_or_only_the_order(tmp_path: Path) -> None:
 
 
 def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
-    """Its zero bubble schedules write I for what leads to the input's gradient."""
+    """PyTorch's zero bubble schedules write I for the gradient of the input."""
     one = load(written(tmp_path, "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"))
     assert one.kinds == "FBW"
     assert one.ticks[Op("B", 0, 1)] == 2

@@ -1,4 +1,4 @@
-"""Named schedules, and what a schedule must hold whoever made it."""
+"""Named schedules, and the validity of any schedule."""
 
 import dataclasses
 import subprocess
@@ -14,7 +14,7 @@ from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks
 
 
 def changed(one: Schedule, **ticks: int | None) -> Schedule:
-    """With other ticks for some ops (f_3_2=5: the forward of microbatch 3 at virtual stage 2), None for none."""
+    """The schedule with other ticks for some ops (f_3_2=5: the forward of microbatch 3 at virtual stage 2); None removes an op."""
     new = dict(one.ticks)
     for name, tick in ticks.items():
         kind, m, s = name.split("_")
@@ -44,7 +44,7 @@ def test_every_op_runs_once_in_its_slot_after_what_it_needs(one: Schedule) -> No
 
 @given(schedules(), st.data())
 def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> None:
-    """An op moved to the tick of what it needs, or before it, where it must be later."""
+    """Moves an op to the tick of one that it needs, or before it, although it must be later."""
     order = {"F": -1, "B": 1}
     hops = [
         (op, Op(op.kind, op.microbatch, op.virtual + order[op.kind]))
@@ -112,7 +112,7 @@ def test_mistakes(words: tuple[str, int, int], message: str) -> None:
 
 
 def test_the_ticks_of_four_stages() -> None:
-    """Drawn by hand: stage 0 has six forwards before the first pair, the last stage none; forwards wait where the pair holds them up."""
+    """A schedule drawn by hand: stage 0 has six forwards before the first pair, the last stage none."""
     one = make_schedule("1f1b", 4, 8)
     assert [one.ticks[Op("F", m, 0)] for m in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [one.ticks[Op("B", m, 0)] for m in range(8)] == [6, 7, 8, 9, 10, 11, 12, 13]

@@ -1,4 +1,4 @@
-"""Segments of unlike layers: loss, sums and gradients equal one device's however the layers are divided, and each has its own rules."""
+"""Segments of different layers: loss, sums and gradients equal one device for any division, and each segment has its own rules."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ SPLIT = rules("megatron_sp").replace(
     "each segment its own", params={"moe/mlp": None, "moe/heads": None, "moe/kv_heads": None},
     activations={"moe/mlp": None, "moe/heads": None, "moe/kv_heads": None},
 )  # fmt: skip
-"""Dense layers tensor-parallel, the others whole."""
+"""Dense layers are tensor-parallel, the others replicated."""
 
 CASES = {
     "ddp": ("ddp", {"data": 2, "pipeline": 2}, 4, PipelineConfig()),
@@ -59,7 +59,7 @@ def one_device() -> Outcome:
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_equals_one_device(case: str) -> None:
-    """Also the shared matrix, whose gradient is that of layers in both segments and on all stages, and the loads of every layer."""
+    """Includes the shared matrix, whose gradient comes from layers in both segments and on all stages, and the loads of every layer."""
     strategy, mesh, microbatches, pipeline = CASES[case]
     strategy = rules(strategy) if isinstance(strategy, str) else strategy
     params, sums, grads = gradients(MODEL, shard_on(strategy, **mesh), microbatches, pipeline=pipeline)
@@ -79,7 +79,7 @@ def test_an_auxiliary_loss_is_part_of_the_objective() -> None:
 
 
 def test_evaluation_equals_one_device() -> None:
-    """Without dropout, by a table of forward slots alone; scalars only."""
+    """Scalars only, without dropout, by a table of forward slots."""
 
     def sums(strategy: Rules, mesh: dict[str, int], pipeline: PipelineConfig) -> dict[str, float]:
         layout = ModelLayout.of(MODEL, shard_on(strategy, **mesh), pipeline)
@@ -101,7 +101,7 @@ def test_each_segment_has_its_own_rules() -> None:
 
 @pytest.mark.parametrize(("chunks", "layers"), [(1, (1, 5)), (3, (1,) * 6)])
 def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[int, ...]) -> None:
-    """Rows in memory are those that NumPy finds, and go back to disk bit for bit."""
+    """Rows in memory equal those computed with NumPy, and are restored to model order bit for bit."""
     layout = ModelLayout.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
     params = one_device()[0]
     disk = {name: jax.device_put(x, layout.canonical_shardings("params")[name]) for name, x in params.items()}
@@ -126,7 +126,7 @@ def test_one_segment_is_the_same_program_as_none() -> None:
 
 
 def test_each_segment_has_its_own_precision() -> None:
-    """The residual stream is the model's: the loss is near that of fp32 everywhere, and not the same."""
+    """The residual stream has the model's dtype, so the loss is close to that of fp32, but not equal."""
     assert "bf16" not in program(GPT) and "bf16" in program(SPLIT_GPT)
     params, _, wanted = reference(GPT)
     halves = {name.replace("blocks.", f"{half}."): x for half in ("early", "late") for name, x in params.items()}
@@ -142,7 +142,7 @@ def test_each_segment_has_its_own_precision() -> None:
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_text_is_continued_through_all_segments(dtypes: tuple) -> None:
-    """Read in two parts, with a cache, as generation does; whatever the precision of a segment."""
+    """Reads a text in two parts with a cache, as generation does, for any precision of a segment."""
     segments = SegmentConfig("early", 1), SegmentConfig("late", 1, dtype=dtypes[1])
     config = dataclasses.replace(GPT, dropout=0.0, segments=segments, dtype=dtypes[0])
     layout = ModelLayout.of(config, shard_on("ddp"))
@@ -183,7 +183,7 @@ def test_a_layer_of_a_period_may_have_sums_that_others_have_not(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_stashed_residuals_save_the_forward_pass_of_layers_with_sums() -> None:
-    """Were sums not stashed as well, the backward slot would compute the layers again for them."""
+    """If the sums were not saved, the backward slot would recompute the layers for them."""
     model = dataclasses.replace(MODEL, dropout=0.0, remat="none")
 
     def flops(stash) -> float:
@@ -313,7 +313,7 @@ def test_what_cannot_be_is_refused(changes: dict, message: str) -> None:
 
 
 def test_a_segment_order_that_a_stage_cannot_hold() -> None:
-    """Patterns of windows are whole on a stage, whatever the segment."""
+    """Stages have complete patterns of windows, in every segment."""
     config = config_of(
         n_layers=8, window=(4, 0), segments=(SegmentConfig("dense", 2), SegmentConfig("moe", 6, "experts")),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(layers=(3, 5)),

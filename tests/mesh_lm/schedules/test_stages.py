@@ -1,4 +1,4 @@
-"""The division of layers: where it puts each of them, and that it is the best there is."""
+"""The division of layers among stages: the place of each layer, and that the division is optimal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layouts(draw: st.DrawFn) -> StackLayout:
 
 @st.composite
 def pipelines(draw: st.DrawFn, kinds: int = 3, most: int = 6) -> tuple[Stack, int, int]:
-    """(stack of up to so many segments, stages, chunks) with at least one period for each of the at most `most` virtual stages."""
+    """(stack of up to `segments` segments, stages, chunks), with at least one period for each of at most `most` virtual stages."""
     one = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5))
     drawn = draw(st.lists(one, min_size=1, max_size=kinds))
     segments = [Segment(name, n * period, period, cost=cost) for name, (n, period, cost) in zip("abc", drawn, strict=False)]
@@ -40,19 +40,19 @@ def periods(stack: Stack) -> list[Segment]:
 
 
 def every_division(stack: Stack, virtual: int) -> list[list[int]]:
-    """Layers of each virtual stage, in all ways that give each whole periods, and at least one."""
+    """All divisions of the layers that give each virtual stage at least one period, and complete periods only."""
     *ends, n_layers = itertools.accumulate(period.period for period in periods(stack))
     cuts = itertools.combinations(ends, virtual - 1)
     return [[end - begin for begin, end in itertools.pairwise((0, *cut, n_layers))] for cut in cuts]
 
 
 def held(layout: StackLayouts) -> list[int]:
-    """Layers of each virtual stage, whatever their segments."""
+    """The layers of each virtual stage, over all segments."""
     return [sum(each) for each in zip(*(one.layer_counts for one in layout.values()), strict=True)]
 
 
 def loads(layers: Sequence[int], stack: Stack) -> list[float]:
-    """What each virtual stage does, counted layer by layer."""
+    """The cost of each virtual stage, summed layer by layer."""
     costs = iter([segment.cost for segment in stack.segments for _ in range(segment.n_layers)])
     found = [sum(itertools.islice(costs, count)) for count in layers]
     found[0] += stack.embed
@@ -106,13 +106,13 @@ def test_layers_as_given_are_cut_by_segment_in_model_order(pipeline: tuple[Stack
 
 
 def busiest_stage(layers: Sequence[int], stack: Stack, stages: int) -> tuple[float, float]:
-    """What the busiest stage does, and the busiest virtual stage."""
+    """(cost of the busiest stage, cost of the busiest virtual stage)."""
     each = loads(layers, stack)
     return max(by_stage(each, stages)), max(each)
 
 
 def busiest_virtual_stage(layers: Sequence[int], stack: Stack) -> tuple[float, float]:
-    """What it does, and the sum of the squares of what all do."""
+    """(cost of the busiest virtual stage, sum of the squared costs)."""
     each = loads(layers, stack)
     return max(each), sum(load**2 for load in each)
 
@@ -150,13 +150,13 @@ def test_equal_stages_may_hold_several_segments(pipeline: tuple[Stack, int, int]
 
 
 def test_a_head_of_two_thirds_of_a_layer_takes_one_from_its_stage() -> None:
-    """Llama 3 405B, 126 layers over 16 stages; the first stage, which embeds for nothing but holds most in flight, gives the other."""
+    """Llama 3 405B, 126 layers on 16 stages: the last and the first have one layer fewer; the first has the most microbatches in flight."""
     found = divide(Stack((Segment("blocks", 126, cost=3.19),), head=2.1), 16, balance="flops")
     assert found == {"blocks": StackLayout(16, (7, *(8,) * 14, 7))} and found["blocks"].wasted_bytes(1) == 2
 
 
 def test_dense_layers_of_a_third_of_the_cost_share_a_stage() -> None:
-    """3 dense layers and 58 of experts, as DeepSeek-V3's, on 8 stages of 2 chunks. Every stage has rows for 3 dense layers, not for 6."""
+    """3 dense and 58 expert layers, as in DeepSeek-V3, on 8 stages of 2 chunks. Every stage has rows for 3 dense layers, not for 6."""
     stack = Stack((Segment("dense", 3, cost=1), Segment("moe", 58, cost=3)), head=2)
     found = divide(stack, 8, 2, balance="flops")
     assert found["dense"] == StackLayout(8, (3, *(0,) * 15)) and found["moe"].rows_per_pass == 4

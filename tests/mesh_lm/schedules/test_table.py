@@ -1,4 +1,4 @@
-"""A table moves each value where its schedule needs it: shown by an engine of tokens, which reads nothing but the columns."""
+"""A table moves each value where its schedule needs it: an engine on tokens reads the columns only."""
 
 import dataclasses
 from collections import Counter
@@ -17,7 +17,7 @@ RUN = ("1f1b", "gpipe", "classic_1f1b", "forward")
 
 
 def run(t: Table) -> Counter[Op]:
-    """The ops that the columns make the stages do. Fails where an op reads another value than its own; a token is (microbatch, virtual)."""
+    """The ops that the columns execute. Fails if an op reads a value that is not its own; a token is (microbatch, virtual)."""
     last, stages = t.stages * t.chunks - 1, t.stages
     inputs, grads, residuals = (np.full((stages, max(n, 1), 2), -9) for n in (t.n_inputs, t.n_grads, t.n_residuals))
     sent_back = np.full((stages, 2), -9)
@@ -64,7 +64,7 @@ def test_every_read_sees_its_own_value(one: Schedule, drop: bool) -> None:
 
 @given(schedules(RUN))
 def test_slots_are_as_few_as_can_be(one: Schedule) -> None:
-    """As many as there are values at once, between the tick after the one in which each is sent and its last use."""
+    """The most values that are alive at once, each from the tick after it is sent to its last use."""
     t = compile_table(one, drop_last_forward=False)
     last, final = one.n_virtual - 1, one.kinds[-1]
     inputs, grads = np.zeros((2, one.stages, one.n_ticks), int)

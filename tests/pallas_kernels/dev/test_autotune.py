@@ -1,4 +1,4 @@
-"""What measuring writes into the table of tiles: with times that are made up, on a copy."""
+"""The entries that measuring writes to the table of tiles, with invented times, on a copy."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ COMPILE_BUDGET = 0
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the table in its place; timing takes a second of a clock that stands still else."""
+    """A copy of the table replaces it; each timing advances a fake clock by a second."""
     clock = [0.0]
 
     def time_of(candidate: autotune.Candidate, length: int, causal: bool) -> float:

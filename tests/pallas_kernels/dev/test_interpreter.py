@@ -1,4 +1,4 @@
-"""The interpreter computes what a kernel computes, and says where one would go wrong: each planted fault is a line that a kernel needs."""
+"""The interpreter computes what a kernel computes, and reports its errors: each planted fault removes a line that a kernel needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiled(*shape: int, dtype: Any) -> Any:
 
 
 def matmul(a: jax.Array, b: jax.Array, without: str = "", slots: int = 2) -> jax.Array:
-    """a [R, I] @ b [I, C]: warpgroup 1 fetches, warpgroup 0 multiplies, 64 of I at a time. `without` breaks it in one place."""
+    """a [R, I] @ b [I, C]: warpgroup 1 loads, warpgroup 0 multiplies, 64 of I at a time. `without` removes one operation."""
 
     def body(a_g: Any, b_g: Any, out_g: Any, a_s: Any, b_s: Any, out_s: Any, here: Any, free: Any) -> None:
         row = pl.ds(lax.axis_index("tile") * ROWS, ROWS)
@@ -147,14 +147,14 @@ def test_it_works_in_jit_and_is_gone_afterwards() -> None:
     np.testing.assert_array_equal(once, again)
     with pytest.raises(Exception, match=r"(?i)interpret|cpu"):
         jitted(a, b)
-    with interpreted():  # what was compiled above still serves
+    with interpreted():  # the program compiled above still works
         np.testing.assert_array_equal(np.asarray(jitted(a, b)), once)
 
 
 def test_loops_conditions_and_scalars_read_from_global_memory() -> None:
     def body(n_g: Any, x_g: Any, out_g: Any) -> None:
         n = n_g[0]
-        total = lax.fori_loop(0, n, lambda i, acc: acc + x_g[i], jnp.float32(0))  # a bound that is only known here
+        total = lax.fori_loop(0, n, lambda i, acc: acc + x_g[i], jnp.float32(0))  # a bound that is known at run time only
         halvings = lax.while_loop(lambda s: s[0] > 1, lambda s: (s[0] // 2, s[1] + 1), (n, jnp.int32(0)))[1]
         sign = lax.cond(total > 0, lambda: jnp.float32(1), lambda: jnp.float32(-1))
         column = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -180,7 +180,7 @@ def test_boxes_over_the_edge_read_zeros_and_store_nothing() -> None:
     with interpreted():
         out = np.asarray(small(body, jnp.arange(100, dtype=jnp.float32), out=(100,), scratch=scratch))
     np.testing.assert_array_equal(out[64:], np.arange(65, 101))
-    assert np.isnan(out[:64]).all()  # what no kernel wrote shows
+    assert np.isnan(out[:64]).all()  # elements that no kernel wrote are visible
 
 
 def out_of_bounds(x_g: Any, out_g: Any) -> None:

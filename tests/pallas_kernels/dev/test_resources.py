@@ -1,4 +1,4 @@
-"""ptxas's figures for small kernels, compiled for an H100 that is not here: the counts follow from the kernel, and spills show."""
+"""Resources of small kernels, compiled for an H100 without a device: counts follow from the kernel, and spills are reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def hog(x: jax.Array) -> jax.Array:
-    """Holds three tiles [64, 256] of fp32, each 128 registers of every thread, through a loop."""
+    """A kernel that holds three tiles [64, 256] of fp32, 128 registers of every thread each, through a loop."""
 
     def body(x_g: Any, out_g: Any) -> None:
         tiles = [plgpu.load(x_g.at[i], (), layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
