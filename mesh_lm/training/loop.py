@@ -56,7 +56,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
     # 1. A config that cannot run stops here, with all problems at once.
     phases = Phases()
-    require_ready(config, data is not None)
+    require_ready(config, has_data=data is not None)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
