@@ -4,8 +4,8 @@ python tests/newcomer/newcomer.py                                        # every
 python tests/newcomer/newcomer.py --venv=DIR --dependencies=.venv        # what CI runs: the dependencies are those of .venv
 
 The sdist is built, the wheel from it, and the wheel installed into a fresh environment. All commands run in an empty directory, with
-nothing of this checkout or of the tests in their environment. With --pages the README's blocks and the notebook run there, too, by the tests
-that run them (MESH_LM_READER is that environment's Python).
+nothing of this checkout or of the tests in their environment. With --pages the README's blocks and the notebook run there, too, by the
+tests that run them (MESH_LM_READER is that environment's Python).
 """
 
 from __future__ import annotations
