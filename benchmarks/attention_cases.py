@@ -1,4 +1,4 @@
-"""What the GPU suite asks of attention: the cases that are compared with the formula, and the shapes that are timed. Random data, no zeros.
+"""The attention calls of the GPU suite: the cases that are compared with the formula, and the shapes that are timed. Random data.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
 """
@@ -23,18 +23,18 @@ Arrays = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `flash_attention`, with what it is compared by."""
+    """One call of `flash_attention`, with its inputs and the weights of its loss."""
 
     name: str
     S: int = 1024
     T: int = 0
-    """0: S."""
+    """0: the same as S."""
     N: int = 8
     K: int = 0
-    """0: N."""
+    """0: the same as N."""
     H: int = 128
     Hv: int = 0
-    """0: H."""
+    """0: the same as H."""
     B: int = 2
     dtype: str = "bfloat16"
     documents: int = 0
@@ -44,14 +44,14 @@ class Case:
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     """causal, window, softcap, scale, q_offset as keywords."""
     mask: Callable[[int, int], BlockMask] | None = None
-    """From S and T."""
+    """Makes the block mask from S and T."""
 
     @property
     def keys(self) -> int:
         return self.T or self.S
 
     def tiny(self) -> Case:
-        """For a CPU: a quarter as long, one sequence, two or four heads."""
+        """Returns a version for a CPU: a quarter as long, one sequence, two or four heads."""
         group = self.N // (self.K or self.N)
         heads = {"N": 2 * min(group, 2), "K": (1 if self.K == 1 else 2) if self.K else 0}
         quarter = {name: math.ceil(value / 4) if name in ("window", "q_offset") else value for name, value in self.static.items()}
@@ -67,7 +67,7 @@ class Case:
         return found
 
     def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
-        """(those with gradients: q, k, v, perhaps sinks; the others; weights of a loss: out, lse)."""
+        """Returns (arrays with gradients: q, k, v, perhaps sinks; the other arrays; weights of a loss: out, lse)."""
         random = np.random.default_rng([len(self.name), *self.name.encode()])
         K, Hv = self.K or self.N, self.Hv or self.H
 
@@ -90,7 +90,7 @@ class Case:
 
 
 def document_ids(random: np.random.Generator, B: int, S: int, documents: int) -> np.ndarray:
-    """int32 [B, S]: so many documents in each row, of random lengths, one after the other."""
+    """Returns int32 [B, S]: the ids of `documents` consecutive documents of random lengths in each row."""
     cuts = np.stack([np.isin(np.arange(S), 1 + random.choice(S - 1, documents - 1, replace=False)) for _ in range(B)])
     return np.cumsum(cuts, 1, dtype=np.int32)
 
@@ -134,15 +134,15 @@ CASES = {
         Case("together", S=1500, K=2, documents=4, sinks=True, lse=True, static={"window": 500, "softcap": 20.0}),
     )
 }
-"""By name, in the order of what matters most."""
+"""Cases by name, the most important first."""
 
 
 WINDOW, DOCUMENT = 1024, 4096
-"""Tokens in a window, and in a packed document on average."""
+"""Tokens in a window, and the average tokens in a packed document."""
 
 
 def timed_case(row: Row, dtype: str, tiny: bool = False) -> Case:
-    """A shape of gpu_attention.py as a case."""
+    """Returns a shape of gpu_attention.py as a case."""
     mask, S = row["mask"], row["seq"]
     document = 64 if tiny else DOCUMENT
     static = {"causal": mask != "full", **({"window": 96 if tiny else WINDOW} if mask == "window" else {})}
@@ -151,7 +151,7 @@ def timed_case(row: Row, dtype: str, tiny: bool = False) -> Case:
 
 
 def forward_flops(case: Case, segment_ids: np.ndarray | None) -> float:
-    """Of the two matmuls, over the pairs of query and key that see each other; the backward's five are 2.5 times as many."""
+    """Returns the FLOPs of the forward's two matmuls over the unmasked pairs. The backward has five matmuls, so 2.5 times as many."""
     if segment_ids is None:
         static = {name: value for name, value in case.static.items() if name in ("causal", "window")}
         pairs = case.B * visible_pairs(case.S, case.keys, **static)

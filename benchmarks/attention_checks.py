@@ -1,4 +1,4 @@
-"""Our attention against its formula in fp32, and against cuDNN where it serves: results, gradients, reruns."""
+"""Compares our attention with its formula in fp32, and with cuDNN if that supports the case: results, gradients, reruns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from attention_cases import Case
 from record import Row
 
-from pallas_kernels import choose, describe, flash_attention, reference_attention
+from pallas_kernels import choose_attention, describe_attention, flash_attention, reference_attention
 
 TOLERANCES = {"bfloat16": {"lse": 1e-4, "out": 4e-3, "gradient": 8e-3}, "float16": {"lse": 1e-4, "out": 5e-4, "gradient": 1e-3}}
-"""Largest |ours - reference| / |reference|, norms over the whole array, where cuDNN does not serve. Half as much was seen on a CPU."""
+"""Largest |ours - reference| / |reference| (norms over the full array) if cuDNN does not support a case. A CPU gave half as much."""
 NOISE = 1.1
-"""Ours may be so many times cuDNN's error and still no worse: both round in other places."""
+"""Our error may be this many times cuDNN's and still count as equal, because the two round in different places."""
 
 
 def compared(case: Case, dry_run: bool, reruns: int) -> Row:
@@ -32,7 +32,7 @@ def compared(case: Case, dry_run: bool, reruns: int) -> Row:
     row: Row = {"dtype": case.dtype}
     try:
         theirs = _cudnn_errors(case, static, moving, still, weights, wanted)
-    except Exception as error:  # theirs, not ours
+    except Exception as error:  # in cuDNN's attention
         theirs, row["cudnn_fails"] = {}, f"{type(error).__name__}: {error}"[:200]
     limits = TOLERANCES[case.dtype]
     worse = {name: errors[name] / theirs[name] for name in theirs}
@@ -47,7 +47,7 @@ def compared(case: Case, dry_run: bool, reruns: int) -> Row:
 
 
 def _limit(name: str, limits: dict[str, float], theirs: dict[str, float], capped: bool) -> float:
-    """As good as cuDNN, or as good as rounding allows. capped: the tanh of a soft cap is the hardware's, good to 2^-11."""
+    """Returns the largest allowed error: cuDNN's, or that of rounding. capped: a soft cap uses the hardware's tanh, accurate to 2^-11."""
     least = limits.get(name, limits["gradient"]) * (3 if capped and name == "lse" else 1)
     return max(NOISE * theirs[name], least / 2) if name in theirs else least
 
@@ -57,7 +57,7 @@ def _door(case: Case, **keywords: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _jitted(attend: Callable[..., tuple[jax.Array, jax.Array | None]], case: Case) -> Callable[..., dict[str, jax.Array]]:
-    """(arrays with gradients, the others, weights) -> out, lse where the case has it, and gradients of a loss that goes through both."""
+    """Returns (arrays with gradients, the others, weights) -> out, lse if the case has it, and gradients of a loss of both."""
 
     def loss(moving: dict[str, jax.Array], still: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
         out, lse = attend(**moving, **still)
@@ -84,7 +84,7 @@ def _errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[s
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """|found - wanted| / |wanted|; nan where one is not finite and the other is, or has another infinity."""
+    """Returns |found - wanted| / |wanted|; nan if they differ in where they are not finite, or in the sign of an infinity."""
     finite = np.isfinite(wanted)
     if (np.where(finite, 0, found) != np.where(finite, 0, wanted)).any():
         return float("nan")
@@ -92,7 +92,7 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def _cudnn_errors(case: Case, static: dict[str, Any], moving: Any, still: Any, weights: Any, wanted: Any) -> dict[str, float]:
-    """Empty where cuDNN does not serve."""
-    if "cudnn" in choose(describe(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
+    """Returns cuDNN's errors by array; empty if it does not support the case."""
+    if "cudnn" in choose_attention(describe_attention(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
         return {}
     return _errors(_values(lambda **x: _door(case, **{**static, **x}, implementation="cudnn"), case, moving, still, weights), wanted)

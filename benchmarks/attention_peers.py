@@ -12,13 +12,13 @@ from pallas_kernels import flash_attention
 
 OURS = "mosaic"
 HOPPER: Row = {"platform": "gpu", "capability": (9, 0)}
-"""What a call is told that is interpreted on a CPU."""
+"""The device that an interpreted call on a CPU assumes."""
 DTYPES = {"mgpu": "float16"}
-"""Of peers that do not take bfloat16."""
+"""Types for peers that do not support bfloat16."""
 
 
 def available(mask: str, head_dim: int, group: int) -> list[str]:
-    """Peers that serve such a shape, ours first. tokamax: where it is installed."""
+    """Returns the peers that support such a shape, ours first; tokamax only if it is installed."""
     simple = mask in ("causal", "full")
     names = [OURS] + (["cudnn"] if mask != "packed" else [])
     names += ["xla"] if mask == "packed" else []
@@ -31,9 +31,9 @@ def forward_only(peer: str, mask: str) -> bool:
 
 
 def attention(peer: str, static: Row, dry_run: bool = False) -> Callable[..., jax.Array]:
-    """f(q, k, v, **arrays) of peer: mosaic, cudnn and xla by our own door, mgpu (jax's example, without its softmax scale), tokamax.
+    """Returns f(q, k, v, **arrays) of a peer: mosaic, cudnn and xla by our own API, mgpu (jax's example, without softmax scale), tokamax.
 
-    static: keywords of `flash_attention` that are no arrays.
+    static: keywords of `flash_attention` that are not arrays.
     """
     if peer == "mgpu":
         return _mgpu(static["causal"])
@@ -52,7 +52,7 @@ def _mgpu(causal: bool) -> Callable[..., jax.Array]:
     from jax.experimental.pallas.ops.gpu import attention_mgpu  # Mosaic needs a GPU's packages
 
     def mgpu(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # The largest blocks of its own benchmark that fit into shared memory (228 KiB) with two steps, by head dim.
+        # By head dim, the largest blocks of its own benchmark that fit into shared memory (228 KiB) with two pipeline steps.
         blocks = {64: 256, 128: 128}.get(q.shape[-1], 64)
         backward: Row = {} if causal else {f"block_{x}": 64 for x in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
         config = attention_mgpu.TuningConfig(block_q=64, block_kv=blocks, max_concurrent_steps=2, causal=causal, **backward)

@@ -1,6 +1,6 @@
 """One task of the GPU suite about attention, in a process of its own: python benchmarks/attention_worker.py TASK '{"key": value, ...}'
 
-Needs jax and numpy. Results are printed as in gpu_worker.py. A process that a CUDA error has made useless ends with status RESTART.
+Needs jax and numpy. Results are printed as in gpu_worker.py. After a CUDA error, which leaves it unusable, the process exits with RESTART.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pallas_kernels import flash_attention, reference_attention
 from pallas_kernels.dev.interpreter import interpreted
 
 
-def told(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
-    """A row for each variant. fault: the column that tells of an exception."""
+def emit_each(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
+    """Emits a row for each variant. fault: the column that reports an exception."""
     for variant in variants:
         try:
             emit(**variant, **measure(variant))
@@ -43,7 +43,7 @@ def told(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Ro
                 jax.block_until_ready(jnp.arange(8) + 1)
             except Exception:
                 sys.stdout.flush()
-                os._exit(RESTART)  # no clean end: it waits for a GPU that does not answer
+                os._exit(RESTART)  # a clean exit would wait for a GPU that does not answer
 
 
 def interpreting(dry_run: bool) -> contextlib.AbstractContextManager[None]:
@@ -54,7 +54,7 @@ def interpreting(dry_run: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def plan(headline: list[Row], shapes: list[Row], dry_run: bool) -> None:
-    """What is to be timed: "peers" in JAX, and, for those in another framework, "flops" of the forward, "window" and "lengths"."""
+    """Emits what to time: "peers" in JAX, and for those in another framework "flops" of the forward, "window" and "lengths"."""
     for row in [*headline, *shapes]:
         case = timed_case(row, "bfloat16", tiny=dry_run)
         ids = packed_ids(case)
@@ -70,20 +70,20 @@ def packed_ids(case: Case) -> np.ndarray | None:
 
 
 def headline(size: int, shapes: list[Row], names: list[str], dry_run: bool) -> None:
-    """The roof, then implementations of the same shape in turns, so that heat and clocks are the same for all: a row for each, by shape."""
+    """Times the matmul roof, then the implementations of each shape in turns, so that all have the same temperature and clocks."""
     roof(size, 1 if dry_run else 20)
-    with ThreadPoolExecutor(len(names) * len(shapes)) as pool:  # what is interpreted is so in its own thread only
+    with ThreadPoolExecutor(len(names) * len(shapes)) as pool:  # interpretation is set per thread
         start: Any = _Done if dry_run else pool.submit
         with interpreting(dry_run):
             built = [(shape, {name: start(Timed, name, shape, dry_run) for name in names}) for shape in shapes]
         if not dry_run:
-            wait(future for _, entrants in built for future in entrants.values())  # nothing compiles beside what is timed
+            wait(future for _, entrants in built for future in entrants.values())  # nothing may compile during the timing
         for shape, entrants in built:
             duel(shape, entrants, dry_run)
 
 
 def roof(size: int, repeats: int) -> None:
-    """A bf16 matmul of random data, size^3: what the GPU's matrix units give without a kernel's other work."""
+    """Times a bf16 matmul of random data, size^3: the rate of the GPU's matrix units without a kernel's other work."""
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     matmul = jax.jit(jnp.matmul)
     with compiling():
@@ -94,7 +94,7 @@ def roof(size: int, repeats: int) -> None:
 
 
 class _Done:
-    """A future whose work is done by who asks for it."""
+    """A future that does its work when the result is requested."""
 
     def __init__(self, f: Callable[..., Any], *arguments: Any) -> None:
         self.f, self.arguments = f, arguments
@@ -104,7 +104,7 @@ class _Done:
 
 
 def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
-    """entrants: name -> a future with a `Timed`."""
+    """Times implementations of one shape in turns. entrants: name -> a future with a `Timed`."""
     with interpreting(dry_run):
         built: dict[str, Timed] = {}
         for name, future in entrants.items():
@@ -129,21 +129,21 @@ def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
 
 
 def speed(variants: list[Row], dry_run: bool) -> None:
-    """A variant is a shape and a peer."""
+    """Times each variant, which is a shape and a peer."""
 
     def measure(variant: Row) -> Row:
         with interpreting(dry_run):
-            # XLA alone tries its matmuls on the GPU while it compiles.
+            # Only XLA's own attention runs matmuls on the GPU while it compiles.
             with compiling() if variant["peer"] == "xla" else contextlib.nullcontext():
                 timed = Timed(variant["peer"], variant, dry_run)
             with measuring():
                 return timed.row(rounds(timed.warm(), 1 if dry_run else 0))
 
-    told(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
+    emit_each(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
 
 
 def smoke(variants: list[Row], dry_run: bool) -> None:
-    """One direction of one implementation at one shape: against the formula in fp32 on the same data, then timed.
+    """Compares one direction of one implementation at one shape with the formula in fp32 on the same data, then times it.
 
     A variant is a shape, a peer and a way, fwd or bwd. rel: |x - formula| / |formula|, of out or of the gradients.
     """
@@ -163,11 +163,11 @@ def smoke(variants: list[Row], dry_run: bool) -> None:
         row |= {f"rel_{name}": error for name, error in errors.items()}
         return row | ({"error": f"too far from the formula: {', '.join(bad)}"} if bad else {})
 
-    told(variants, measure)
+    emit_each(variants, measure)
 
 
 def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
-    """Of what one direction gave for the data of `Timed.data`."""
+    """Returns the errors of one direction's results for the data of `Timed.data`."""
     *qkv, dout = (x.astype(jnp.float32) for x in timed.data())
     attend = partial(reference_attention, causal=timed.case.static["causal"])
 
@@ -182,7 +182,7 @@ def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
 
 
 class Timed:
-    """One implementation at one shape: compiled without touching the GPU, so that others may be timed meanwhile; then `warm`, and timed."""
+    """One implementation at one shape. It compiles without using the GPU, so that others can be timed meanwhile; `warm` runs it once."""
 
     def __init__(self, peer: str, shape: Row, dry_run: bool) -> None:
         self.case = case = timed_case(shape, peers.DTYPES.get(peer, "bfloat16"), tiny=dry_run)
@@ -201,12 +201,12 @@ class Timed:
             self.backward = jax.jit(lambda pull, dout: pull(dout)).lower(pull, dout).compile()
 
     def data(self) -> list[jax.Array]:
-        """q, k, v and the gradient of the result: random, the same for every implementation."""
+        """Returns q, k, v and the gradient of the result: random, the same for every implementation."""
         keys = jax.random.split(jax.random.key(self.case.S + self.case.H), 4)
         return [jax.random.normal(key, size, self.case.dtype) for key, size in zip(keys, self.sizes, strict=True)]
 
     def warm(self, way: str = "") -> dict[str, Callable[[], Any]]:
-        """Calls of the forward and of the backward alone, or of one of them, made once."""
+        """Returns functions that call the forward and the backward alone (or one of them), after calling each once."""
         q, k, v, dout = self.data()
         qkv = (q / self.case.H**0.5 if self.scaled else q, k, v)
         still = {} if self.ids is None else {"segment_ids": jnp.asarray(self.ids)}
@@ -242,9 +242,9 @@ def cases() -> None:
 
 
 def correct(variants: list[Row], dry_run: bool, reruns: int) -> None:
-    """Ours against the formula in fp32. A variant names one of CASES.
+    """Compares our attention with the formula in fp32. A variant names one of CASES.
 
-    rel: |x - reference| / |reference| of out, log-sum-exp and gradients; cudnn: the largest quotient of ours and cuDNN's, where it serves.
+    rel: |x - reference| / |reference| of out, log-sum-exp and gradients; cudnn: the largest ratio of our error to cuDNN's, if supported.
     """
 
     def measure(variant: Row) -> Row:
@@ -252,10 +252,10 @@ def correct(variants: list[Row], dry_run: bool, reruns: int) -> None:
         with interpreting(dry_run), compiling():
             return compared(case, dry_run, reruns)
 
-    told(variants, measure)
+    emit_each(variants, measure)
 
 
-# A program compiled where there is no GPU.
+# A program compiled without a GPU.
 
 
 def _block(x: jax.Array, into: jax.Array, out: jax.Array, there: dict[str, Any]) -> jax.Array:
@@ -275,7 +275,7 @@ def _block_shapes(tiny: bool) -> list[tuple[int, ...]]:
 
 
 def deviceless(path: str, target: str, tiny: bool) -> None:
-    """Compiles for a GPU that this process does not see, and serialises. target: cpu compiles for this machine, a rehearsal of the load."""
+    """Compiles for a GPU that this process does not see, and serialises the program. target: cpu is a dry run for this machine."""
     from jax.experimental import serialize_executable
 
     from sharding_rules.lab.targets import devices
@@ -301,7 +301,7 @@ def _plain_block(x: jax.Array, into: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def load(path: str, tiny: bool) -> None:
-    """Loads what `deviceless` left, runs it, and compares with the same program compiled here."""
+    """Loads the program of `deviceless`, runs it, and compares it with the same program compiled here."""
     from jax.experimental import serialize_executable
 
     keys = jax.random.split(jax.random.key(0), 3)
@@ -329,21 +329,21 @@ def load(path: str, tiny: bool) -> None:
 
 
 def autotune(seconds: float, table: str, dry_run: bool) -> None:
-    """What `pallas_kernels.dev.autotune.measure` finds in so many seconds; its table of tiles is written to the path `table`.
+    """Runs `pallas_kernels.dev.autotune.measure` for `seconds`, and writes its table of tiles to the path `table`.
 
-    dry_run: no time for any candidate.
+    dry_run: times no candidate.
     """
     try:
         tuner: Any = importlib.import_module("pallas_kernels.dev.autotune")
         tuning: Any = importlib.import_module("pallas_kernels.attention.tuning")
     except ImportError as error:
-        emit(autotune=f"not there: {error}")
+        emit(autotune=f"not available: {error}")
         return
     if not tuner.CANDIDATES.exists():
-        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.attention.autotune makes it, without a GPU")
+        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")
         return
     shutil.copy(tuning.PATH, table)
-    tuning.PATH = Path(table)  # that of the package is not written to by a benchmark
+    tuning.PATH = Path(table)  # a benchmark must not change the package's own table
     with measuring():
         rows = tuner.measure(0 if dry_run else seconds)
     emit(autotune=f"{len(rows)} shapes measured", table=Path(table).name)

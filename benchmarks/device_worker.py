@@ -1,4 +1,4 @@
-"""What a GPU does without any model, in a process of its own: python benchmarks/device_worker.py TASK '{"key": value, ...}'
+"""Measures a GPU without any model, in a process of its own: python benchmarks/device_worker.py TASK '{"key": value, ...}'
 
 Needs jax and numpy. Results are printed as in gpu_worker.py.
 """
@@ -34,10 +34,10 @@ def probe() -> None:
 
 
 def matmul(variants: list[Row]) -> None:
-    """bf16 matmuls of random data, back to back: those that two weights of a layer have in a step.
+    """Times bf16 matmuls of random data, back to back: those of two weights of a layer in a training step.
 
-    A variant has tokens, d_model, seconds, and width, which is one number or a list, to be taken in turn. With x [tokens, d_model] and
-    weights up and down there are four matmuls: x up, (x up) down, and the two products over the tokens that are weights' gradients.
+    A variant has tokens, d_model, seconds, and width, a number or a list that is used in turn. With x [tokens, d_model] and weights up and
+    down there are four matmuls: x up, (x up) down, and the two products over the tokens that give the weights' gradients.
     """
     target = here()
     for variant in variants:
@@ -56,7 +56,7 @@ def matmul(variants: list[Row]) -> None:
 
 
 def chain(tokens: int, D: int, widths: list[int]) -> Callable[[], Any]:
-    """One program with the matmuls of all widths, one after the other."""
+    """Returns a call of one program with the matmuls of all widths, one after the other."""
     first, *keys = jax.random.split(jax.random.key(0), 1 + 2 * len(widths))
 
     def normal(key: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -77,7 +77,7 @@ def chain(tokens: int, D: int, widths: list[int]) -> Callable[[], Any]:
 
 
 def elementwise(variants: list[Row]) -> None:
-    """y = a x + b, which reads an array and writes another. A variant has dtype, seconds and gib, the size of one of the two."""
+    """Times y = a x + b, which reads one array and writes another. A variant has dtype, seconds and gib, the size of one of the two."""
     target = here()
     for variant in variants:
         with reported(**variant):
@@ -94,7 +94,7 @@ def elementwise(variants: list[Row]) -> None:
 
 
 def sustained(call: Callable[[], Any], seconds: float) -> tuple[Any, Row]:
-    """Times of one call, of calls queued for about so many seconds in all; and when that was."""
+    """Returns the times of one call, from calls queued for about `seconds` in all, and the start and end of the measurement."""
     with measuring():
         once = rounds({"": call}, 2)[""].median
         began = time.time()
@@ -103,7 +103,7 @@ def sustained(call: Callable[[], Any], seconds: float) -> tuple[Any, Row]:
 
 
 def here() -> Target | None:
-    """The GPU that JAX uses, where it is one that the lab knows."""
+    """Returns the GPU that JAX uses, if the lab knows it."""
     kind = jax.devices()[0].device_kind
     return next((target for target in TARGETS.values() if target.description == kind), None)
 

@@ -1,4 +1,4 @@
-"""Runs the fault suite three times in a row, under load if asked to, and writes the table of docs/faults.md from what came out."""
+"""Runs the fault suite three times in a row, with --load under load, and writes the table of docs/faults.md from the results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
@@ -18,46 +19,53 @@ from record import RESULTS, ROOT, Record, Row, options
 
 PAGE = ROOT / "docs" / "faults.md"
 FAULTS = {
-    "F1": ("kill -9 in an asynchronous save, at three moments", "the step is whole or is not there; same bits at the end"),
-    "F2": ("kill -9 of a worker, and of the coordinator", "restarted; same bits at the end"),
-    "F3": ("kill -9 of a peer between save() and commit", "all are ended, the step is not there, restarted from the one before; same bits"),
-    "F4": ("SIGSTOP of a worker", "noticed within the heartbeat + 5 s, restarted; same bits"),
-    "F5": ("SIGTERM", "all save at one step and leave with 99; the same command ends with the same bits"),
+    "F1": ("kill -9 during an asynchronous save, at three moments", "the step is complete or absent; same bits at the end"),
+    "F2": ("kill -9 of a worker, and of the coordinator", "the run restarts; same bits at the end"),
+    "F3": (
+        "kill -9 of a peer between save() and commit",
+        "all processes end, the step is absent, the run restarts from the previous one; same bits",
+    ),
+    "F4": ("SIGSTOP of a worker", "detected within the heartbeat + 5 s, the run restarts; same bits"),
+    "F5": ("SIGTERM", "all processes save the same step and exit with 99; the same command ends with the same bits"),
     "F6": (
         "flip, zero, truncate or delete in every file of a checkpoint",
-        "never silent: the bits that were saved, or the step before; never a silent new start",
+        "never silent: the bits that were saved, or the previous step; never a silent start from scratch",
     ),
-    "F7": ("a full disk, for a while and at the end", "training goes on, saved when there is room; at the end an error"),
-    "F8": ("a half-copied step under a complete one's name", "named, put aside, the step before it is taken"),
+    "F7": ("a full disk, for a while and at the end", "training continues, and saves when there is room; at the end an error"),
+    "F8": ("a half-copied step under a complete one's name", "named, quarantined, the previous step is used"),
     "F9": ("8 devices in 2 processes, 4 in 1, 2 in 2", "the same samples; losses within 1e-6 of a run that never moved"),
     "F10": (
         "NaN; one flipped bit in one device's copy of the weights",
-        "the step is skipped and counted; the device is named, nothing is saved, restarted; same bits",
+        "the step is skipped and counted; the device is named, nothing is saved, the run restarts; same bits",
     ),
-    "F11": ("wrong config, vocabulary or tree", "one error before any array is read, nothing is put aside"),
-    "F12": ("a process that hangs, alive and its heart beating", "its watchdog dumps the stacks and ends it with 75, restarted; same bits"),
-    "F13": ("the data file cut short, or removed, in mid-run", "the bus error is explained, the next start names the file"),
+    "F11": ("wrong config, vocabulary or tree", "one error before any array is read, nothing is renamed"),
+    "F12": (
+        "a process that hangs although its heartbeat continues",
+        "its watchdog dumps the stacks and ends it with 75, the run restarts; same bits",
+    ),
+    "F13": ("the data file is truncated or removed during the run", "the bus error is explained, the next start names the file"),
     "F14": ("a clock that jumps, a port in use, an output that cannot be written", "same bits; one error each, before the first step"),
-    "F15": ("the network between two hosts is cut, and healed", "both sides end their processes, find each other, go on; same bits"),
-    "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "saved, requeued by the script, goes on; same bits"),
+    "F15": ("the network between two hosts is cut, and restored", "both sides end their processes, reconnect, and continue; same bits"),
+    "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "the run saves, the script requeues it, it resumes; same bits"),
 }  # fmt: skip
 _HEAD = """\
 # Faults
 
-What was done to a run, and what had to hold: `pytest -m fault`. Real processes, signals, disks, network namespaces and a real Slurm, on one
-machine; F6, F8 and F11 in one process. Most runs are two supervised processes with two devices each (HSDP, dropout on), which must end with
-the same bits, weights and moments and all, and must have read the same samples, as a run that nobody disturbed. What a person sees of
-each, and does, is in [operations](operations.md). The table is written by `python benchmarks/faults.py`
+What the tests do to a run, and what must hold afterwards: `pytest -m fault`. They use real processes, signals, disks,
+network namespaces and a real Slurm, on one machine; F6, F8 and F11 run in one process. Most runs are two supervised
+processes with two devices each (HSDP, with dropout). They must end with the same bits as an undisturbed run, optimizer
+moments included, and must have read the same samples. [Operating a run](operations.md) shows what each fault looks like
+in the log, and what to do. `python benchmarks/faults.py` writes the table
 ([results](../benchmarks/results/{source})).
 
 """
 
 
 def passed(arguments: list[str]) -> list[Row]:
-    """Runs the suite once: a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
+    """Runs the suite once. Returns a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        alone = ["-o", "junit_duration_report=call"]  # not the fixtures that many share, such as the run that nobody disturbs
+        alone = ["-o", "junit_duration_report=call"]  # without shared fixtures, such as the undisturbed run
         command = [sys.executable, "-m", "pytest", "-m", "fault", "tests/fault", f"--junitxml={report}", *alone, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
         if status not in (0, 1):
@@ -77,7 +85,7 @@ def _row(case: ElementTree.Element) -> Row | None:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A row for each fault, over all runs."""
+    """Returns a row for each fault, over all runs."""
     by_fault: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_fault[row["fault"]].append(row)
@@ -96,16 +104,19 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def page(data: dict[str, Any], source: str) -> str:
-    """docs/faults.md. source: the results' file name."""
+    """Returns docs/faults.md. source: the results' file name."""
     found = data["tables"]["Faults"]
-    head = {column: column for column in found["rows"][0]}
-    lines = ["| " + " | ".join(row.values()) + " |" for row in [head, *found["rows"]]]
+    rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in found["rows"]]
+    head = {column: column for column in rows[0]}
+    lines = ["| " + " | ".join(row.values()) + " |" for row in [head, *rows]]
     rule = "|" + " --- |" * len(found["rows"][0])
-    return _HEAD.format(source=source.replace(".json", ".md")) + "\n".join([lines[0], rule, *lines[1:], "", found["note"], ""])
+    return _HEAD.format(source=source.replace(".json", ".md")) + "\n".join(
+        [lines[0], rule, *lines[1:], "", textwrap.fill(found["note"], 118), ""]
+    )
 
 
 def newest() -> Path:
-    """The latest results. Raises FileNotFoundError where there are none."""
+    """Returns the path of the latest results. Raises FileNotFoundError if there are none."""
     found = sorted(RESULTS.glob("faults_*.json"))
     if not found:
         raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
@@ -114,8 +125,8 @@ def newest() -> Path:
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="one run instead of three")
-    parser.add_argument("--load", type=int, default=0, help="processes that do nothing but take a core meanwhile")
-    parser.add_argument("-k", default="", help="as pytest's")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument("-k", default="", help="pytest's -k")
     arguments = parser.parse_args()
     record = Record("faults", arguments.output)
     burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
@@ -133,8 +144,8 @@ def main() -> int:
     note = f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of a test."
     if cases:
         note += (
-            f" F6: {cases[0]['cases']} corruptions a run, {cases[0]['older step taken']} of which hit what is read: then the older "
-            "step was taken; none gave wrong weights."
+            f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of which hit data that is read: then the older "
+            "step was used; none gave wrong weights."
         )
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)

@@ -1,7 +1,7 @@
-"""Every check of this repository that needs no GPU, and what came of each: CI leaves out what is exhaustive, and most faults.
+"""Runs every check of this repository that needs no GPU, and records the results. CI leaves out exhaustive tests and most faults.
 
-Wants all extras: pip install -e '.[dev,aot,eval,wandb,oracle]'. The record is written after each part, so a run that is cut short says what
-it has done, and with --only what it has not.
+Needs all extras: pip install -e '.[dev,aot,eval,wandb,oracle]'. The record is written after each part, so that an interrupted run shows
+what it has done; --only runs the missing parts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PARTS = {
     "exhaustive": [*PYTEST, "-n", "auto", "-m", "exhaustive and not gpu and not fault"],
     "faults": [*PYTEST, "-m", "fault", "tests/fault"],
 }
-"""In the order in which they run; faults alone, because they say in seconds what must have been noticed."""
+"""The parts in the order in which they run. Faults run alone, because their time limits are in seconds."""
 SECONDS = ROOT / "tests" / "seconds.json"
-"""How long each file's tests took, by part, from which tests/conftest.py tells which to begin with."""
+"""Seconds of each file's tests, by part, by which tests/conftest.py orders them."""
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -40,21 +40,21 @@ def main() -> int:
     parser = options(__doc__ or "", quick_help="the parts that take seconds")
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
     arguments = parser.parse_args()
-    asked = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
-    if unknown := [name for name in asked if name not in PARTS]:
+    wanted = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
+    if unknown := [name for name in wanted if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     record = Record(f"full_run{'-quick' * arguments.quick}", arguments.output, commit=commit())
     rows: dict[str, Row] = {name: {"part": name, "status": "not run"} for name in PARTS}
     with tempfile.TemporaryDirectory() as cache:
-        for name in (name for name in PARTS if name in asked):
+        for name in (name for name in PARTS if name in wanted):
             rows[name] = ran(name, Path(cache))
-            record.table("Parts", list(rows.values()), "Tests that were skipped are told with their reasons by pytest -rs.")
+            record.table("Parts", list(rows.values()), "pytest -rs lists skipped tests with their reasons.")
             record.write()
-    return 0 if all(rows[name]["status"] == 0 for name in asked) else 1
+    return 0 if all(rows[name]["status"] == 0 for name in wanted) else 1
 
 
 def commit() -> str:
-    """Of the checkout, "with changes" where files differ from it; empty where there is none."""
+    """Returns the commit of the checkout, "with changes" if files differ from it; empty outside of a repository."""
     found = [
         subprocess.run(["git", *words.split()], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in ("rev-parse --short=12 HEAD", "status --porcelain --untracked-files=no")
@@ -63,7 +63,7 @@ def commit() -> str:
 
 
 def ran(name: str, cache: Path) -> Row:
-    """Runs a part. cache: a directory where what one part has compiled another finds."""
+    """Runs a part, and returns its row. cache: a directory with the compilation cache that all parts share."""
     command, report = list(PARTS[name]), cache / f"{name}.xml"
     if command[:3] == PYTEST[:3]:
         command.append(f"--junitxml={report}")
@@ -79,7 +79,7 @@ def ran(name: str, cache: Path) -> Row:
 
 
 def counted(report: Path) -> Row:
-    """How many tests passed, failed (errors among them) and were skipped."""
+    """Returns how many tests passed, failed (errors included) and were skipped."""
     found = dict.fromkeys(OUTCOMES, 0)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         tags = {child.tag for child in case}
@@ -88,7 +88,7 @@ def counted(report: Path) -> Row:
 
 
 def remember(name: str, report: Path) -> None:
-    """Writes the seconds of a part's files into SECONDS, and leaves those of other parts."""
+    """Writes the seconds of a part's files into SECONDS, and keeps those of other parts."""
     known: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
     found: Counter[str] = Counter()
     for case in ElementTree.parse(report).getroot().iter("testcase"):

@@ -1,4 +1,4 @@
-"""Tokens a second that gpt_tiny writes: with its cache, streamed, and reading the whole text anew for every token, as before the cache.
+"""Tokens per second that gpt_tiny generates: with its cache, streamed, and without a cache, reading the full text again for every token.
 
 fp32, random weights, greedy, no stop: every text has all its tokens. The first call of each compiles and is not counted.
 """

@@ -1,4 +1,4 @@
-"""The parts of gpu_suite.py about attention alone: each yields tables as soon as they are measured."""
+"""The parts of gpu_suite.py about attention alone. Each yields tables as soon as they are measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from record import Row
 WORKER, TORCH = "attention_worker.py", "torch_peers.py"
 OURS = "mosaic"
 SHAPE = ("mask", "head_dim", "seq", "batch", "heads", "kv_heads")
-"""Columns that say what is timed."""
+"""The columns that identify a shape."""
 TORCH_PEERS = {"causal": ("torch flash", "torch cudnn"), "full": ("torch flash", "torch cudnn"), "window": ("torch varlen", "torch flex"),
                "packed": ("torch varlen", "torch flex")}  # fmt: skip
 ALIKE = 3e-3
-"""How far |out| and gradients of ours may be from cuDNN's on the same data, of the largest shapes, where no reference fits."""
+"""Largest relative difference of our norms of out and gradients from cuDNN's on the same data, for shapes too large for a reference."""
 GOALS = (("causal", "fwd", 560.0), ("full", "fwd", 600.0), ("causal", "bwd", 500.0), ("full", "bwd", 500.0))
-"""TFLOP/s that ours is meant to reach on an H200, random data, head dim 128, 16,384 tokens; and cuDNN's at least."""
+"""The goals of our kernel in TFLOP/s on an H200 (random data, head dim 128, 16,384 tokens); cuDNN's rate is a goal as well."""
 
 
 def torch_there() -> bool:
@@ -31,23 +31,23 @@ def headline(lab: Lab) -> Iterator[Table]:
     """Head dim 128, 16,384 tokens, heads x head dim = 2,048, batch 2; ours and cuDNN in turns. bwd: the backward alone, 2.5 times the
     FLOPs. spread: (slowest - fastest) / median of five samples. norms: equal data gives equal ones."""
     names = [OURS, "xla" if lab.dry_run else "cudnn"]
-    told: Row = {"size": 128 if lab.dry_run else 8192, "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1], "names": names}
-    rows = lab.run("headline", worker=WORKER, **told, dry_run=lab.dry_run)
+    options: Row = {"size": 128 if lab.dry_run else 8192, "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1], "names": names}
+    rows = lab.run("headline", worker=WORKER, **options, dry_run=lab.dry_run)
     roof = [row for row in rows if "matmul" in row]
     lab.found["roof"] = roof[0]["tflops"] if roof else None
     yield "Matmul roof", roof, "A bf16 matmul of random data in JAX: the ceiling that shares below are of."
     lab.found["headline"] = with_power(lab, [row for row in rows if "matmul" not in row])
     if not lab.found["headline"]:
         lab.problems.append("no figure of the headline")
-    yield "Headline", lab.found["headline"], said(headline)
+    yield "Headline", lab.found["headline"], note_of(headline)
     yield "Headline, compared", compared(lab, lab.found["headline"]), COMPARED
 
 
 def peers(lab: Lab) -> Iterator[Table]:
     """32,768 tokens in all, heads x head dim = 2,048. window: 1,024. packed: causal documents of 4,096 tokens on average. mgpu: jax's
-    example, fp16. Backward alone. unserved: what a peer said."""
-    told: Row = {"headline": HEADLINE, "shapes": SHAPES} if not lab.dry_run else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
-    plan = lab.run("plan", worker=WORKER, platform="cpu", **told, dry_run=lab.dry_run)
+    example, fp16. Backward alone. unserved: a peer's error message."""
+    options: Row = {"headline": HEADLINE, "shapes": SHAPES} if not lab.dry_run else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
+    plan = lab.run("plan", worker=WORKER, platform="cpu", **options, dry_run=lab.dry_run)
     ours = [row["shape"] | {"peer": peer} for row in plan for peer in row["peers"]]
     theirs = [variant for row in plan for variant in torch_variants(row, lab.dry_run)] if torch_there() else []
     if not theirs:
@@ -55,11 +55,11 @@ def peers(lab: Lab) -> Iterator[Table]:
     how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
     with ThreadPoolExecutor(2) as pool:
         title = "Attention, PyTorch"
-        torch = pool.submit(lab.spread, "attention", theirs, worker=TORCH, lanes=1, title=title, note=said(peers), **how)
-        rows = lab.spread("speed", ours, worker=WORKER, lanes=lanes(lab), title="Attention, JAX", note=said(peers), **how)
+        torch = pool.submit(lab.spread, "attention", theirs, worker=TORCH, lanes=1, title=title, note=note_of(peers), **how)
+        rows = lab.spread("speed", ours, worker=WORKER, lanes=lanes(lab), title="Attention, JAX", note=note_of(peers), **how)
         found = torch.result()
-    yield "Attention, JAX", rows, said(peers)
-    yield "Attention, PyTorch", found, said(peers)
+    yield "Attention, JAX", rows, note_of(peers)
+    yield "Attention, PyTorch", found, note_of(peers)
     both = [*lab.found.get("headline", ()), *rows, *found]
     yield "Attention, compared", compared(lab, both), COMPARED
     lab.problems += unlike(both)
@@ -67,12 +67,12 @@ def peers(lab: Lab) -> Iterator[Table]:
 
 
 def correct(lab: Lab) -> Iterator[Table]:
-    """Ours against the formula in fp32 on random data: rel_x is |x - reference| / |reference|, of the result and of gradients. cudnn: the
-    largest quotient of ours and cuDNN's error on the same data, which must not exceed 1.1. reruns_differ: results of three more runs
-    of which some bit differs."""
+    """Compares our attention with the formula in fp32 on random data: rel_x is |x - reference| / |reference| of result and gradients.
+    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. reruns_differ: the number of results
+    that differ in any bit in three more runs."""
     names = CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
     how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run, "reruns": 1 if lab.dry_run else 3}
-    table = {"title": "Correctness", "note": said(correct)}
+    table = {"title": "Correctness", "note": note_of(correct)}
     rows = lab.spread("correct", [{"case": name} for name in names], worker=WORKER, lanes=lanes(lab), **table, **how)
     yield table["title"], rows, table["note"]
 
@@ -82,31 +82,31 @@ def deviceless(lab: Lab) -> Iterator[Table]:
     run by one that does. rel_difference: to the same program compiled there, whose matmul algorithms differ."""
     target = "h200" if "H200" in lab.device["device_kind"] else "h100"
     path, made = str(lab.directory / "program"), []
-    told: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
+    options: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
     if lab.dry_run and not compiler_there():
         lab.left_out.append("XLA's compiler for CUDA is not installed")
     else:
-        made = lab.run("deviceless", platform="cpu", hidden=True, target=target, **told)
-        yield "Compiled without a GPU", made, said(deviceless)
+        made = lab.run("deviceless", platform="cpu", hidden=True, target=target, **options)
+        yield "Compiled without a GPU", made, note_of(deviceless)
     if lab.dry_run:
-        made = lab.run("deviceless", target="cpu", **told)
+        made = lab.run("deviceless", target="cpu", **options)
     if made:
-        rows = lab.run("load", **told)
+        rows = lab.run("load", **options)
         yield "Loaded and run", rows, "The program above." if not lab.dry_run else "One compiled for a CPU: a rehearsal."
 
 
 def autotune(lab: Lab) -> Iterator[Table]:
-    """Candidates for the tuning table, timed for as long as there is. The table comes back beside these results, as tuning.json."""
+    """Times candidates for the tuning table in the remaining time. The table is written next to these results, as tuning.json."""
     path = lab.output / "tuning.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = lab.run("autotune", worker=WORKER, seconds=max(1.0, lab.left() - 15), table=str(path), dry_run=lab.dry_run)
     if lab.dry_run:
         path.unlink(missing_ok=True)
-    yield "Autotuning", rows, said(autotune)
+    yield "Autotuning", rows, note_of(autotune)
 
 
 def lanes(lab: Lab) -> int:
-    """Processes that compile at once: half of the cores."""
+    """Returns the number of processes that compile in parallel: half of the cores."""
     return 2 if lab.dry_run else max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
@@ -119,12 +119,12 @@ def torch_variants(row: Row, dry_run: bool) -> list[Row]:
     return [row["shape"] | {"peer": name} | more for name in names]
 
 
-def said(part: Any) -> str:
+def note_of(part: Any) -> str:
     return " ".join((part.__doc__ or "").split())
 
 
 def with_power(lab: Lab, rows: Sequence[Row]) -> list[Row]:
-    """The rows with what the GPU drew, in place of when they were measured."""
+    """Returns the rows with the GPU's power draw in place of their times of measurement."""
     found = []
     for row in rows:
         kept = {name: value for name, value in row.items() if name not in ("began", "ended")}
@@ -136,7 +136,7 @@ COMPARED = "TFLOP/s. ratio: ours to the best peer. roof: ours, as a share of the
 
 
 def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
-    """A row for each shape and direction: TFLOP/s of each implementation, ratio to the best peer, share of the roof."""
+    """Returns a row for each shape and direction: TFLOP/s of each implementation, ratio to the best peer, share of the roof."""
     shapes: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if not {"error", "unserved"} & row.keys():
@@ -159,7 +159,7 @@ def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
 
 
 def unlike(rows: Sequence[Row]) -> list[str]:
-    """Where the norms of ours are not cuDNN's (xla's), on the same data."""
+    """Returns a line for each norm in which our kernel differs from cuDNN (or xla) on the same data."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["peer"] in (OURS, "cudnn", "xla") and "fwd_ms" in row:
@@ -176,7 +176,7 @@ def unlike(rows: Sequence[Row]) -> list[str]:
 
 
 def goals(rows: Sequence[Row]) -> list[Row]:
-    """What ours is meant to reach, and does."""
+    """Returns a row for each goal, with the measured rate."""
     at: dict[tuple[str, str], Row] = {}
     for row in rows:
         if (row["head_dim"], row["seq"]) == (128, 16_384) and row["heads"] == row["kv_heads"]:
@@ -194,7 +194,7 @@ def goals(rows: Sequence[Row]) -> list[Row]:
 
 
 def shape(mask: str, head_dim: int, seq: int, *, tokens: int = 32_768, width: int = 2048, group: int = 1) -> Row:
-    """A shape that is timed. mask: causal, full, window or packed; tokens: in all; width: heads x head dim; group: heads to a kv head."""
+    """Returns a shape to time. mask: causal, full, window or packed; tokens: in all; width: heads x head dim; group: heads per kv head."""
     heads = width // head_dim
     return {"mask": mask, "head_dim": head_dim, "seq": seq, "batch": tokens // seq, "heads": heads, "kv_heads": heads // group}
 
@@ -209,7 +209,7 @@ SHAPES = [
     shape("full", 128, 32_768), shape("full", 128, 8192), shape("full", 64, 4096), shape("full", 256, 4096),
     shape("causal", 64, 32_768), shape("causal", 256, 32_768), shape("full", 128, 2048),
 ]  # fmt: skip
-"""In the order of what matters most."""
+"""The most important first."""
 TINY_SHAPES = [shape(mask, 64, 256, tokens=256, width=128, group=group) for mask, group in (("causal", 1), ("packed", 2))]
 CASES_TINY = ("causal", "segments", "GQA 8:2", "q_offset traced", "together")
-"""Of attention_cases.py, for a dry run."""
+"""The cases of attention_cases.py in a dry run."""

@@ -1,4 +1,4 @@
-"""Charts of what gpu_suite.py measured, beside its tables; without matplotlib there are none."""
+"""Draws charts of gpu_suite.py's measurements next to its tables, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_PEERS = {"mask", "head_dim", "seq", "batch", "heads", "kv_heads", "way", "be
 
 
 def draw(record: Record) -> None:
-    """Adds `charts` to the record, names of files that are written beside it."""
+    """Writes the charts next to the record, and adds their file names to it as `charts`."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     tables = record.data["tables"]
@@ -39,7 +39,7 @@ def _figure(**how: Any) -> Any:
 
 
 def _attention(rows: list[Row]) -> Any:
-    """TFLOP/s against length: a column for each head dim, a row for each mask and direction of which there are two lengths or more."""
+    """Plots TFLOP/s over length: a column for each head dim, a row for each mask and direction with at least two lengths."""
     plain = [row for row in rows if row["heads"] == row["kv_heads"]]
     dims = sorted({row["head_dim"] for row in plain})
     masks = [mask for mask in ("causal", "full") if any(row["mask"] == mask for row in plain)]
@@ -54,7 +54,7 @@ def _attention(rows: list[Row]) -> Any:
             axes[i][j].margins(y=0.08)
             axes[i][j].set_title(f"{mask}, {'forward' if way == 'fwd' else 'backward'}, head dim {dim}", fontsize=9)
     for line in axes.flat:
-        line.set_ylim(bottom=0)  # after all of a row, which share it
+        line.set_ylim(bottom=0)  # after all plots of a row, which share the axis
     handles = {label: line for line_of in axes.flat for line, label in zip(*line_of.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, min(len(handles), 8)), frameon=False)
     figure.supylabel("TFLOP/s", fontsize=9)
@@ -74,7 +74,7 @@ def _lines(axes: Any, rows: list[Row]) -> None:
 
 
 def _steps(rows: list[Row]) -> Any:
-    """Tokens a second of each model, as a share of the best."""
+    """Plots each model's tokens per second as a share of the best."""
     if not rows:
         return None
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -1,4 +1,4 @@
-"""Where gpu_suite.py and multi_gpu.py run their parts: processes with a time limit, their rows, and what went wrong in them."""
+"""Runs the parts of gpu_suite.py and multi_gpu.py in processes with a time limit, and collects their rows and problems."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ Table = tuple[str, list[Row], str]
 TINY = {"vocab_size": 256, "seq_len": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "vocab_multiple": 16, "loss_chunk": 64}
 """The model of a dry run."""
 RESTART = 75
-"""Exit status of a worker that has told of a fault, and that a CUDA error made useless: a new process takes what is left."""
+"""Exit status of a worker that reported a CUDA error and is unusable; a new process takes the remaining variants."""
 FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 """XLA's flags of a dry run."""
 
 
 class Lab:
-    """Runs tasks of a worker, a file of this directory, until `deadline` (time.monotonic), and keeps what goes wrong."""
+    """Runs tasks of a worker, a file of this directory, until `deadline` (time.monotonic), and collects problems."""
 
     def __init__(self, directory: Path, dry_run: bool, worker: str = "gpu_worker.py", devices: int = 1) -> None:
-        """dry_run: on this many CPU devices."""
+        """dry_run: run on this many CPU devices."""
         self.directory, self.dry_run, self.deadline = directory, dry_run, time.monotonic() + 90
         self.worker, self.devices = worker, devices
         self.problems: list[str] = []
         self.left_out: list[str] = []
-        """What there was no time for, where that is no fault."""
+        """Optional work for which no time was left."""
         self.logs: dict[str, str] = {}
         self.modules: set[str] = set()
         self.implementations = ["xla", "auto"]
         self.device: Row = {}
         self.output = directory
-        """Where the results go."""
+        """The directory of the results."""
         self.found: dict[str, Any] = {}
-        """What a part leaves to those after it."""
+        """Values that a part passes on to later parts."""
         self.power = Power()
         self.environment: dict[str, str] = {}
-        """Added to that of every process."""
+        """Environment variables added to those of every process."""
         self.progress: Callable[[str, list[Row], str], None] = lambda *table: None
-        """Takes a table that is not complete yet, so that its rows outlive the machine."""
+        """Receives a table that is not complete yet, so that its rows survive the loss of the machine."""
         self.n = itertools.count(1)
         self._telling = threading.Lock()
 
@@ -64,7 +64,7 @@ class Lab:
         return self.deadline - time.monotonic()
 
     def run(self, task: str, *, flags: str = "", platform: str = "", **arguments: Any) -> list[Row]:
-        """The rows of a task; those without result, a failed process and a time limit are noted as problems."""
+        """Returns the rows of a task. Rows without a result, a failed process and a time limit are recorded as problems."""
         what = f"{task} {flags} {platform}".strip()
         if self.left() < 1:
             self.problems.append(f"{what}: not started, no time left")
@@ -78,10 +78,10 @@ class Lab:
         self, task: str, variants: Sequence[Row], *, patience: float, needed: bool = True,
         tell: Callable[[list[Row]], None] = lambda rows: None, **arguments: Any,
     ) -> list[Row]:  # fmt: skip
-        """One row for each variant, in order, of a task that gives one row for each.
+        """Returns one row for each variant, in order, of a task that emits one row per variant.
 
-        A variant that ends the process, or gives nothing for `patience` seconds, has a row with an "error", and a new process takes those
-        after it. Lists and dicts of a variant are not in such a row. needed: variants that the time does not suffice for are a problem.
+        If a variant ends the process, or emits nothing for `patience` seconds, its row has an "error", and a new process takes the rest.
+        Lists and dicts of a variant are not in such a row. needed: variants for which the time does not suffice are a problem.
         tell: called with the rows so far, whenever there are more.
         """
         rows: list[Row] = []
@@ -109,10 +109,10 @@ class Lab:
     def spread(
         self, task: str, variants: Sequence[Row], *, lanes: int, title: str, note: str = "", before: Sequence[Row] = (), **how: Any
     ) -> list[Row]:
-        """As `each`, in so many processes, which compile side by side and measure one at a time (gpu_lock).
+        """As `each`, in several processes, which compile in parallel and measure one at a time (gpu_lock).
 
-        They take variants in turn, so that the first ones are done first. title, note: the table that grows as rows come; before: rows
-        that it has already. Rows come in the order of the variants.
+        They take variants in turn, so that the first ones are done first. title, note: the table that grows with each row; before: rows
+        that it already has. The rows are in the order of the variants.
         """
         lanes = min(lanes, len(variants)) or 1
         found: list[list[Row]] = [[] for _ in range(lanes)]
@@ -135,9 +135,9 @@ class Lab:
     def _wait(
         self, process: subprocess.Popen[bytes], out: Path, patience: float = math.inf, more: Callable[[], None] = lambda: None
     ) -> str:
-        """Until the process ends, and what went wrong; empty: nothing. One that is late, or prints nothing for so long, is killed.
+        """Waits until the process ends, and returns the problem, if any. A process that is late, or silent for `patience` s, is killed.
 
-        more: called whenever it has printed something.
+        more: called whenever the process has printed something.
         """
         size, since = 0, time.monotonic()
         try:
@@ -156,7 +156,7 @@ class Lab:
             process.wait()
 
     def _noted(self, what: str, rows: list[Row]) -> list[Row]:
-        """The rows, those with an "error" among the problems."""
+        """Returns the rows, and records those with an "error" as problems."""
         for row in rows:
             if "error" in row:
                 variant = " ".join(f"{key}={value}" for key, value in row.items() if key != "error" and not isinstance(value, float))
@@ -164,7 +164,7 @@ class Lab:
         return rows
 
     def note(self, problem: str, err: Path) -> None:
-        """A problem whose cause is in a process's stderr: the last line becomes part of it, and the end is kept for the results."""
+        """Records a problem with the last line of a process's stderr, and keeps the end of the stderr for the results."""
         log = err.read_text().strip()
         for path in (self.directory, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()):
             log = log.replace(f"{path}/", "")
@@ -174,12 +174,12 @@ class Lab:
     def start(
         self, task: str, *, flags: str = "", platform: str = "", cache: str = "", worker: str = "", hidden: bool = False, **arguments: Any
     ) -> tuple[subprocess.Popen[bytes], Path, Path]:
-        """(process, its stdout, its stderr).
+        """Starts a task. Returns (process, its stdout, its stderr).
 
-        worker: another file of this directory; torch_peers.py is run by the Python that TORCH_PYTHON names, if any. hidden: sees no GPU.
+        worker: another file of this directory; torch_peers.py runs with the Python that TORCH_PYTHON names, if any. hidden: hides the GPU.
 
-        flags: added to XLA_FLAGS. platform: JAX_PLATFORMS. cache: name of a compilation cache for the processes that give the same one; the
-        one named "tuned" also keeps which matmul algorithms were fastest; empty: none.
+        flags: added to XLA_FLAGS. platform: JAX_PLATFORMS. cache: name of a compilation cache, shared by processes that give the same name;
+        "tuned" also keeps the fastest matmul algorithms; empty: none.
         """
         n, worker = next(self.n), worker or self.worker
         out, err = (self.directory / f"{n}-{task}.{kind}" for kind in ("out", "err"))
@@ -194,7 +194,7 @@ class Lab:
         if platform:
             environment["JAX_PLATFORMS"] = platform
         environment |= {VARIABLE: str(self.directory / "gpu"), **self.environment}
-        environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # where ptxas is, if no wheel has it
+        environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # has ptxas, if no wheel does
         if hidden:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
@@ -203,13 +203,13 @@ class Lab:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
     def rows(self, out: Path) -> list[Row]:
-        """What a task has printed so far, but for a line cut short by its end."""
+        """Returns the rows that a task has printed so far, without an incomplete last line."""
         lines = [line.partition(" ") for line in out.read_text().rpartition("\n")[0].splitlines()]
         self.modules |= {name for kind, _, text in lines if kind == "MODULES" for name in json.loads(text)}
         return [json.loads(text) for kind, _, text in lines if kind == "ROW"]
 
     def gpt2(self, batch: int, layers: int = 12) -> dict[str, Any]:
-        """The directory and the config of a GPT-2 124M in bf16 (tiny in a dry run), with a schedule that learns from the first step on."""
+        """Returns the directory and the config of a GPT-2 124M in bf16 (tiny in a dry run), with a short warm-up."""
         model = TINY if self.dry_run else {"n_layers": layers}
         train = {"global_batch": 8 if self.dry_run else batch, "microbatches": 1, "steps": 1000}
         optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if self.dry_run else 1e-3}
@@ -220,11 +220,11 @@ class Lab:
 class Part:
     run: Callable[[Lab], Iterator[Table]]
     seconds: float
-    """Its share of the time; what a part leaves over goes to those after it."""
+    """Its share of the time. Time that a part does not use is available to later parts."""
 
 
 def probed(lab: Lab, rehearsal: str) -> Row | int:
-    """The device that JAX finds; or, having said why there is nothing to measure, the exit status. rehearsal: the option for a CPU."""
+    """Returns the device that JAX finds; or prints why it cannot be measured, and returns the exit status. rehearsal: the CPU's option."""
     device = next(iter(lab.run("probe", worker="device_worker.py")), None)
     if device is None:
         print("JAX does not start here:", *lab.problems, sep="\n  ")
@@ -238,7 +238,7 @@ def probed(lab: Lab, rehearsal: str) -> Row | int:
 def measure(
     name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float, finish: Callable[[Record], None] | None = None
 ) -> int:
-    """Runs all parts, and writes the results, under this name, after each; the exit status is 1 where one had a problem.
+    """Runs all parts, and writes the results under this name after each. Returns the exit status, 1 if a part had a problem.
 
     finish: called with all tables, before they are written for the last time.
     """
@@ -264,8 +264,8 @@ def measure(
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
         seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
-        said = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
-        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **said})
+        status_columns = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
+        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **status_columns})
         record.table("Parts", summary)
         record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
         record.write()
@@ -281,9 +281,9 @@ def suite(
     name: str, description: str, parts: Sequence[Part], by_name: Sequence[Part] = (), *, slow: float,
     finish: Callable[[Record], None] | None = None,
 ) -> int:  # fmt: skip
-    """The command line of a suite for one GPU, and its exit status: 0 where every part held, or there is no GPU.
+    """Runs the command line of a suite for one GPU. Returns the exit status: 0 if every part succeeded, or there is no GPU.
 
-    by_name: parts that run only where --parts names them. slow: in a dry run parts have so many times their seconds. finish: as `measure`.
+    by_name: parts that run only if --parts names them. slow: the factor of a part's seconds in a dry run. finish: as in `measure`.
     """
     parser = options(description, quick="--dry-run", quick_help="the same on a CPU, with tiny shapes, as a rehearsal")
     names = [part.run.__name__ for part in (*parts, *by_name)]
@@ -309,12 +309,12 @@ def suite(
 
 
 def compiler_there() -> bool:
-    """Whether XLA's compiler for CUDA is installed."""
+    """Returns whether XLA's compiler for CUDA is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
 def nvidia_driver() -> str:
-    """Version of the NVIDIA driver; empty where there is none."""
+    """Returns the version of the NVIDIA driver; empty without one."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()[0]

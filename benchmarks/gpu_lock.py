@@ -1,7 +1,7 @@
-"""Several processes compile for one GPU at once, and one of them measures: the lock between them. Standard library only.
+"""A lock between processes of which several compile for one GPU in parallel and one measures. Standard library only.
 
-`compiling()` may be held by many, `measuring()` by one, alone. A compiler also runs on the GPU (XLA tries matmul kernels), so a figure
-that was taken beside one is wrong. Who waits to measure lets no new compiler in. Without the variable GPU_LOCK nothing is locked.
+Several processes may hold `compiling()`, and only one `measuring()`. Compiling also uses the GPU (XLA times matmul kernels), which would
+distort measurements. While a process waits to measure, no other starts compiling. Without the variable GPU_LOCK nothing is locked.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import IO
 
 VARIABLE = "GPU_LOCK"
-"""Of the environment: a path, of which two files are made."""
+"""Environment variable with a path, from which two file names are made."""
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Beside others that compile, not beside one that measures."""
+    """Holds the lock together with others that compile, but not with one that measures."""
     with _files() as (gate, room):
         _lock(gate, fcntl.LOCK_EX)
         _lock(room, fcntl.LOCK_SH)
@@ -28,7 +28,7 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """Alone. Not inside `compiling`: it would wait for itself."""
+    """Holds the lock alone. Must not be used inside `compiling`: that would deadlock."""
     with _files() as (gate, room):
         _lock(gate, fcntl.LOCK_EX)
         _lock(room, fcntl.LOCK_EX)
@@ -37,7 +37,7 @@ def measuring() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _files() -> Iterator[tuple[IO[bytes] | None, IO[bytes] | None]]:
-    """Closing them unlocks; so does the end of the process, however it ends."""
+    """Opens the lock files. Closing them unlocks, and so does the end of the process."""
     path = os.environ.get(VARIABLE)
     if not path:
         yield None, None

@@ -1,4 +1,4 @@
-"""What the GPU draws while the suite runs, from NVML in the background: through pynvml where it is installed, else through nvidia-smi."""
+"""Samples the GPU's power during the suite in the background, from NVML: through pynvml if installed, else through nvidia-smi."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from types import TracebackType
 from typing import Any
 
 EVERY = 0.1
-"""Seconds between samples. power.draw itself is a mean over one second on Hopper: the instant's value is taken."""
+"""Seconds between samples. On Hopper power.draw is a mean over one second, so the instantaneous value is used."""
 QUERY = ("nvidia-smi", "--query-gpu=power.draw.instant,clocks.sm,temperature.gpu", "--format=csv,noheader,nounits", "-i", "0")
 Sample = tuple[float, float, float]
 """Watts, MHz of the multiprocessors, degrees Celsius."""
 
 
 class Power:
-    """A context manager; where there is no NVIDIA driver it has no samples, and nothing fails."""
+    """A context manager that collects samples. Without an NVIDIA driver it has none, and nothing fails."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, Sample]] = []
-        """With time.time()."""
+        """(time.time(), values) of each sample."""
         self._over = threading.Event()
 
     def __enter__(self) -> Power:
@@ -36,16 +36,16 @@ class Power:
                 began = time.time()
                 sample = read()
                 self.samples.append(((began + time.time()) / 2, sample))
-        except Exception:  # no driver, or one that does not say: there is no power then
+        except Exception:  # no driver, or one without power readings
             return
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
 
     def during(self, began: float, ended: float) -> dict[str, Any]:
-        """Means between two readings of time.time(): watts, sm_mhz, celsius. Empty without three samples.
+        """Returns the means between two times of time.time(): watts, sm_mhz, celsius. Empty without three samples.
 
-        The first 0.3 s are left out, if three samples remain: nvidia-smi's figure trails.
+        The first 0.3 s are left out if three samples remain, because nvidia-smi's values lag.
         """
         inside = [sample for at, sample in self.samples if began <= at <= ended]
         late = [sample for at, sample in self.samples if began + 0.3 <= at <= ended]
@@ -57,7 +57,7 @@ class Power:
 
 
 def _pynvml() -> Callable[[], Sample] | None:
-    """None where it is not installed. Raises what NVML raises without a GPU."""
+    """Returns a reader through pynvml; None if it is not installed. Raises as NVML does without a GPU."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -76,7 +76,7 @@ def _pynvml() -> Callable[[], Sample] | None:
 
 
 def _nvidia_smi() -> Sample:
-    """A process for each sample: what one that loops prints may be held back."""
-    said = subprocess.run(QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
-    watts, clock, heat = map(float, said.split(","))
+    """Returns a sample from a new nvidia-smi process, because the output of a looping one may be buffered."""
+    sample = subprocess.run(QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
+    watts, clock, heat = map(float, sample.split(","))
     return watts, clock, heat

@@ -1,4 +1,4 @@
-"""The parts of gpu_suite.py about training: each yields tables as soon as they are measured."""
+"""The parts of gpu_suite.py about training. Each yields tables as soon as they are measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_attention import TORCH, said, torch_there, with_power
+from gpu_attention import TORCH, note_of, torch_there, with_power
 from gpu_lab import TINY, Lab, Table
 from record import ROOT, Row
 
@@ -24,9 +24,9 @@ TIMED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt_1_3b": (8, {"remat": "none"}),
     "llama3_8b": (1, {"remat": "none", "n_layers": 8}),
 }
-"""Config -> sequences in a step, and fields changed: what 139 GiB hold without rematerialisation."""
+"""Config -> sequences in a step, and changed fields, so that the step fits 139 GiB without rematerialisation."""
 TINY_TIMED = {"d_model": 64, "n_heads": 1, "n_kv_heads": 0, "d_ff": 0, "rope_theta": 1e4, "n_layers": 1, "remat": "none", "seq_len": 128}
-"""Over TINY: a head of 64, which our kernel takes."""
+"""Changes of TINY: a head dim of 64, which our kernel supports."""
 NEEDED_BY_TRAIN = ("grain", "tyro", "tensorboardX", "tokenizers", "matplotlib")
 AGREE = 5e-3
 """Largest relative difference of the first step's loss between implementations."""
@@ -34,33 +34,35 @@ AGREE = 5e-3
 
 def end_to_end(lab: Lab) -> Iterator[Table]:
     """Train steps in bf16 with fp32 weights and moments, no rematerialisation; gpt2_124m: 32 sequences of 1,024, gpt_1_3b: 8 of 2,048,
-    llama3_8b cut to 8 layers: 1 of 8,192. torch: torch.compile and SDPA, the same shapes. mfu: of the dense bf16 peak; joules: of the GPU
-    alone. Medians."""
+    llama3_8b with only 8 layers: 1 of 8,192. torch: torch.compile and SDPA, the same shapes. mfu: of the dense bf16 peak; joules: of the
+    GPU alone. Medians."""
     names = ["mosaic", "xla"] if lab.dry_run else ["mosaic", "cudnn", "xla"]
-    told = {name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields} for name, (_, fields) in TIMED.items()}
-    models = {name: one["model"] for name, one in told.items()}
+    changes = {name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields} for name, (_, fields) in TIMED.items()}
+    models = {name: one["model"] for name, one in changes.items()}
     shapes = {row["model"]: row for row in lab.run("shapes", platform="cpu", models=models, device_kind=lab.device["device_kind"])}
     rows: list[Row] = []
-    # The largest model of one framework after the other's: both would not fit.
+    # The largest models of the two frameworks run one after the other, because both do not fit together.
     for group, together in ((list(TIMED)[: 1 if lab.dry_run else 2], True), (list(TIMED)[2:], False)):
-        ours = [variant(lab, told[name], name, attention) for name in group for attention in names]
+        ours = [variant(lab, changes[name], name, attention) for name in group for attention in names]
         ours.sort(key=lambda variant: variant["attention"] == "xla")
         twins = [shapes[name] | {"batch": batch_of(lab, name)} for name in group if name in shapes] if torch_there() else []
         how: dict[str, Any] = {"patience": 150, "needed": False, "steps": 1 if lab.dry_run else 15}
         here = {"directory": str(lab.directory), "changes": {}, "interpret": lab.dry_run, "cache": "tuned"}
         with ThreadPoolExecutor(2 if together else 1) as pool:
-            first = pool.submit(lab.spread, "speed", ours, lanes=1, title="Train step", note=said(end_to_end), before=rows, **here, **how)
+            first = pool.submit(
+                lab.spread, "speed", ours, lanes=1, title="Train step", note=note_of(end_to_end), before=rows, **here, **how
+            )
             second = pool.submit(lab.each, "train", twins, worker=TORCH, dry_run=lab.dry_run, **how)
         rows += [finished(lab, row, shapes) for row in first.result() + second.result()]
-        yield "Train step", rows, said(end_to_end)
-    lab.problems += [f"{name}: {told}" for name, told in disagreeing(rows)]
+        yield "Train step", rows, note_of(end_to_end)
+    lab.problems += [f"{name}: {problem}" for name, problem in disagreeing(rows)]
 
 
-def variant(lab: Lab, told: dict[str, Any], name: str, attention: str) -> Row:
-    """For the worker's task speed."""
+def variant(lab: Lab, changes: dict[str, Any], name: str, attention: str) -> Row:
+    """Returns the arguments of the worker's task speed."""
     train = {"global_batch": batch_of(lab, name), "microbatches": 1, "steps": 1000}
     optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if lab.dry_run else 3e-4}
-    return {"config": name, "attention": attention, "changes": {**told, "train": train, "optimizer": optimizer}}
+    return {"config": name, "attention": attention, "changes": {**changes, "train": train, "optimizer": optimizer}}
 
 
 def batch_of(lab: Lab, name: str) -> int:
@@ -68,7 +70,7 @@ def batch_of(lab: Lab, name: str) -> int:
 
 
 def finished(lab: Lab, row: Row, shapes: dict[str, Row]) -> Row:
-    """A row of either framework with the same columns: MFU, watts and joules a token."""
+    """Returns a row of either framework with the same columns: MFU, watts and joules per token."""
     name = row.get("config") or row["model"]
     shape, rate = shapes[name], row.get("tokens_per_s")
     first = {"model": name, "attention": row.get("attention", "torch")}
@@ -83,7 +85,7 @@ def finished(lab: Lab, row: Row, shapes: dict[str, Row]) -> Row:
 
 
 def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """Models whose first loss differs between our implementations."""
+    """Returns the models whose first loss differs between our implementations."""
     ours = [row for row in rows if row["attention"] != "torch" and "loss_first" in row]
     for name in dict.fromkeys(row["model"] for row in ours):
         first = {row["attention"]: row["loss_first"] for row in ours if row["model"] == name}
@@ -94,10 +96,10 @@ def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
 
 
 def training(lab: Lab) -> Iterator[Table]:
-    """gpt2_124m through train.py, killed by SIGKILL after a checkpoint, and started again by the same command: the steps made twice have
+    """Runs gpt2_124m with train.py, kills it by SIGKILL after a checkpoint, and resumes it with the same command: repeated steps must have
     the same losses. joules: of the GPU alone, over the steps between checkpoint and end."""
     if missing := [name for name in NEEDED_BY_TRAIN if importlib.util.find_spec(name) is None]:
-        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed: its parts instead")
+        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed; its parts are run instead")
         yield from resume(lab)
         return
     output, every = lab.directory / "train-py", 4 if lab.dry_run else 20
@@ -125,11 +127,11 @@ def training(lab: Lab) -> Iterator[Table]:
         lab.note(f"train.py, resumed: exit status {process.returncode}", log)
         return
     drawn = lab.power.during(marks.get(every + 3, time.time()), marks.get(steps, time.time()))
-    yield "train.py", [resumed(lab, before, metrics(output), every, log) | drawn_per_token(drawn, metrics(output))], said(training)
+    yield "train.py", [resumed(lab, before, metrics(output), every, log) | drawn_per_token(drawn, metrics(output))], note_of(training)
 
 
 def killed(lab: Lab, command: list[str], saved: Path, output: Path, every: int) -> tuple[dict[int, Row] | None, Path]:
-    """The metrics of a run that SIGKILL ended after a checkpoint and two more steps, and its log; None where it did not come so far."""
+    """Returns the metrics and the log of a run killed by SIGKILL two steps after a checkpoint; None if it did not come that far."""
     process, log = spawned(lab, command)
     while process.poll() is None and lab.left() > 0 and not (saved.exists() and max(metrics(output), default=0) >= every + 2):
         time.sleep(0.05)
@@ -141,7 +143,7 @@ def killed(lab: Lab, command: list[str], saved: Path, output: Path, every: int) 
 
 
 def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
-    """(train.py, its log)."""
+    """Starts train.py. Returns (process, its log)."""
     log = lab.directory / f"{next(lab.n)}-train.py"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
     platform = {"JAX_PLATFORMS": "cpu"} if lab.dry_run else {}
@@ -150,14 +152,14 @@ def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path
 
 
 def metrics(output: Path) -> dict[int, Row]:
-    """Step -> the row of metrics.jsonl that has its loss."""
+    """Returns step -> the row of metrics.jsonl that has its loss."""
     path = output / "metrics.jsonl"
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
 
 
 def resumed(lab: Lab, before: dict[int, Row], after: dict[int, Row], every: int, log: Path) -> Row:
-    """What the two runs have in common."""
+    """Returns a row that compares the steps that both runs did."""
     twice = [step for step in before if step > every and step in after]
     differ = [step for step in twice if before[step]["loss"] != after[step]["loss"]]
     said_so = f"resumed at step {every}" in log.read_text()
@@ -169,7 +171,7 @@ def resumed(lab: Lab, before: dict[int, Row], after: dict[int, Row], every: int,
 
 
 def drawn_per_token(drawn: Row, after: dict[int, Row]) -> Row:
-    """tokens_per_s, the median of the steps, and what the GPU drew meanwhile."""
+    """Returns tokens_per_s, the median over the steps, and the GPU's power during them."""
     rates = sorted(row["tokens_per_s"] for row in after.values() if "tokens_per_s" in row)
     if not rates:
         return drawn
@@ -177,7 +179,7 @@ def drawn_per_token(drawn: Row, after: dict[int, Row]) -> Row:
     return {"tokens_per_s": rate, **drawn, **({"joules_per_token": drawn["watts"] / rate} if drawn else {})}
 
 
-# What a first hour is for, where there is time: python benchmarks/gpu_suite.py --parts losses,resume,rerun,layouts
+# Optional parts, if there is more time: python benchmarks/gpu_suite.py --parts losses,resume,rerun,layouts
 
 
 def losses(lab: Lab) -> Iterator[Table]:
@@ -204,13 +206,13 @@ def losses(lab: Lab) -> Iterator[Table]:
 
 
 def agreement(one: str, a: Row, other: str, b: Row, tolerance: float) -> Row:
-    """How far apart two runs of `losses` are; `tolerance` is that of the losses."""
+    """Returns a row with the differences between two runs of `losses`; `tolerance`: the largest allowed one."""
     loss, norm = (max(abs(x - y) / abs(y) for x, y in zip(a[key], b[key], strict=True)) for key in ("losses", "grad_norms"))
     return {"run": one, "against": other, "loss_rel": loss, "tolerance": tolerance, "holds": loss <= tolerance, "grad_norm_rel": norm}
 
 
 def rerun(lab: Lab) -> Iterator[Table]:
-    """Leaves of the state (weights, optimizer) that differ in some bit between two runs of the same steps from the same seed."""
+    """Counts leaves of the state (weights, optimizer) that differ in any bit between two runs of the same steps from the same seed."""
     rows: list[Row] = []
     for name in ["auto"] if lab.dry_run else ["auto", "xla"]:
         for flags in (DETERMINISTIC, ""):
@@ -230,7 +232,7 @@ def rerun(lab: Lab) -> Iterator[Table]:
 
 
 def resume(lab: Lab) -> Iterator[Table]:
-    """Eight steps straight, against four, kill -9 in the fifth or later, and a new process that goes on from the checkpoint."""
+    """Compares eight uninterrupted steps with four, kill -9 in the fifth or later, and a new process that resumes from the checkpoint."""
     half, shared = 4, {**lab.gpt2(8, layers=4), "save_at": 4}
     same = {"flags": DETERMINISTIC, "cache": "resume"}
 
@@ -239,7 +241,7 @@ def resume(lab: Lab) -> Iterator[Table]:
         return {**shared, "directory": str(directory)}
 
     straight = lab.run("train", **same, **at("straight"), steps=2 * half)
-    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)  # until it is killed
+    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)  # runs until it is killed
     saved = lab.directory / "killed" / "run" / "checkpoints" / str(half)
     while process.poll() is None and lab.left() > 0 and not saved.exists():
         time.sleep(0.05)
@@ -260,7 +262,7 @@ def resume(lab: Lab) -> Iterator[Table]:
 
 
 def layouts(lab: Lab) -> Iterator[Table]:
-    """GPT-2 124M in bf16, 32 sequences of 1,024 tokens a step, attention=auto; from the smallest plan to the largest."""
+    """GPT-2 124M in bf16, 32 sequences of 1,024 tokens per step, attention=auto; from the smallest planned memory to the largest."""
     variants = [{"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
     variants = [variants[0], *variants[3:]] if lab.dry_run else variants
     variants = [{"microbatches": 1, "remat": "none", "attention": "auto"} | variant for variant in variants]

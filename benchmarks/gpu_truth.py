@@ -1,13 +1,13 @@
-"""The first thing to run on a machine with one H100: whether our kernels run, and whether what the lab assumes and predicts is so.
+"""The first benchmark to run on a machine with one H100: do our kernels run, and do the lab's assumptions and predictions hold?
 
-python benchmarks/gpu_truth.py ends in less than 10 minutes. Its cases, what is worth most first: `kernels` runs our attention, forward and
-backward, at the shape of gpt_1_3b, against the formula in fp32; `cudnn` does the same with cuDNN's; `matmul` and `elementwise` say how much
-of the data sheet's peaks a GPU gives for seconds on end, beside the shares that the lab assumes; `steps` takes ten steps of gpt_1_3b, one
-GPU's share of its batch, beside the time and the memory that the lab predicts for the same config and one device.
+python benchmarks/gpu_truth.py ends in less than 10 minutes. Its cases, most important first: `kernels` compares our attention, forward and
+backward, at the shape of gpt_1_3b, with the formula in fp32; `cudnn` does the same with cuDNN's; `matmul` and `elementwise` measure which
+shares of the data sheet's peaks a GPU sustains for seconds, and compare them with the lab's assumptions; `steps` compares ten steps of
+gpt_1_3b, with one GPU's share of its batch, with the time and the memory that the lab predicts for the same config and one device.
 
-Each case runs in processes of its own with a time limit, and results are written after each row: a kernel that hangs costs its own case,
-and a run that is killed keeps what it has. Needs jax and numpy; `steps` flax, optax and orbax-checkpoint as well; the prediction ptxas.
-Without a GPU it says so and ends with status 0. `--dry-run` goes the same way on a CPU, with tiny sizes and our kernel interpreted.
+Each case runs in processes of its own with a time limit, and results are written after each row: a kernel that hangs loses its own case
+only, and a run that is killed keeps its results. Needs jax and numpy; `steps` also flax, optax and orbax-checkpoint; the prediction ptxas.
+Without a GPU it prints that and exits with status 0. `--dry-run` does the same on a CPU, with tiny sizes and an interpreted kernel.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from gpu_attention import OURS, WORKER, said, shape, with_power
+from gpu_attention import OURS, WORKER, note_of, shape, with_power
 from gpu_lab import TINY, Lab, Part, Table, compiler_there, suite
 from gpu_training import TINY_TIMED
 from record import Row
 
 DEVICE = "device_worker.py"
 HEADLINE = shape("causal", 128, 2048, tokens=8 * 2048)
-"""What attention has of gpt_1_3b on each of eight GPUs: a microbatch of 8 sequences."""
+"""The shape of gpt_1_3b's attention on each of eight GPUs: a microbatch of 8 sequences."""
 TINY_HEADLINE = shape("causal", 64, 128, tokens=128, width=64)
 MATMULS: tuple[Row, ...] = (
     {"config": "gpt_1_3b", "tokens": 16_384, "d_model": 2048, "width": [2048, 6144, 8192]},
     {"config": "llama3_8b", "tokens": 8192, "d_model": 4096, "width": [4096, 14_336]},
     {"config": "gpt_175b", "tokens": 4096, "d_model": 12_288, "width": [1536, 4608, 6144]},
 )
-"""A config's microbatch on one device: its tokens, and the widths of attention and of the MLP. gpt_175b: an eighth of them, by tensor."""
+"""A config's microbatch on one device: tokens, and the widths of attention and of the MLP (for gpt_175b divided by tensor=8)."""
 ELEMENTWISE = [{"dtype": dtype, "gib": gib} for dtype in ("bfloat16", "float32") for gib in (0.25, 1.0, 2.0)]
 """Five times an H100's L2, and more."""
 CONFIG, RULES, TARGET = "gpt_1_3b", "fsdp", "h100"
 SHARE = {"global_batch": 64, "microbatches": 8}
-"""Of 512 sequences those of one GPU in eight, in as many microbatches."""
+"""One GPU's eighth of 512 sequences, in as many microbatches as the config has."""
 STEPS = 10
 LAYERS = (24, 12)
 
@@ -42,13 +42,13 @@ LAYERS = (24, 12)
 def kernels(lab: Lab) -> Iterator[Table]:
     """Our attention at the shape of gpt_1_3b, bf16, random data. rel: |x - formula| / |formula|, the formula in fp32. bwd: the backward
     alone, 2.5 times the FLOPs."""
-    yield from smoke(lab, "Our attention", OURS, said(kernels))
+    yield from smoke(lab, "Our attention", OURS, note_of(kernels))
     lab.found["kernels"] = not lab.problems
 
 
 def cudnn(lab: Lab) -> Iterator[Table]:
-    """The same of cuDNN's attention."""
-    yield from smoke(lab, "cuDNN's attention", "xla" if lab.dry_run else "cudnn", said(cudnn))
+    """The same for cuDNN's attention."""
+    yield from smoke(lab, "cuDNN's attention", "xla" if lab.dry_run else "cudnn", note_of(cudnn))
 
 
 def smoke(lab: Lab, title: str, peer: str, note: str) -> Iterator[Table]:
@@ -59,21 +59,21 @@ def smoke(lab: Lab, title: str, peer: str, note: str) -> Iterator[Table]:
 
 
 def matmul(lab: Lab) -> Iterator[Table]:
-    """bf16 matmuls of random data, back to back for so many seconds: all widths of a config in turn, then each alone, forward and weights'
-    gradients. share_of_peak: of the data sheet's dense peak; lab_assumes: the share that the lab takes. Medians of five samples."""
+    """bf16 matmuls of random data, back to back for seconds: all widths of a config in turn, then each alone, forward and weights'
+    gradients. share_of_peak: of the data sheet's dense peak; lab_assumes: the lab's share. Medians of five samples."""
     alone = [row | {"width": width, "seconds": 1.0} for row in MATMULS for width in row["width"]]
     variants = [*(row | {"seconds": 4.0} for row in MATMULS), *alone]
     if lab.dry_run:
         variants = [MATMULS[0] | {"tokens": 64, "d_model": 32, "width": width, "seconds": 0.05} for width in ([64, 32], 64)]
-    yield from sustained(lab, "matmul", variants, said(matmul))
+    yield from sustained(lab, "matmul", variants, note_of(matmul))
 
 
 def elementwise(lab: Lab) -> Iterator[Table]:
-    """y = a x + b: bytes read and written in a second; gib is the size of one of the two arrays. Shares of the memory's bandwidth."""
+    """y = a x + b: bytes read and written per second; gib is the size of one of the two arrays. Shares of the memory's bandwidth."""
     variants = [row | {"seconds": 1.0} for row in ELEMENTWISE]
     if lab.dry_run:
         variants = [row | {"gib": 2**-10, "seconds": 0.05} for row in ELEMENTWISE[::3]]
-    yield from sustained(lab, "elementwise", variants, said(elementwise))
+    yield from sustained(lab, "elementwise", variants, note_of(elementwise))
 
 
 def sustained(lab: Lab, task: str, variants: list[Row], note: str) -> Iterator[Table]:
@@ -83,34 +83,34 @@ def sustained(lab: Lab, task: str, variants: list[Row], note: str) -> Iterator[T
 
 
 def steps(lab: Lab) -> Iterator[Table]:
-    """Ten train steps of gpt_1_3b, model and optimizer as shipped but for a warm-up of 2 steps; 64 sequences are one GPU's of 512 on eight.
-    predicted: by the lab for an H100 that is not here, one device. measured_peak: the allocator's; compiled_peak: of the program here.
-    ratio: measured / predicted. attention: cudnn where ours failed above. layers: fewer only where memory did not suffice."""
+    """Ten train steps of gpt_1_3b, as shipped except for a warm-up of 2 steps; 64 sequences are one GPU's share of 512 on eight.
+    predicted: by the lab, for one H100, without a GPU. measured_peak: the allocator's; compiled_peak: of the program compiled here.
+    ratio: measured / predicted. attention: cudnn if ours failed above. layers: fewer only if memory did not suffice."""
     title, rows = "Predicted and measured", []
     shipped = {"attention": "auto" if lab.found.get("kernels", True) else "cudnn"}
     for layers in LAYERS:
         model = {**TINY, **TINY_TIMED, "remat": "save_names"} if lab.dry_run else shipped | {"n_layers": layers}
         train = {"global_batch": 8, "microbatches": 2} if lab.dry_run else SHARE
         changes = {"model": model, "train": train, "optimizer": {"warmup_steps": 2}, "launch": {"compile_cache": ""}}
-        told = {"directory": str(lab.directory), "changes": changes, "name": CONFIG, "rules": RULES}
+        options = {"directory": str(lab.directory), "changes": changes, "name": CONFIG, "rules": RULES}
         about = {"config": CONFIG, "layers": model["n_layers"], "sequences": train["global_batch"], "microbatches": train["microbatches"]}
         about |= {"attention": shipped["attention"]}
         if lab.dry_run and not compiler_there():
             lab.left_out.append("XLA's compiler for CUDA is not installed")
             plan = []
         else:
-            plan = lab.run("predicted", platform="cpu", hidden=True, target=TARGET, **told)
+            plan = lab.run("predicted", platform="cpu", hidden=True, target=TARGET, **options)
         rows.append(compared(lab, about, plan, []))
-        yield title, rows, said(steps)
-        ran = lab.run("stepped", steps=1 if lab.dry_run else STEPS, **told)
+        yield title, rows, note_of(steps)
+        ran = lab.run("stepped", steps=1 if lab.dry_run else STEPS, **options)
         rows[-1] = compared(lab, about, plan, ran)
-        yield title, rows, said(steps)
+        yield title, rows, note_of(steps)
         if not any("RESOURCE_EXHAUSTED" in row.get("error", "") for row in ran):
             return
 
 
 def compared(lab: Lab, about: Row, plan: list[Row], ran: list[Row]) -> Row:
-    """A row with both; where one of them failed, with its error."""
+    """Returns a row with both; if one of them failed, with its error."""
     wanted, found = (next(iter(rows), {}) for rows in (plan, with_power(lab, ran)))
     row = about | {name: wanted.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib", "fits")}
     measured = {
@@ -127,7 +127,7 @@ def compared(lab: Lab, about: Row, plan: list[Row], ran: list[Row]) -> Row:
 
 
 PARTS = (Part(kernels, 90), Part(cudnn, 60), Part(matmul, 110), Part(elementwise, 40), Part(steps, 250))
-"""550 s in all, the start included. What a case leaves over goes to those after it."""
+"""550 s in all, the start included. Time that a case does not use is available to later ones."""
 SLOW = 4
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One task of the GPU suite about training, in a process of its own: python benchmarks/gpu_worker.py TASK '{"key": value, ...}'
 
-Every result is printed at once as a line "ROW {json}", so that a crash or a time limit loses only what was not measured yet. Needs jax,
-flax, optax, orbax-checkpoint and numpy; the text is made here.
+Every result is printed immediately as a line "ROW {json}", so that a crash or a time limit loses only later results. Needs jax,
+flax, optax, orbax-checkpoint and numpy; the training text is synthetic.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpu_lock import compiling, measuring
 from record import Row
 from worker import emit, reported, serve
 
-from configs import gpt2_124m
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt2_124m
 from mesh_lm.data.indexed import Documents, TokenStream, bin_path, idx_path, write_documents
 from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
@@ -47,27 +47,27 @@ MODELS = ("gpt2_124m", "gpt_1_3b", "llama3_8b")
 
 @contextlib.contextmanager
 def hopper(interpret: bool) -> Iterator[None]:
-    """Inside, and where asked to, a model's calls of our kernel are interpreted on the CPU, as if it were a Hopper GPU."""
+    """A context in which, if requested, a model's calls of our kernel are interpreted on the CPU as if it were a Hopper GPU."""
     if not interpret:
         yield
         return
-    from mesh_lm.model import layers
+    from mesh_lm.model import attention
 
-    door = layers.flash_attention
+    door = attention.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
         there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
         return door(*arrays, **{**features, **there})
 
-    layers.flash_attention = interpreted_door
+    attention.flash_attention = interpreted_door
     try:
         with interpreted():
             yield
     finally:
-        layers.flash_attention = door
+        attention.flash_attention = door
 
 
-# What is run: a config with some fields changed, on the first device or devices.
+# The run: a config with some fields changed, on the first device or devices.
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
     def __init__(
         self, directory: str, changes: dict[str, dict[str, Any]], rules: str = "ddp", devices: int = 1, name: str = "gpt2_124m"
     ) -> None:
-        """Arguments as those of `configured`."""
+        """Takes the arguments of `configured`."""
         config = configured(directory, changes, rules, name)
         self.config: TrainConfig = check(config, n_devices=devices)
         shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
@@ -89,11 +89,11 @@ class Run:
         return init_state(self.layout, self.optimizer, self.config.seed)
 
     def batch(self, position: int) -> dict[str, jax.Array]:
-        """The global batch that starts at a global sample position, as leaves [M, B, ...]; what `Loader` gives, without its threads."""
+        """Returns the global batch that starts at a sample position, as leaves [M, B, ...], like `Loader` but without threads."""
         return self.placed(self.sequences.rows(position + np.arange(self.config.train.global_batch)))
 
     def placed(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The rows of a global batch, and the tokens' indices, on the devices."""
+        """Puts the rows of a global batch, and the tokens' indices, on the devices."""
         parts, size = self.config.train.microbatches, self.config.train.global_batch
         sharding, length = batch_sharding(self.layout), rows["tokens"].shape[1]
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
@@ -102,7 +102,7 @@ class Run:
         return {name: jax.device_put(x, where[name]) for name, x in shaped.items()}
 
     def steps(self, state: State, n: int, first: int = 0) -> tuple[State, list[dict[str, float]]]:
-        """n steps from step `first` on, and their metrics."""
+        """Runs n steps from step `first` on. Returns the state and their metrics."""
         found = []
         for i in range(first, first + n):
             state, metrics = self.step(state, self.batch(i * self.config.train.global_batch))
@@ -111,8 +111,8 @@ class Run:
 
 
 def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m") -> TrainConfig:
-    """name: of a file of configs/, without its mesh. changes: section of the config -> field -> value."""
-    config = importlib.import_module(f"configs.{name}").get_config()
+    """Returns a config. name: a file of configs/, whose mesh is dropped. changes: section of the config -> field -> value."""
+    config = importlib.import_module(f"mesh_lm.configs.{name}").get_config()
     config = dataclasses.replace(config, output=str(Path(directory) / "run"), rules=preset(rules), mesh=gpt2_124m.get_config().mesh)
     for section, fields in changes.items():
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
@@ -121,13 +121,13 @@ def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, n
 
 
 def text(directory: Path, config: TrainConfig) -> RowReader:
-    """Sequences of the text of `text_prefix`."""
+    """Returns sequences of the text of `text_prefix`."""
     documents = Documents(text_prefix(directory, config))
     return RowReader(Sequences(TokenStream(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
 
 
 def text_prefix(directory: Path, config: TrainConfig) -> Path:
-    """A text that can be learnt and is the same everywhere: nine tokens in ten follow from the one before, among 500."""
+    """Returns a learnable text that is the same on all machines: of its 500 tokens, nine in ten follow from the one before."""
     vocab, S = config.model.vocab_size, config.model.seq_len
     prefix, n_documents, length = directory / f"text-{vocab}-{S}", 64 if S < 256 else 256, max(1024, S)
     if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
@@ -144,7 +144,7 @@ def text_prefix(directory: Path, config: TrainConfig) -> Path:
 
 
 def digests(state: State) -> dict[str, str]:
-    """Leaf -> the start of the SHA-256 of its bytes."""
+    """Returns leaf -> the start of the SHA-256 of its bytes."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in leaves}
 
@@ -153,9 +153,9 @@ def digests(state: State) -> dict[str, str]:
 
 
 def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
-    """What a twin in another framework must know of each config, with these fields of the model changed."""
+    """Emits, for a twin in another framework, the shape of each config with these fields of the model changed."""
     for name, fields in models.items():
-        model: Any = dataclasses.replace(importlib.import_module(f"configs.{name}").get_config().model, **fields)
+        model: Any = dataclasses.replace(importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields)
         kept = ("seq_len", "n_layers", "d_model", "n_heads", "positions", "rope_theta", "norm", "activation", "biases", "tied", "norm_eps")
         derived = {"vocab_size": model.padded_vocab, "n_kv_heads": model.kv_heads, "d_ff": model.d_mlp}
         fields = {field: getattr(model, field) for field in kept} | derived
@@ -172,7 +172,7 @@ def prefix(directory: str, changes: dict[str, dict[str, Any]]) -> None:
 def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any]], steps: int, interpret: bool = False) -> None:
     """Time, memory and compilation of the train step.
 
-    A variant is fields of the model; or of "config" (a name), "microbatches", "changes" (of that config, instead of those for all).
+    A variant has fields of the model; or "config" (a name), "microbatches" and "changes" (of that config, instead of those for all).
     """
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name != "changes"}
@@ -185,7 +185,7 @@ def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any
 
 
 def timed(run: Run, steps: int) -> Row:
-    """Time, memory and compilation of the run's train step; high water: of the process so far, on the fullest device."""
+    """Measures time, memory and compilation of the run's train step; high water: of the process so far, on the fullest device."""
     size, warm_up = run.config.train.global_batch, 3
     batches = [run.batch(i * size) for i in range(4)]
     with compiling():
@@ -222,8 +222,8 @@ def timed(run: Run, steps: int) -> Row:
 
 
 def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
-    """What the lab says of the train step of a config on one GPU of this kind, which is not used."""
-    from mesh_lm.planning.program import compile_config, flags_of  # here, because no other task needs the lab
+    """Emits the lab's prediction for the train step of a config on one GPU of this kind, without using it."""
+    from mesh_lm.planning.program import compile_config, flags_of  # imported here, because no other task needs the lab
 
     config = configured(directory, changes, rules, name)
     began = time.perf_counter()
@@ -237,7 +237,7 @@ def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, t
 
 
 def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int) -> None:
-    """The same train step run, with the XLA flags and the share of memory that train.py gives it."""
+    """Runs the same train step with the XLA flags and the share of memory that train.py sets."""
     config = configured(directory, changes, rules, name)
     flags = gpu.set_flags(config.launch.xla_flags)
     gpu.set_memory()
@@ -246,7 +246,7 @@ def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, ste
 
 
 def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int) -> None:
-    """The metrics of the first steps. A variant is the model's dtype and attention, and JAX's matmul precision for fp32."""
+    """Emits the metrics of the first steps. A variant has the model's dtype and attention, and JAX's matmul precision for fp32."""
     for variant in variants:
         precision = None if variant["precision"] == "default" else variant["precision"]
         with reported(**variant), jax.default_matmul_precision(precision):
@@ -256,7 +256,7 @@ def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, st
 
 
 def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
-    """The same steps twice, with one compiled program."""
+    """Runs the same steps twice with one compiled program."""
     run = Run(directory, changes)
     for _ in range(2):
         state, found = run.steps(run.state(), steps)
@@ -264,8 +264,8 @@ def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
 
 
 def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) -> None:
-    """Trains to step `steps` from the newest checkpoint, if there is one, as train.py does; saves after step `save_at`."""
-    from mesh_lm.checkpoint import Checkpoints  # here, because Orbax takes a while to import
+    """Trains to step `steps`, from the newest checkpoint if there is one, as train.py does; saves after step `save_at`."""
+    from mesh_lm.checkpoint import Checkpoints  # imported here, because Orbax takes a while
 
     run, state = Run(directory, changes), None
     size = run.config.train.global_batch

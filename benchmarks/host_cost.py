@@ -1,7 +1,7 @@
-"""What the host costs per step: train.py's loop with a device step that does nothing. Target: 2 ms.
+"""Host time per step: train.py's loop with a device step that does nothing. Target: 2 ms.
 
-The loader, the monitor, the checkpoints and the SIGTERM handler are the real ones of configs/gpt_tiny.py, used as train.py uses them; the
-step takes the real batch and gives metrics of the real names. No device's work hides anything here, so this is the worst case.
+The loader, the monitor, the checkpoints and the SIGTERM handler are those of configs/gpt_tiny.py, used as train.py uses them; the step
+takes the real batch and returns metrics with the real names. No work on the device hides the host's, so this is the worst case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Metrics = dict[str, jax.Array]
 
 
 def no_op_step(config: TrainConfig, layout: ModelLayout, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """A jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
+    """Returns a jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
     optimizer = Optimizer(config.optimizer, config.train.steps)
     metrics = jax.eval_shape(train_step(layout, optimizer, config.seed), abstract_state(layout, optimizer), batch)[1]
 
@@ -52,7 +52,7 @@ def no_op_step(config: TrainConfig, layout: ModelLayout, batch: Batch) -> Callab
 
 
 def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
-    """Seconds of each part of each step, [steps - warm_up, parts]."""
+    """Returns the seconds of each part of each step, [steps - warm_up, parts]."""
     layout, marks = tiny.layout(config), np.zeros((config.train.steps, len(PARTS) + 1))
     clock = time.perf_counter
     with distributed.StopOnSigterm() as stop, Checkpoints(config) as checkpoints:
@@ -78,7 +78,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
 
 
 def rows_of(seconds: np.ndarray) -> list[Row]:
-    """Statistics of each part, and of their sum."""
+    """Returns statistics of each part, and of their sum."""
     columns = dict(zip(PARTS, seconds.T, strict=True)) | {"whole step": seconds.sum(1)}
     return [
         {"part": name, "median_ms": float(np.median(t)), "mean_ms": float(t.mean()), "p99_ms": float(np.quantile(t, 0.99))}

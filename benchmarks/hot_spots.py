@@ -1,9 +1,9 @@
-"""Bytes that norms, rotary positions, activations and the loss move in device memory, against the least: does any need its own kernel?
+"""Bytes that norms, rotary positions, activations and the loss move in device memory, and the minimum: does any need its own kernel?
 
-Nothing runs on a GPU. Forward and backward are compiled for one H100 that is not here, each alone, as they are in a training step. A kernel
-is taken to read each operand and write each result once; the least reads each input of the function once and writes each result once.
-What is more is priced at the H100's bandwidth and set against the predicted time of the layer. Without a GPU to tune on, matmuls come out
-as Triton's, with what XLA fuses into them. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+Nothing runs on a GPU. Forward and backward are compiled separately for one H100, as in a training step. Each kernel is assumed to read its
+operands and write its results once; the minimum reads each input of the function once and writes each result once. The time of the excess
+at the H100's bandwidth is compared with the predicted time of the layer. Without a GPU to tune on, matmuls become Triton kernels, with
+other operations fused into them. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from record import Record, Row, options
 
 from mesh_lm.config import files
-from mesh_lm.model import DecoderConfig, layers
+from mesh_lm.model import DecoderConfig, attention, layers, mlp
 from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
@@ -33,7 +33,7 @@ from sharding_rules.lab.timeline import _FREE, ATTENTION, ATTENTION_BACKWARD, MA
 
 TOKENS = 8192
 WORTH = 0.02
-"""Share of the step from which a kernel is worth its upkeep."""
+"""Share of the step from which on a kernel is worth its maintenance."""
 HBM, PEAK = TARGETS["h100"].hbm_bandwidth, TARGETS["h100"].flops["bf16"]
 
 
@@ -43,24 +43,24 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """A part of a layer, as its forward and its backward run it."""
+    """A part of a layer: its forward and its backward."""
 
     forward: Program
     backward: Program
     times: int = 1
-    """In a layer."""
+    """Occurrences in a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Of one program, in bytes; matmuls apart, whose bytes move while they multiply."""
+    """Memory traffic of one program, in bytes. Matmuls are separate, because their transfers overlap with their computation."""
 
     least: int
-    """Arguments and results, each once. An argument that no result depends on is none."""
+    """Arguments and results, each once, without arguments that no result depends on."""
     kernels: tuple[tuple[str, int], ...]
-    """Name and bytes of those that are no matmuls, all trips of their loops."""
+    """(name, bytes) of kernels that are not matmuls, over all iterations of their loops."""
     matmuls: tuple[tuple[int, int], ...]
-    """FLOPs and bytes."""
+    """(FLOPs, bytes) of the matmuls."""
 
     @property
     def moved(self) -> int:
@@ -72,7 +72,7 @@ class Traffic:
 
     @property
     def waits_us(self) -> float:
-        """Of the matmuls, what their bytes take longer than their FLOPs."""
+        """The seconds by which the matmuls' transfers exceed their computation."""
         return sum(max(0.0, moving_us(size) - multiplying_us(flops)) for flops, size in self.matmuls)
 
 
@@ -92,7 +92,7 @@ def multiplying_us(flops: float) -> float:
 
 
 def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
-    """Compiles for one H100 and reads the program. Raises LabError where the compiler is not installed."""
+    """Compiles for one H100 and returns the program's traffic. Raises LabError if the compiler is not installed."""
     place = jax.NamedSharding(h100(), jax.P())
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
     compiled = jax.jit(function).lower(*placed).compile()
@@ -118,12 +118,12 @@ def of(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def gradient(function: Callable[..., Any], *inputs: jax.ShapeDtypeStruct) -> Program:
-    """(inputs, gradients of the results) -> gradients of the inputs."""
+    """Returns (inputs, gradients of the results) -> gradients of the inputs."""
     return lambda inputs, grads: jax.vjp(function, *inputs)[1](grads), (inputs, jax.eval_shape(function, *inputs))
 
 
 def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
-    """The parts of a layer that are no matmul and no attention, for T tokens; the backward starts from what remat=save_names keeps."""
+    """Returns the parts of a layer other than matmuls and attention, for T tokens; the backward starts from what remat=save_names keeps."""
     B, S, D, F = max(1, T // config.seq_len), min(T, config.seq_len), config.d_model, config.d_mlp
     x, vectors = of(B, S, D), [of(D, dtype="float32")] * (2 if config.norm == "layernorm" and config.biases else 1)
 
@@ -146,20 +146,20 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
         heads = tuple(of(B, S, n, config.d_head) for n in (config.n_heads, config.kv_heads))
 
         def rotary(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            angles = layers.rope_table(config, jnp.arange(S))
-            return layers.rotate(q, angles), layers.rotate(k, angles)
+            angles = attention.rope_table(config, jnp.arange(S))
+            return attention.rotate(q, angles), attention.rotate(k, angles)
 
         found["rotary, q and k"] = Spot((rotary, heads), gradient(rotary, *heads))
     if config.activation == "swiglu":
-        found["SwiGLU"] = Spot((layers._swiglu, (up := of(B, S, 2, F),)), gradient(layers._swiglu, up))
+        found["SwiGLU"] = Spot((mlp.swiglu, (up := of(B, S, 2, F),)), gradient(mlp.swiglu, up))
     else:
 
         def bias_gelu(raw: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
             up = layers.add_bias(raw, bias)
-            return up, layers._gelu(up)
+            return up, mlp.gelu(up)
 
         def back(up: jax.Array, dh: jax.Array) -> Any:
-            (dup,) = jax.vjp(layers._gelu, up)[1](dh)
+            (dup,) = jax.vjp(mlp.gelu, up)[1](dh)
             return jax.vjp(layers.add_bias, up, jnp.zeros(F))[1](dup)
 
         found["bias and GELU"] = Spot((bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up)))
@@ -167,10 +167,10 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
 
 
 def one_pass(eps: float) -> Callable[..., Any]:
-    """LayerNorm's gradient written so that one pass over x and dy gives all sums over a row. Not what the model does.
+    """LayerNorm's gradient, written so that one pass over x and dy gives all sums over a row. The model does not do this.
 
-    (h, scale, (dh, dn)) -> gradients of h, scale and bias, where h goes on unchanged beside its norm n. Sums are of h less its row's first
-    value, because a variance as a difference of two sums loses digits where the mean is large.
+    (h, scale, (dh, dn)) -> gradients of h, scale and bias; h is also passed on unchanged, next to its norm n. The row's first value is
+    subtracted from h before the sums, because a variance as a difference of two sums loses digits if the mean is large.
     """
 
     def back(h: jax.Array, scale: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -202,7 +202,7 @@ def loss(config: DecoderConfig, T: int) -> Program:
 
 
 def layer_us(config: DecoderConfig, T: int, moved: int) -> float:
-    """Forward and backward of one layer: its matmuls, causal attention by kernels as fast as published ones, and these bytes."""
+    """Predicts one layer's forward and backward: its matmuls, causal attention at the speed of published kernels, and these bytes."""
     D, F, heads = config.d_model, config.d_mlp, config.n_heads * config.d_head
     weights = 2 * D * heads + 2 * D * config.kv_heads * config.d_head + D * F * (3 if config.activation == "swiglu" else 2)
     pairs = 2 * T * min(T, config.seq_len) * heads
@@ -211,7 +211,7 @@ def layer_us(config: DecoderConfig, T: int, moved: int) -> float:
 
 
 def in_layers(name: str, config: DecoderConfig, T: int) -> tuple[list[Row], list[Row], float]:
-    """Rows of bytes, rows of shares, and the predicted time of a layer."""
+    """Returns rows of bytes, rows of shares, and the predicted time of a layer."""
     measured = {part: (traffic(*spot.forward), traffic(*spot.backward), spot.times) for part, spot in spots(config, T).items()}
     counted = [both for part, both in measured.items() if part != "norm" and "other" not in part]
     layer = layer_us(config, T, sum(times * (f.moved + b.moved) for f, b, times in counted))
@@ -228,7 +228,7 @@ def in_layers(name: str, config: DecoderConfig, T: int) -> tuple[list[Row], list
 
 
 def of_loss(name: str, config: DecoderConfig, T: int, layer: float) -> Row:
-    """The least: each logit read once in fp32, its gradient written once in bf16, the head cast once."""
+    """The minimum: each logit read once in fp32, its gradient written once in bf16, the head cast once."""
     found = traffic(*loss(config, T))
     least = 6 * config.padded_vocab * (T + config.d_model)
     excess = moving_us(found.moved - least)
@@ -239,7 +239,7 @@ def of_loss(name: str, config: DecoderConfig, T: int, layer: float) -> Row:
 
 
 def of_grouped_matmul(T: int, D: int, F: int, groups: list[int]) -> list[Row]:
-    """Temp memory of y and both gradients, beside arguments and results."""
+    """Returns the temp memory of y and both gradients, without arguments and results."""
 
     def by(name: Any) -> Callable[..., Any]:
         if name == "jax.lax.ragged_dot":
@@ -274,8 +274,8 @@ def main() -> int:
         details, shares, losses = details + detail, shares + share, [*losses, of_loss(name, config, TOKENS, layer)]
     of_what = f"{TOKENS:,} tokens on one H100, "
     record.table("Bytes of a call", details, of_what + "bf16. Kernels: those that move more than a MiB.")
-    told = f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} of the layer is excess."
-    record.table("Share of a layer", shares, of_what + told)
+    note = f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} of the layer is excess."
+    record.table("Share of a layer", shares, of_what + note)
     record.table(
         "Loss", losses, of_what + "in chunks; matmuls apart. Their wait: bytes beyond what their FLOPs take. Step: all layers and this."
     )

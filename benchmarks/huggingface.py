@@ -1,7 +1,7 @@
-"""Host memory and time that Hugging Face weights take on their way to eight CPU devices and back.
+"""Host memory and time to import Hugging Face weights onto eight CPU devices, and to export them.
 
-CPU devices keep their arrays in the same memory, so the arrays' own bytes are subtracted: what is left is what the way there holds beside
-them. Each case runs in a process of its own.
+CPU devices keep their arrays in host memory, so the arrays' own bytes are subtracted; the rest is what the transfer needs in addition.
+Each case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def model(quick: bool) -> DecoderConfig:
 
 
 def synthesise(directory: Path, config: DecoderConfig) -> None:
-    """Writes random weights in bf16, a file a layer, without ever holding the model."""
+    """Writes random weights in bf16, one file per layer, without holding the full model."""
     (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")))
     sizes = {"D": config.d_model, "N": config.n_heads, "K": config.kv_heads, "H": config.d_head, "F": config.d_mlp, "V": config.vocab_size}
     random, where = np.random.default_rng(0), {}
@@ -71,7 +71,7 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
 
 
 class Peak:
-    """Anonymous memory of this process, watched every 2 ms; pages of mapped files, which the system can drop, are not in it."""
+    """Samples this process's anonymous memory every 2 ms; it excludes pages of mapped files, which the system can drop."""
 
     def __enter__(self) -> Peak:
         self.before = self.top = anonymous()
@@ -94,12 +94,12 @@ def anonymous() -> int:
 
 
 def settle() -> None:
-    """Gives freed memory back to the system, so that what is counted is held."""
+    """Returns freed memory to the system, so that only memory in use is counted."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def on_devices(params: dict[str, jax.Array]) -> int:
-    """Bytes of the parameters on all devices, each buffer counted once: on a CPU replicas may share one."""
+    """Returns the bytes of the parameters on all devices, each buffer counted once: on a CPU replicas may share one."""
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for x in params.values() for s in x.addressable_shards}.values())
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second that the loader delivers, against what gpt_tiny's train step consumes on the same machine. Target: twice as many.
+"""Tokens per second that the loader delivers and that gpt_tiny's train step consumes on the same machine. Target: twice as many.
 
 Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch counts when it is on the device.
 """
@@ -33,7 +33,7 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> float:
-    """Tokens per second, from after the first few batches on."""
+    """Returns tokens per second, without the first few batches."""
     batches = Batches(config, corpus, batch_sharding(tiny.layout(config))).train()
     with contextlib.closing(batches):
         for _ in range(config.data.prefetch + 2):
@@ -46,7 +46,7 @@ def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> floa
 
 
 def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
-    """Tokens per second of the real train step, its batch already there; from the median step."""
+    """Returns tokens per second of the real train step with its batch already on the device, from the median step."""
     layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
     batches = Batches(config, corpus, batch_sharding(layout)).train()
     with contextlib.closing(batches):

@@ -1,7 +1,7 @@
-"""Memory of the chunked loss against that of whole fp32 logits: exact bytes of the compiled programs, at sizes no laptop could run.
+"""Memory of the chunked loss and of full fp32 logits: exact bytes of the compiled programs, at sizes that no laptop could run.
 
-Both are compiled from shapes alone for the CPU, in fp32, where no cast blurs the comparison; temp bytes are the compiler's own allocation,
-without arguments and results. At a size that fits, their times are compared too.
+Both are compiled from shapes alone for the CPU, in fp32, so that no casts disturb the comparison; temp bytes are the compiler's
+allocation, without arguments and results. At a size that fits, their times are compared, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def chunked(chunk: int) -> Loss:
-    """(x [1, T, D], head [V, D], labels and weights [1, T]) -> summed cross-entropy, as the decoder calls it."""
+    """Returns (x [1, T, D], head [V, D], labels and weights [1, T]) -> summed cross-entropy, as the decoder calls it."""
     shard = Shard(preset("ddp"), make_mesh(MeshConfig(), jax.devices()[:1]))
     return lambda x, head, labels, weights: cross_entropy(
         x, head, labels, weights, shard, vocab_size=head.shape[0], chunk=chunk
@@ -30,7 +30,7 @@ def chunked(chunk: int) -> Loss:
 
 
 def naive(x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-    """The same, from all logits at once."""
+    """Returns the same from all logits at once."""
     logits = jnp.einsum("bsd,vd->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
     return (weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels)).sum()
 
@@ -40,7 +40,7 @@ def shapes(T: int, V: int, D: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def temp_bytes(loss: Loss, T: int, V: int, D: int) -> int:
-    """What the gradient program needs beside its arguments and results."""
+    """Returns the temp bytes of the gradient program, without its arguments and results."""
     memory = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes(T, V, D)).compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
@@ -57,7 +57,7 @@ def memory(V: int, tokens: list[int], widths: list[int]) -> list[Row]:
 
 
 def speed(T: int, V: int, D: int, chunk: int, repeats: int) -> Row:
-    """Median times of both on random data, and how far apart their gradients are."""
+    """Returns the median times of both on random data, and the difference of their gradients."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, head = jax.random.normal(keys[0], (1, T, D)), 0.02 * jax.random.normal(keys[1], (V, D))
     arguments = x, head, jax.random.randint(keys[2], (1, T), 0, V), jnp.ones((1, T))

@@ -1,10 +1,10 @@
-"""Our reading of Megatron .bin/.idx files beside Megatron-LM's own code: seconds to build the indices, tokens a second delivered.
+"""Compares our reader of Megatron .bin/.idx files with Megatron-LM's: seconds to build the indices, tokens delivered per second.
 
 python benchmarks/megatron_data.py --megatron=/path/to/venv/bin/python
 
-That venv: Python 3.11, `pip install torch==2.13.0 numpy packaging tqdm` and `pip install --no-deps megatron-core==0.16.1`. Both sides read
-the same files, in the same order, in turns, each in a process of its own that says what it measured as one line of JSON. Targets: at most
-twice Megatron's time for the indices, at least twice the tokens a second of a torch DataLoader over its dataset, at its best setting.
+That venv: Python 3.11, `pip install torch==2.13.0 numpy packaging tqdm` and `pip install --no-deps megatron-core==0.16.1`. Both read the
+same files in the same order, in turns, each in a process of its own that prints its results as one line of JSON. Targets: at most twice
+Megatron's time for the indices, at least twice the tokens per second of a torch DataLoader over its dataset, at its best setting.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ LOADER_NOTE = (
 
 
 def corpora(directory: Path, n: int) -> None:
-    """Prefixes of n documents of 400 tokens on average, and of n / 5 with 2,000."""
+    """Makes files of n documents with 400 tokens on average, and of n / 5 with 2,000. Returns their prefixes."""
     sys.path.insert(0, str(ROOT))
     from mesh_lm.data.indexed import write_documents
 
@@ -157,7 +157,7 @@ def loaders(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any
 
 
 def measured(arguments: argparse.Namespace, cache: Path, job: dict[str, Any], side: str) -> dict[str, Any]:
-    """What one process says in its last line."""
+    """Returns the JSON of a process's last line."""
     text = json.dumps({**job, "cache": str(cache), "seed": SEED, "seq_len": SEQ_LEN, "split": SPLIT, "eod": EOD})
     mine = [sys.executable, __file__, "--megatron", "-", "--job", text]
     run = subprocess.run(
@@ -169,7 +169,7 @@ def measured(arguments: argparse.Namespace, cache: Path, job: dict[str, Any], si
 
 
 def ours(job: dict[str, Any]) -> dict[str, Any]:
-    """The same with our code: `prepare` and `Batches`, as a run calls them."""
+    """Measures the same with our code: `prepare` and `Batches`, as a run calls them."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -195,7 +195,7 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def loader_rate(batches: Any, threads: int, seconds: float) -> float:
-    """Tokens per second on the device, from after the first few batches on."""
+    """Returns tokens per second on the device, without the first few batches."""
     import jax
 
     batches._batching["threads"] = threads

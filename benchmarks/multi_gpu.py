@@ -1,8 +1,8 @@
-"""Every strategy on the 2, 4 or 8 GPUs of one machine: the same as on one GPU? How fast? And what do the links carry?
+"""Every strategy on the 2, 4 or 8 GPUs of one machine: does it equal one GPU, how fast is it, and what do the links carry?
 
-Parts: bandwidth of collectives; initial bits, loss and gradients of every strategy in fp32, against one GPU's; step time, MFU and memory of
-a model sized to the machine; losses in bf16. Each runs in processes of its own; a strategy that ends its process, or hangs, costs itself
-alone, and results are written after each part. Needs jax, flax, optax, orbax-checkpoint and numpy. `--cpu --quick` rehearses it.
+Parts: bandwidth of collectives; initial bits, loss and gradients of every strategy in fp32, compared with one GPU's; step time, MFU and
+memory of a model sized for the machine; losses in bf16. Each runs in processes of its own, so a strategy that crashes or hangs loses only
+its own results, which are written after each part. Needs jax, flax, optax, orbax-checkpoint and numpy. `--cpu --quick` is a dry run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**HEADS, "z_loss": 1e-3, "sinks": True, "remat": "full"},
     "gpt": {"n_heads": 8, "dropout": 0.1},
 }
-"""What is compared: between them all that a strategy could get wrong."""
+"""The models that are compared; together they cover everything that a strategy could get wrong."""
 BATCH = 16
 """Sequences in the global batch that is compared."""
 
@@ -35,31 +35,31 @@ SIZED: tuple[tuple[float, int, dict[str, Any]], ...] = (
     (30, 8, {"seq_len": 1024, "n_layers": 24, "d_model": 1024, "n_heads": 16, "remat": "save_names"}),
     (0, 4, {"seq_len": 1024, "n_layers": 24, "d_model": 512, "n_heads": 8, "remat": "save_names"}),
 )
-"""GiB that a GPU must have, sequences on each, and the model: 1.3 B, 350 M and 100 M parameters, of which one GPU holds all with AdamW."""
+"""(GiB that a GPU must have, sequences on each, model): 1.3 B, 350 M and 100 M parameters, which fit one GPU with AdamW."""
 
 SIZES = [1 << n for n in range(10, 31, 2)]
 PAIRS = 64 << 20
-"""Bytes that travel, in a collective, and between two devices alone."""
+"""Bytes sent in a collective, and between a pair of devices."""
 KEPT = ("tokens_per_s", "mfu", "weak_scaling", "peak_gib", "high_water_gib")
-"""Columns of the speed that the last table repeats."""
+"""Columns of the speed table that the summary repeats."""
 
 
 @dataclasses.dataclass
 class Suite:
-    """The parts, for this machine; each yields tables as soon as they are measured."""
+    """The parts for this machine. Each yields tables as soon as they are measured."""
 
     devices: int
     quick: bool
     cpu: bool
     memory_gib: float
-    """Of one device."""
+    """Results of one device."""
     status: dict[str, Row] = dataclasses.field(default_factory=dict)
-    """What was found of each strategy, by name, for the last table."""
+    """Results of each strategy, by name, for the summary."""
     patience: float = 400.0
-    """Seconds for one strategy to compile and run: after that it hangs."""
+    """Seconds for one strategy to compile and run, after which it counts as hung."""
 
     def bandwidth(self, lab: Lab) -> Iterator[Table]:
-        """fp32 zeros, in device memory. bus: bytes / time x NCCL's factor for what a link must carry; all groups work at once."""
+        """fp32 zeros, in device memory. bus: bytes / time x NCCL's factor for what a link must carry; all groups run concurrently."""
         n, kinds = self.devices, ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ppermute")
         groups = {"all": [list(range(n))]} | ({"neighbours": [[i, i + 1] for i in range(0, n, 2)]} if n > 2 else {})
         sizes = SIZES[:6:2] if self.cpu or self.quick else SIZES
@@ -73,49 +73,49 @@ class Suite:
         yield "Best bus bandwidth", best, "Of all sizes."
 
     def pairs(self, lab: Lab) -> Iterator[Table]:
-        """Two devices alone, each sending to the other: a slow link, or a card in the wrong slot, is one row."""
+        """Two devices, each sending to the other, so that a slow link, or a card in the wrong slot, shows as one row."""
         size = SIZES[3] if self.cpu or self.quick else PAIRS
         pairs = list(itertools.combinations(range(self.devices), 2))[: 3 if self.quick else None]
         variants = [{"collective": "ppermute", "group": f"{a} and {b}", "bytes": size, "devices": [[a, b]]} for a, b in pairs]
         yield "Pairs", self.each(lab, "bandwidth", variants, most=20), _said(self.pairs)
 
     def equality(self, lab: Lab) -> Iterator[Table]:
-        """fp32, one global batch in one step. init_differ: leaves of the initial weights with another bit; rel: the largest differences of
-        sums, and of gradients by leaf, from one device's."""
+        """fp32, one global batch in one step. init_differ: leaves of the initial weights that differ in any bit; rel: the largest
+        differences of sums, and of gradients by leaf, from one device's."""
         rows: list[Row] = []
         for model, fields in list(MODELS.items())[: 1 if self.quick else None]:
             exact = fields | {"dtype": "float32", "attention": "xla"}
-            told = {**self.compared(lab.directory, exact), "path": str(lab.directory / f"{model}.npz")}
-            if not any("error" not in row for row in self.each(lab, "reference", [ONE.variant(1, model=model)], **told)):
+            options = {**self.compared(lab.directory, exact), "path": str(lab.directory / f"{model}.npz")}
+            if not any("error" not in row for row in self.each(lab, "reference", [ONE.variant(1, model=model)], **options)):
                 continue
             chosen = [s for s in self.strategies if model == "llama" or s.main]
-            found = self.each(lab, "equality", [s.variant(microbatches(s), model=model) for s in chosen], **told)
+            found = self.each(lab, "equality", [s.variant(microbatches(s), model=model) for s in chosen], **options)
             self.keep(chosen, found, "fp32")
             rows += found
             yield "Equal to one device, fp32", rows, _said(self.equality)
 
     def training(self, lab: Lab) -> Iterator[Table]:
         """bf16, attention=auto, the first steps. rel: the largest difference of a loss from one device's."""
-        told = {**self.compared(lab.directory, MODELS["llama"]), "steps": 5 if self.quick else 20}
-        alone = self.each(lab, "training", [ONE.variant(1)], wanted=[], **told)
+        options = {**self.compared(lab.directory, MODELS["llama"]), "steps": 5 if self.quick else 20}
+        alone = self.each(lab, "training", [ONE.variant(1)], wanted=[], **options)
         if not alone or "losses" not in alone[0]:
             return
-        found = self.each(lab, "training", [s.variant(microbatches(s)) for s in self.strategies], wanted=alone[0]["losses"], **told)
+        found = self.each(lab, "training", [s.variant(microbatches(s)) for s in self.strategies], wanted=alone[0]["losses"], **options)
         self.keep(self.strategies, found, "bf16")
         rows = [{key: value for key, value in row.items() if key != "losses"} for row in alone + found]
         yield "Losses in bf16", rows, _said(self.training)
         runs = {_name(row): row["losses"] for row in alone + found if "losses" in row}
-        yield "Losses by step", [{"step": i + 1, **{name: run[i] for name, run in runs.items()}} for i in range(told["steps"])], ""
+        yield "Losses by step", [{"step": i + 1, **{name: run[i] for name, run in runs.items()}} for i in range(options["steps"])], ""
 
     def speed(self, lab: Lab) -> Iterator[Table]:
-        """As many sequences for each device as one alone has. mfu: of the dense bf16 peak; peak: what XLA plans for, as train.py --plan
-        says; high water: what the device saw; weak_scaling: tokens a second, over so many times one device's."""
+        """As many sequences per device as a single device has. mfu: of the dense bf16 peak; peak: XLA's plan, as train.py --plan
+        prints it; high water: measured on the device; weak_scaling: tokens per second, over n times one device's."""
         rows: list[Row] = []
         alone = 0.0
         for strategy in [ONE, *(s for s in self.strategies if s.main)]:
             n = self.devices if strategy.mesh else 1
-            told = {**self.sized(lab.directory, n), "steps": 3 if self.quick else 20}
-            found = self.each(lab, "speed", [strategy.variant(timed_microbatches(strategy))], **told)
+            options = {**self.sized(lab.directory, n), "steps": 3 if self.quick else 20}
+            found = self.each(lab, "speed", [strategy.variant(timed_microbatches(strategy))], **options)
             for row in found:
                 rate = row.get("tokens_per_s", 0.0) / n
                 alone = alone if strategy.mesh else rate
@@ -126,7 +126,7 @@ class Suite:
         yield "Speed", rows, f"{_said(self.speed)} Model: {self.sized(lab.directory, 1)['changes']['model']}."
 
     def summary(self, lab: Lab) -> Iterator[Table]:
-        """Every strategy. ok: within the tolerance of one device; empty: not run."""
+        """A summary of every strategy. ok: within the tolerance of one device; empty: not run."""
         rows = []
         for strategy in self.strategies:
             status = self.status.get(_name(strategy.columns), {})
@@ -138,22 +138,22 @@ class Suite:
         return [s for s in strategies(self.devices) if s.quick or not self.quick]
 
     def compared(self, directory: Path, fields: dict[str, Any]) -> dict[str, Any]:
-        """The run that strategies are compared in, with these fields of the model."""
+        """Returns the run in which strategies are compared, with these fields of the model."""
         model = {**SMALL, **({**TINY, "n_layers": 8} if self.cpu else {}), **fields}
         changes = {"model": model, "train": {"global_batch": BATCH, "steps": 1000}, "optimizer": {"warmup_steps": 2, "learning_rate": 1e-3}}
         return {"directory": str(directory), "changes": changes}
 
     def sized(self, directory: Path, n: int) -> dict[str, Any]:
-        """The run that is timed on n devices, as large as one can hold."""
+        """Returns the run that is timed on n devices, as large as one device can hold."""
         each, model = next((count, model) for gib, count, model in SIZED if self.cpu or self.memory_gib >= gib)
         model = {**TINY, "n_layers": 8, "n_heads": 8} if self.cpu else model
         train, rate = {"global_batch": each * n, "steps": 1000}, {"warmup_steps": 5, "learning_rate": 3e-4}
         return {"directory": str(directory), "changes": {"model": model, "train": train, "optimizer": rate}}
 
-    def each(self, lab: Lab, task: str, variants: list[dict[str, Any]], **told: Any) -> list[Row]:
-        """A row for each variant. Those with stages have processes of their own, because train.py gives them other XLA flags."""
+    def each(self, lab: Lab, task: str, variants: list[dict[str, Any]], **options: Any) -> list[Row]:
+        """Returns a row for each variant. Those with stages run in processes of their own, because train.py gives them other XLA flags."""
         groups = itertools.groupby(variants, lambda variant: bool(variant.get("pipeline")))
-        return [row for _, group in groups for row in lab.each(task, list(group), patience=self.patience, **told)]
+        return [row for _, group in groups for row in lab.each(task, list(group), patience=self.patience, **options)]
 
     def keep(self, chosen: list[Strategy], found: list[Row], what: str) -> None:
         for strategy, row in zip(chosen, found, strict=False):
@@ -163,17 +163,17 @@ class Suite:
 
 
 def microbatches(strategy: Strategy) -> int:
-    """As few as fill the pipeline; without one two, so that gradients are accumulated."""
+    """Returns the fewest microbatches that fill the pipeline; 2 without one, so that gradients are accumulated."""
     return max(4, strategy.stages) if strategy.stages > 1 else 2
 
 
 def timed_microbatches(strategy: Strategy) -> int:
-    """One sequence of each device at once in a pipeline, whose bubble is then less than a quarter of the time; else all."""
+    """Returns microbatches of one sequence per device in a pipeline, whose bubble is then less than a quarter of the time; else 1."""
     return 4 * strategy.stages if strategy.stages > 1 else 1
 
 
 def _grouped(rows: list[Row], *columns: str) -> list[list[Row]]:
-    """Rows without error, by what they have in these columns."""
+    """Returns the rows without error, by their values in these columns."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if "error" not in row:
@@ -208,7 +208,7 @@ def main() -> int:
 
 
 def parts(suite: Suite) -> list[Part]:
-    """In the order of what is worth most where the machine goes away. Their times are limits, not what they take."""
+    """The most important first, in case the machine is lost. The times are limits."""
     return [
         Part(suite.bandwidth, 900), Part(suite.pairs, 300), Part(suite.equality, 3600), Part(suite.speed, 2400), Part(suite.training, 2400),
         Part(suite.summary, 1),

@@ -1,6 +1,6 @@
 """One task of multi_gpu.py, in a process of its own: python benchmarks/multi_gpu_worker.py TASK '{"key": value, ...}'; as gpu_worker.py.
 
-A variant is a strategy: what names it, and under "changes" what it changes in the config (see strategies.py).
+A variant is a strategy: its name's columns, and under "changes" its changes of the config (see strategies.py).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from record import Row
 from worker import emit, reported, serve
 
 from mesh_lm.distributed import gpu
-from mesh_lm.optim.unflat import unflattened
+from mesh_lm.optim.unflatten import unflatten_matrices
 from mesh_lm.parallel.engine import region
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5
-"""The project's (CONTRIBUTING.md), on a GPU too: with matmuls in full fp32, a mesh changes nothing but the order of sums."""
+"""The project's tolerance (CONTRIBUTING.md), on a GPU, too: with fp32 matmuls a mesh changes only the order of sums."""
 BF16_TOLERANCE = 1e-2
-"""Of each loss of the first 20 steps, relative. bf16 has 8 bits: partial sums that are rounded before they are added differ by 0.4 %."""
+"""The relative tolerance of each loss of the first 20 steps. bf16 has 8 bits: sums of rounded partial sums differ by 0.4 %."""
 
 Variant = dict[str, Any]
 Outcome = dict[str, np.ndarray]
-"""Initial parameters, sums and gradients, as "params.name", "sums.name" and "grads.name"."""
+"""Returns initial parameters, sums and gradients, as "params.name", "sums.name" and "grads.name"."""
 
 
 def strategy(directory: str, changes: dict[str, dict], variant: Variant) -> Run:
-    """A run with a variant's changes on top of the others."""
+    """Returns a run with a variant's changes on top of the others."""
     merged = both(changes, variant)
     return Run(directory, merged, variant["rules"], devices=math.prod(merged["mesh"].values()))
 
@@ -49,7 +49,7 @@ def both(changes: dict[str, dict], variant: Variant) -> dict[str, dict]:
 
 
 def named(variant: Variant) -> Row:
-    """A variant without what only the worker reads."""
+    """Returns a variant without the entries that only the worker reads."""
     return {key: value for key, value in variant.items() if not isinstance(value, dict | list)}
 
 
@@ -57,7 +57,7 @@ def named(variant: Variant) -> Row:
 
 
 def reference(directory: str, changes: dict[str, dict], variants: list[Variant], path: str) -> None:
-    """Writes what the one variant gives, in fp32, for `equality` to compare with."""
+    """Writes the results of the only variant, in fp32, as the reference of `equality`."""
     (variant,) = variants
     with jax.default_matmul_precision("highest"):
         found: dict[str, Any] = {**outcome(strategy(directory, changes, variant))}
@@ -66,7 +66,7 @@ def reference(directory: str, changes: dict[str, dict], variants: list[Variant],
 
 
 def equality(directory: str, changes: dict[str, dict], variants: list[Variant], path: str) -> None:
-    """Initial bits, sums and every gradient in fp32, against the reference's."""
+    """Compares initial bits, sums and every gradient in fp32 with the reference's."""
     wanted = dict(np.load(path))
     for variant in variants:
         with reported(**named(variant)), jax.default_matmul_precision("highest"):
@@ -74,20 +74,20 @@ def equality(directory: str, changes: dict[str, dict], variants: list[Variant], 
 
 
 def outcome(run: Run) -> Outcome:
-    """Of one global batch, whose sequences have from few labels to all, so that a mean of means is not the mean."""
+    """Returns one global batch whose sequences have from few labels to all, so that a mean of means is not the mean."""
     layout, train, params = run.layout, run.config.train, run.state()["params"]
     rows = run.sequences.rows(np.arange(train.global_batch))
     kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
     (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(params, batch, jax.random.key(run.config.seed))
-    grads = unflattened(layout.flat, grads, layout.shardings("params"))
-    ordered = {kind: layout.in_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
+    grads = unflatten_matrices(layout.flat, grads, layout.shardings("params"))
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
     found = {**ordered, "sums": sums}
     return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
 
 
 def compared(found: Outcome, wanted: Outcome) -> Row:
-    """Relative differences; with an "error" where a bit of the initial weights, or more than TOLERANCE of the rest, differs."""
+    """Returns relative differences, with an "error" if any initial bit differs, or another difference exceeds TOLERANCE."""
     assert found.keys() == wanted.keys(), f"leaves {sorted(found.keys() ^ wanted.keys())} are in one only"
     initial = [name for name in found if name.startswith("params.")]
     bits = [name.removeprefix("params.") for name in initial if found[name].tobytes() != wanted[name].tobytes()]
@@ -107,7 +107,7 @@ def _size(x: float) -> float:
 
 
 def training(directory: str, changes: dict[str, dict], variants: list[Variant], steps: int, wanted: list[float]) -> None:
-    """The losses of the first steps, against those wanted; empty: nothing to compare with."""
+    """Compares the losses of the first steps with `wanted`; empty: nothing to compare with."""
     for variant in variants:
         with reported(**named(variant)):
             run = strategy(directory, changes, variant)
@@ -123,7 +123,7 @@ def training(directory: str, changes: dict[str, dict], variants: list[Variant], 
 
 
 def speed(directory: str, changes: dict[str, dict], variants: list[Variant], steps: int) -> None:
-    """Time and memory of the train step: one variant, because the high water is the process's."""
+    """Measures time and memory of the train step, of one variant only, because the high water is the process's."""
     (variant,) = variants
     with reported(**named(variant)):
         emit(**named(variant), **timed(strategy(directory, changes, variant), steps))
@@ -134,15 +134,15 @@ def speed(directory: str, changes: dict[str, dict], variants: list[Variant], ste
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of n devices along the axis "group", and how NCCL's tests count it (nccl-tests, doc/PERFORMANCE.md)."""
+    """A collective of n devices along the axis "group", with the accounting of nccl-tests (doc/PERFORMANCE.md)."""
 
     run: Callable[[jax.Array, int], jax.Array]
     local: Callable[[int, int], int]
-    """(bytes, n) -> bytes that a device brings. The bytes are the larger of what it brings and what it gets."""
+    """(bytes, n) -> bytes that a device contributes. `bytes` is the larger of its contribution and its result."""
     factor: Callable[[int], float]
     """n -> bus bandwidth over bytes / time: what a link must carry, whatever the algorithm."""
     in_place: bool = False
-    """Its result takes the place of its operand: to keep that would copy it."""
+    """Whether the result replaces the operand, which saves a copy."""
 
 
 COLLECTIVES = {
@@ -159,7 +159,7 @@ COLLECTIVES = {
 
 
 def bandwidth(variants: list[Variant], most: int) -> None:
-    """One collective at one size. devices: rows of the devices (by number) of a group; all groups work at once. most: repeats."""
+    """Times one collective at one size. devices: a row of device numbers for each group; all groups run concurrently. most: repeats."""
     for variant in variants:
         with reported(**named(variant)):
             emit(**named(variant), **_bandwidth(variant, most))
@@ -186,13 +186,13 @@ def _bandwidth(variant: Variant, most: int) -> Row:
 
 
 def repeated(collective: Collective, n: int, repeats: int, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """The collective, so often, one after the other in one program: launches from Python would take longer than a small one."""
+    """Repeats the collective in one program, because a launch from Python would take longer than a small collective."""
 
     def again(_: int, x: jax.Array) -> jax.Array:
         y = collective.run(x, n)
         if collective.in_place:
             return y  # zeros stay zeros
-        y, x = lax.optimization_barrier((y, x))  # all of y is made, and the next one needs a number of it
+        y, x = lax.optimization_barrier((y, x))  # all of y is computed, and the next iteration depends on a number of it
         return x.at[0].set(y[-1])
 
     spec = PartitionSpec(("groups", "group"))
@@ -201,7 +201,7 @@ def repeated(collective: Collective, n: int, repeats: int, mesh: Mesh) -> Callab
 
 
 def nvlink(device_kind: str) -> float | None:
-    """Nominal bytes/s of one GPU in one direction; None where unknown. Cards on PCIe have no NVLink between them all."""
+    """Returns the nominal bytes/s of one GPU in one direction; None if unknown. PCIe cards have no NVLink between all of them."""
     kind = device_kind.lower()
     return next((target.nvlink for target in TARGETS.values() if target.name in kind and "pcie" not in kind), None)
 

@@ -1,4 +1,4 @@
-"""docs/images/configs.png, from the results of plan_table.py: memory at the peak by class, and bytes sent by mesh axis; a row a config."""
+"""Draws docs/images/configs.png from the results of plan_table.py: for each config peak memory by class, and bytes sent by mesh axis."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MEMORY = {
     "params": "#2f6db3", "moments": "#86b1de", "gradients": "#8a63b8", "weights in use": "#2b9a86", "activations": "#e08e2b",
     "logits": "#b9504a", "other": "#9aa3ab",
 }  # fmt: skip
-"""Class -> colour, as on the page of --plan; `other` here also has batch and fragmentation."""
+"""Class -> colour, as on the page of --plan; `other` here also includes batch and fragmentation."""
 NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "pipeline": "#c98a3c", "tensor": "#d3d9d8"}
-"""NVLink pale. fsdp+tensor, which is small, is drawn with fsdp, and what stages and replicas sum together with data."""
+"""Colours of axes; NVLink's are pale. fsdp+tensor, which is small, counts as fsdp, and sums over stages and replicas count as data."""
 MERGED = {"batch": "other", "fragmentation": "other", "fsdp+tensor": "fsdp", "pipeline+data": "data"}
 FAMILIES = {"gpt": "GPT", "llama3": "Llama 3", "megatron": "Megatron-LM's nine"}
 GAP, BAR = 1.15, 0.6
 
 
 def draw(data: Mapping[str, Any], to: Path) -> None:
-    """data: the results, as record.py has them. Their digest goes into the picture, so that a test can tell whether it is theirs."""
+    """Draws the chart. data: the results of record.py. The picture contains their digest, so that a test can detect a stale one."""
     rows = data["tables"]["Configs"]["rows"]
     heights, usable = _heights(rows), rows[0]["usable_gib"]
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):  # matplotlib's own: the same on every machine
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):  # bundled with matplotlib, so the same everywhere
         figure = Figure(figsize=(9.4, 6.9), dpi=200, facecolor=PAPER)
         left, right = (figure.add_axes((at, 0.045, 0.36, 0.8)) for at in (0.225, 0.625))
         _names(left, rows, heights)
@@ -53,12 +53,12 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """Of the numbers that the picture shows."""
+    """Returns the digest of the numbers that the picture shows."""
     return hashlib.sha256(json.dumps(data["tables"]["Configs"]["rows"], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _heights(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """From the top down, with a gap for the name of each family."""
+    """Returns the rows' positions from the top down, with a gap for the name of each family."""
     heights, at, before = [], 0.0, ""
     for row in rows:
         family = row["name"].partition("_")[0].rstrip("2")
@@ -81,7 +81,7 @@ def _sent(row: Mapping[str, Any]) -> str:
 
 
 def _bars(axes: Axes, heights: Sequence[float], rows: Sequence[dict[str, float]], colours: Mapping[str, str]) -> list[float]:
-    """Stacked; returns where they end."""
+    """Draws stacked bars. Returns where they end."""
     ends = [0.0] * len(rows)
     for part, colour in colours.items():
         widths = [row[part] for row in rows]

@@ -1,8 +1,9 @@
-"""docs/configs.md, from the results of plan_table.py alone: what was measured is nowhere written by hand."""
+"""Writes docs/configs.md from the results of plan_table.py, so that no figure is written by hand."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.
 CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
     CONFIGS: "Each config at its published number of H100s. step_s, exposed_s: predicted, never measured.",
-    FSDP: "The configs with stages by FSDP instead, on as many H100s: no stages, few microbatches, and remat=full as they had it.",
-    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, and nothing to cut over them.",
+    FSDP: "The configs with stages, with FSDP instead, on the same number of H100s: no stages, few microbatches, and remat=full.",
+    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is sharded over them.",
     DEPTH: "gpt_175b on 1,024 H100s with fewer layers: 2, 3 and 4 in each of its 24 chunks.",
 }
-"""Table -> what its rows are."""
+"""Table -> the description of its rows."""
 BY_FSDP_OF_2 = {
     "megatron_70b": {
         "mesh": "pipeline 2 x data 24 x fsdp 2 x tensor 8", "microbatches": 2, "chunks": 14, "remat": "full",
@@ -31,41 +32,43 @@ BY_FSDP_OF_2 = {
         "peak_gib": 64.836326, "sent_gib": 641.386115, "flops_over_model": 1.233111, "step_s": 12.34192,
     },
 }  # fmt: skip
-"""What the results of 2026-11-22 have of configs whose rules were hsdp+megatron_sp then."""
+"""Results of 2026-11-22, when the rules of these configs were hsdp+megatron_sp."""
 AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
 
 _PAGE = """\
 # Every config, as XLA compiles it
 
-What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for: Megatron-LM's table of nine,
-with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is compiled for GPUs that are not there, as
-`--plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU, and not here.
+What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for:
+Megatron-LM's table of nine, with their pipeline stages, Llama 3's, GPT-3 and GPT-2. The real step of `train.py` is
+compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores; nothing is measured on a GPU. `gpt_tiny` is for a CPU,
+and not here.
 
-One command compiles them all and writes this page: `python benchmarks/plan_table.py`. Made on {date} with jax {jax}, from
-[these raw results](../benchmarks/results/{source}).
+One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with
+jax {jax}, from [these raw results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
-With stages, *other* is mostly what they keep of microbatches until their backward passes.
+With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes.
 
 ## The runs
 
 {runs}
 
-Stages run interleaved 1F1B with so many chunks of layers on each; *residuals*: a stage keeps of a microbatch what `remat` keeps, and runs
-no forward pass twice for the pipeline's sake. The bubble is what a stage waits, over what it works. Rules with
-*distributed* keep the fp32 weights and the moments of matrices as flat vectors, a part on each replica, which 48 replicas cut whatever the
-dimensions.
+Pipeline stages run interleaved 1F1B, with the number of chunks of layers in the column *chunks*. *residuals* means that
+a stage keeps what `remat` keeps of a microbatch, so that no forward pass is repeated because of the pipeline. The
+bubble is a stage's idle time divided by its work. Rules with *distributed* store the fp32 weights and the
+moments of matrices as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions.
 
 ## What a step needs of each GPU
 
-Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). GiB that a GPU sends in a
-step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over both), and all of it over the least that
-the strategy must send ([closed forms](closed_forms.md)); of stages, each collective on the one that runs it most. FLOPs of the program's
-matmuls over the model's own: `remat=full` runs each layer's forward again but for its last matmul, and the attention kernel's backward pass
-makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: for comparing configs, not a promise.
-It assumes that our attention kernel reaches FlashAttention-3's published rates. Stages were compiled with XLA's flags for them
-(`pipeline`), the rest as XLA comes.
+Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). The GiB
+that a GPU sends in a step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over
+both), and their sum divided by the minimum that the strategy must send ([closed forms](closed_forms.md)); with stages,
+each collective counts on the stage that runs it most. FLOPs of the program's matmuls divided by the model's own:
+`remat=full` repeats each layer's forward pass except for its last matmul, and the attention kernel's backward pass
+makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
+configs, not a promise. It assumes that our attention kernel reaches FlashAttention-3's published rates. Configs with
+stages were compiled with the XLA flags for them (`pipeline`), the others with XLA's defaults.
 
 {needs}
 
@@ -73,14 +76,16 @@ It assumes that our attention kernel reaches FlashAttention-3's published rates.
 
 ## The distributed optimizer
 
-48 replicas divide no dimension of `megatron_70b`, `_119b` and `_314b` that ZeRO could cut. Until there was a distributed optimizer, two
-replicas shared the weights of a stage, which each microbatch gathered (FSDP of 2); now all 48 share what the optimizer keeps. Before and
-after, by `python benchmarks/plan_table.py --again '--only={flat_names}'`:
+48 replicas divide no dimension of `megatron_70b`, `_119b` and `_314b` that ZeRO could shard. Before the distributed
+optimizer existed, two replicas shared the weights of a stage, which each microbatch gathered (FSDP of 2); now all 48
+share the optimizer state. Before and after, by
+`python benchmarks/plan_table.py --again '--only={flat_names}'`:
 
 {flat}
 
-The program has changed since, too, but that explains little: as it is now, the meshes of before take 3.24, 5.66 and 12.3 s. No weights are
-gathered in a microbatch any more, so there may be as many of one or two sequences as a pipeline wants, and what `save_names` names fits.
+The program has changed since, too, but that explains little: compiled today, the earlier meshes take 3.24, 5.66 and
+12.3 s. Weights are no longer gathered in every microbatch, so a pipeline can use as many microbatches of one or two
+sequences as it needs, and the activations that `save_names` keeps fit.
 
 ## Stages or FSDP
 
@@ -92,9 +97,9 @@ gathered in a microbatch any more, so there may be as many of one or two sequenc
 
 ## What it costs to know
 
-Seconds on {cores} cores ({cpu}), which other work shared: *load* is how many processes wanted a core
-when a row began, so the CPU seconds, of all threads, say more. *Read* is the lab's reading of the program. Resident memory is the peak of
-the whole process, Python and JAX included.
+Seconds on {cores} cores ({cpu}), which other work shared: *load* is the number of processes that wanted a core when a
+row started, so the CPU seconds, over all threads, are more reliable. *Read* is the lab's analysis of the program.
+Resident memory is the peak of the whole process, Python and JAX included.
 
 {costs}
 
@@ -117,7 +122,7 @@ the whole process, Python and JAX included.
 
 
 def newest() -> Path:
-    """The results of the latest day. Raises FileNotFoundError where there are none, ValueError where that day has those of two machines."""
+    """Returns the latest day's results. Raises FileNotFoundError if there are none, ValueError if two machines have some of that day."""
     dated: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("plan_table_*.json")):
         if match := re.match(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name):
@@ -125,13 +130,13 @@ def newest() -> Path:
     if not dated:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
     found = dated[max(dated)]
-    if len(found) > 1:  # a checkout keeps no times that could tell which is the newer
-        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
+    if len(found) > 1:  # a checkout has no modification times that would show the newer one
+        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep only those for the page")
     return found[0]
 
 
 def page(data: dict[str, Any], source: str) -> str:
-    """The whole page. source: the results' file name."""
+    """Returns the page. source: the results' file name."""
     rows = {title: table["rows"] for title, table in data["tables"].items()}
     configs = rows[CONFIGS]
     return _PAGE.format(
@@ -146,13 +151,13 @@ def page(data: dict[str, Any], source: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; a column whose head begins with > is aligned to the right."""
+    """Returns a Markdown table; a column whose head starts with > is aligned to the right."""
     rule = ["---:" if name.startswith(">") else "---" for name in head]
     return "\n".join("| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows])
 
 
 def billions(n: int) -> str:
-    """174.59 B; below one, in millions."""
+    """Returns the number in billions, as in 174.59 B; below one in millions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
 
 
@@ -184,12 +189,12 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether all fit, and which send more than 5 % above the least."""
+    """Returns a sentence: do all configs fit, and which send more than 5 % above the minimum?"""
     large = [f"`{r['name']}` needs {r['peak_gib']:.1f} GiB" for r in rows if not r["fits"]]
     over = [f"`{r['name']}` ({r['sent_over_least']:.2f})" for r in rows if (r["sent_over_least"] or 0) > 1.05]
     fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
     least = f"More than 1.05 of the least, by design: {', '.join(over)}." if over else "None sends more than 1.05 of the least."
-    return f"{fit} Each sends what its closed form says, within 1 %. {least}"
+    return textwrap.fill(f"{fit} Each sends what its closed form says, within 1 %. {least}", 118)
 
 
 _COMPARED = (("peak_gib", _gib), ("sent_gib", _gib), ("flops_over_model", "{:.2f}".format), ("step_s", seconds))
@@ -205,7 +210,7 @@ def _changed(old: Any, new: Any) -> str:
 
 
 def _flat(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each config that had FSDP inside its stages: before -> now."""
+    """Returns a row for each config that had FSDP inside its stages: before -> now."""
     changed = ("microbatches", "chunks", "remat")
     head = ["config", "mesh before", "mesh", *changed, *_COMPARED_HEAD]
     pairs = [(BY_FSDP_OF_2[r["name"]], r) for r in rows if r["name"] in BY_FSDP_OF_2]
@@ -215,7 +220,7 @@ def _flat(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    """A row for each config with stages: FSDP -> stages."""
+    """Returns a row for each config with stages: FSDP -> stages."""
     head = ["config", "by FSDP", "with stages", *_COMPARED_HEAD]
     return table(head, ([f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)] for r, other in _pairs(rows, without)))
 
@@ -226,8 +231,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
         ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
         for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
     )
-    said = f"A step is predicted to be faster with stages for {faster or 'none'}"
-    return f"{said},\nand not for {slower}." if slower else f"{said}."
+    text = f"A step is predicted to be faster with stages for {faster or 'none'}"
+    return textwrap.fill(f"{text}, and not for {slower}." if slower else f"{text}.", 118)
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -246,9 +251,10 @@ def _cost(r: dict[str, Any]) -> list[str]:
 
 def _quickest(rows: Sequence[dict[str, Any]]) -> str:
     slow, large = max(rows, key=lambda r: r["process_s"]), max(rows, key=lambda r: r["rss_gib"])
-    return (
+    return textwrap.fill(
         f"The slowest from command to report is `{slow['name']}` with {seconds(slow['process_s'])} s; the most memory takes "
-        f"`{large['name']}`, {large['rss_gib']:.2f} GiB."
+        f"`{large['name']}`, {large['rss_gib']:.2f} GiB.",
+        118,
     )
 
 
@@ -261,9 +267,10 @@ def _devices(rows: Sequence[dict[str, Any]]) -> str:
 
 def _devices_said(rows: Sequence[dict[str, Any]]) -> str:
     few, many = rows[0], rows[-1]
-    return (
+    return textwrap.fill(
         f"{many['devices']:,} devices cost {many['cpu_s'] / few['cpu_s']:.2f} times the CPU seconds of {few['devices']}, and "
-        f"{many['rss_gib']:.2f} GiB. The other seconds depend more on what else ran than on the devices."
+        f"{many['rss_gib']:.2f} GiB. The other seconds depend more on other load than on the number of devices.",
+        118,
     )
 
 

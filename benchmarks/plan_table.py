@@ -1,8 +1,8 @@
-"""Every config's training step, compiled for H100s that are not here, at its published number of devices: memory, network, time, cost.
+"""Compiles every config's training step for its published number of H100s, without a GPU: memory, network, time, cost.
 
-Writes docs/configs.md and its chart from the raw results; --check says what has changed since. Each row is a process of its own, so that
-its peak memory is its own; rows that today's results have already are not compiled again, so a run may be cut short and go on. Nothing runs
-on a GPU: step times are the lab's estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+Writes docs/configs.md and its chart from the raw results; --check lists configs that have changed since. Each row runs in a process of its
+own, so that its peak memory is its own. Rows that today's results have already are not compiled again, so an interrupted run can be
+continued. Step times are the lab's estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from record import options as arguments
 
 TARGET = "h100"
 QUIET = 2.5
-"""The load (processes that want a core) above which a time is taken again."""
+"""The load average above which a time is measured again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A row: a config, perhaps changed, on so many devices."""
+    """A row: a config, perhaps with changes, on a number of devices."""
 
     table: str
     config: str
@@ -38,7 +38,7 @@ class Subject:
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     layers: int = 0
     sequences: int = 0
-    """Of one batch shard in a step, so that the program of a device stays the same whatever their number; 0: the config's batch."""
+    """Sequences of a batch shard per step, so that a device's program does not depend on their number; 0: the config's batch."""
     microbatches: int = 0
 
     @property
@@ -56,14 +56,14 @@ PUBLISHED = {
     "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536, "megatron_177b": 2304,
     "megatron_314b": 3072, "megatron_462b": 6144,
 }  # fmt: skip
-"""Devices: those of Megatron-LM's and of Llama 3's tables; one node for what trains on one. gpt_tiny is for CPUs."""
+"""Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on one. gpt_tiny is for CPUs."""
 BY_FSDP = {
     "gpt_175b": (8, 16, 2), "megatron_70b": (24, 4, 1), "megatron_119b": (24, 8, 1), "megatron_177b": (24, 12, 1),
     "megatron_314b": (24, 16, 1), "megatron_462b": (24, 32, 1),
 }  # fmt: skip
-"""Those with stages, without them: data, fsdp, microbatches."""
+"""The configs with stages, without them: data, fsdp, microbatches."""
 FOR_CPUS = ("gpt_tiny",)
-"""Configs that have no row."""
+"""Configs without a row."""
 SUBJECTS = [
     *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),
     *(
@@ -74,15 +74,15 @@ SUBJECTS = [
     *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (48, 72, 96)),
 ]
 TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
-"""How often a row of each table is compiled at most, if the machine is never quiet; the fastest counts."""
+"""How often a row of each table is compiled at most if the machine is never idle; the fastest counts."""
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between; the rest is kept")
-    parser.add_argument("--again", action="store_true", help="compile also what today's results have")
-    parser.add_argument("--page", action="store_true", help="only write the page and the chart anew, from the newest results")
-    parser.add_argument("--check", action="store_true", help="only say which configs have changed since, or have no row; status 1 for any")
+    parser.add_argument("--again", action="store_true", help="also compile rows that today's results already have")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page and the chart, from the newest results")
+    parser.add_argument("--check", action="store_true", help="only list configs that have changed since, or have no row; status 1 for any")
     parser.add_argument("--row", default="", help="compile this one and print it (internal)")
     args = parser.parse_args()
     if args.row:
@@ -99,9 +99,9 @@ def main() -> None:
 
 
 def collect(args: Any) -> None:
-    """Compiles what is asked for and not yet there; results are written after each row.
+    """Compiles the requested rows that have no results yet; results are written after each row.
 
-    Where only some rows are asked for, the first of a day, the others are those of the newest results, with their own dates.
+    If only some rows are requested, the others are taken from the newest results, with their own dates.
     """
     record = Record(f"plan_table{'-quick' * args.quick}", args.output)
     known = record.directory / f"{record.stem}.json"
@@ -109,14 +109,14 @@ def collect(args: Any) -> None:
         known = plan_page.newest()
     before = json.loads(known.read_text())["tables"] if known.is_file() else {}
     done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
-    asked = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
+    wanted = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
-        asked = [s for s in asked if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
-        asked = [s for s in asked if s.table != plan_page.FSDP]
+        wanted = [s for s in wanted if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
+        wanted = [s for s in wanted if s.table != plan_page.FSDP]
     if args.again:
-        done = {name: row for name, row in done.items() if name not in {s.name for s in asked}}
+        done = {name: row for name, row in done.items() if name not in {s.name for s in wanted}}
     for time_ in range(max(TIMES.values())):
-        for subject in asked:
+        for subject in wanted:
             kept = done.get(subject.name)
             if kept and (kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_):
                 continue
@@ -127,12 +127,14 @@ def collect(args: Any) -> None:
                 rows = [done[s.name] for s in SUBJECTS if s.table == title and s.name in done]
                 record.data["tables"][title] = {"note": note, "rows": rows}
             record.write()
-            said = f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
-            print(f"{subject.name}: {said}", flush=True)
+            figures = (
+                f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
+            )
+            print(f"{subject.name}: {figures}", flush=True)
 
 
 def stale(data: Any) -> list[str]:
-    """Of results as they are kept: a line for each config and row that a new run would change, and what to run. Empty where none would."""
+    """Returns a line for each config and row of the kept results that a new run would change, with the command; empty if none would."""
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     files = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__", *FOR_CPUS}
     found = [f"configs/{name}.py has no row: add its devices to PUBLISHED" for name in sorted(files - PUBLISHED.keys())]
@@ -147,10 +149,10 @@ def stale(data: Any) -> list[str]:
 
 
 def changed(subject: Subject, row: Row) -> list[str]:
-    """Where its config is no longer what was compiled: "remat none, which was full"."""
-    from mesh_lm.planning.program import compilable
+    """Returns the fields in which a config differs from what was compiled: "remat none, which was full"."""
+    from mesh_lm.planning.program import with_compilable_attention
 
-    now = about(compilable(prepared(subject, False)), subject.devices)
+    now = about(with_compilable_attention(prepared(subject, False)), subject.devices)
     return [f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)]
 
 
@@ -162,7 +164,7 @@ def write_page() -> None:
     data = record.data
     have = {row["name"] for table in data["tables"].values() for row in table["rows"]}
     if missing := [s.name for s in SUBJECTS if s.name not in have]:
-        print(f"the page waits for {', '.join(missing)}")
+        print(f"the page is not written yet: results are missing for {', '.join(missing)}")
         return
     plan_page.PAGE.write_text(plan_page.page(data, source.name))
     plan_chart.draw(data, plan_page.CHART)
@@ -170,20 +172,20 @@ def write_page() -> None:
 
 
 def restated(data: Any) -> Any:
-    """Results with the least that each strategy must send as the closed forms have it now: that is on paper, and nothing to compile for."""
+    """Returns the results with the minimum that each strategy must send, from today's closed forms, which needs no compilation."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from mesh_lm.planning.program import compilable
+    from mesh_lm.planning.program import with_compilable_attention
 
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     for subject in SUBJECTS:
         if (row := rows.get(subject.name)) and not changed(subject, row):
-            least = least_bytes(compilable(prepared(subject, False)))
+            least = least_bytes(with_compilable_attention(prepared(subject, False)))
             row |= {"least_gib": least and least / 2**30, "sent_over_least": least and row["sent_gib"] * 2**30 / least}
     return data
 
 
 def in_a_process(subject: Subject, quick: bool) -> Row:
-    """Raises RuntimeError with what the process said last, where it fails."""
+    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if it fails."""
     load = os.getloadavg()[0]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     command = [sys.executable, str(Path(__file__)), f"--row={subject.name}", *(["--quick"] if quick else [])]
@@ -197,10 +199,10 @@ def in_a_process(subject: Subject, quick: bool) -> Row:
 
 
 def measured(subject: Subject, quick: bool) -> Row:
-    """Compiles under a stopwatch. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's reading of the program."""
-    import jax  # here, as all that follows: the process that starts the others stays small
+    """Compiles and times it. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's analysis of the program."""
+    import jax  # imported here, so that the process that starts the others stays small
 
-    from mesh_lm.planning.program import compilable, compile_config
+    from mesh_lm.planning.program import compile_config, with_compilable_attention
     from sharding_rules.lab.flags import options
 
     marks: dict[str, float] = {}
@@ -210,9 +212,9 @@ def measured(subject: Subject, quick: bool) -> Row:
             marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
 
     jax.monitoring.register_event_duration_secs_listener(heard)
-    config = compilable(prepared(subject, quick))
+    config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
-    flags = options("pipeline") if config.mesh.pipeline > 1 else None  # those that a run with stages has
+    flags = options("pipeline") if config.mesh.pipeline > 1 else None  # as in a run with stages
     report = compile_config(config, TARGET, subject.devices, flags)
     end, used = time.monotonic(), sum(os.times()[:4]) - used
     row: Row = {"name": subject.name, **about(config, subject.devices)}
@@ -225,7 +227,7 @@ def measured(subject: Subject, quick: bool) -> Row:
 
 
 def prepared(subject: Subject, quick: bool) -> Any:
-    """The config of a row; nothing is kept on disk."""
+    """Returns the config of a row; no compilation is cached on disk."""
     from mesh_lm.config import PipelineConfig, load
     from mesh_lm.training.check import check
     from sharding_rules import preset
@@ -256,20 +258,20 @@ def about(config: Any, devices: int) -> Row:
 
 
 def staged(config: Any) -> Row:
-    """How the pipeline is cut, and the part of a stage's time that it waits for others over what it works; nothing without one."""
+    """Returns how the pipeline is divided, and a stage's waiting time over its working time (the bubble); empty without one."""
     from mesh_lm.schedules import custom
     from mesh_lm.schedules.cost import Durations, timeline
 
     stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
     if stages == 1:
         return {}
-    schedule = custom.find(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
+    schedule = custom.find_schedule(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
     bubble = timeline(schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again).bubble
     return {"stages": stages, "chunks": pipeline.chunks, "stash": pipeline.stash, "bubble": bubble}
 
 
 def outcome(config: Any, report: Any) -> Row:
-    """What the report says, and beside it the least that the strategy must send (None: no closed form) and the model's own FLOPs."""
+    """Returns the report's figures, the minimum that the strategy must send (None: no closed form) and the model's own FLOPs."""
     from sharding_rules.lab.summary import over, wire_by_axes
 
     gib, model = 2**30, config.model
@@ -286,7 +288,7 @@ def outcome(config: Any, report: Any) -> Row:
 
 
 def least_bytes(config: Any) -> float | None:
-    """docs/closed_forms.md; None where no collective is needed or no form covers the rules."""
+    """Returns the minimum by docs/closed_forms.md; None if no collective is needed or no form covers the rules."""
     from tests.sharding_rules.closed_forms import expected_of, total
 
     try:
@@ -296,7 +298,7 @@ def least_bytes(config: Any) -> float | None:
 
 
 def resident() -> int:
-    """Bytes: the most that this process has held. ru_maxrss would count what its parent held when it started this one."""
+    """Returns this process's peak memory in bytes. ru_maxrss would include its parent's memory at the time of the fork."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 

@@ -1,7 +1,7 @@
-"""MB of text a second that `mesh_lm.data.prepare` turns into .bin/.idx, against the tokenizer alone and against Megatron's inner loop.
+"""MB of text per second that `mesh_lm.data.prepare` converts to .bin/.idx, compared with the tokenizer alone and Megatron's inner loop.
 
-All with one byte-level BPE on the same .jsonl. The baselines use one thread; `prepare` is the whole command's work, from starting the
-workers to the finished files. CPU seconds (of all processes) tell what a busy machine hides.
+All use one byte-level BPE on the same .jsonl. The baselines use one thread; `prepare` includes the full command, from starting the workers
+to the finished files. CPU seconds (of all processes) do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from record import Record, Row, options
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before tokenizers are imported: the baselines are for one thread
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before tokenizers are imported: the baselines use one thread
 
 import numpy as np
 import tokenizers
@@ -32,7 +32,7 @@ from mesh_lm.data.tokenizer import Tokenizer
 
 
 def measured(method: str, workers: int, size: int, work: Callable[[], int]) -> Row:
-    """A row for `work`, which returns the number of tokens it made of `size` bytes of text."""
+    """Returns a row for `work`, which returns the number of tokens it made from `size` bytes of text."""
     before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     began = time.perf_counter()
     tokens = work()
@@ -45,7 +45,7 @@ def measured(method: str, workers: int, size: int, work: Callable[[], int]) -> R
 
 
 def one_by_one(library: tokenizers.Tokenizer, path: Path, output: Path) -> int:
-    """What Megatron's tools/preprocess_data.py does with one worker: a line, its JSON, its ids as a list, an array, a write."""
+    """Does the same as Megatron's tools/preprocess_data.py with one worker: a line, its JSON, its ids as a list, an array, a write."""
     total = 0
     with open(path, encoding="utf-8") as lines, open(output, "wb") as file:
         for line in lines:

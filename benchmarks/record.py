@@ -1,6 +1,6 @@
-"""What every benchmark leaves behind: a JSON file with all its numbers and a Markdown file with its tables.
+"""The results of every benchmark: a JSON file with all its numbers and a Markdown file with its tables.
 
-The one place that writes results. Importing this file also makes the packages of this repository importable, installed or not.
+Only this file writes results. Importing it also makes the packages of this repository importable, installed or not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def options(description: str, *, quick: str = "--quick", quick_help: str = "a ti
 
 
 def machine() -> Row:
-    """What the numbers depend on: nothing that names the host. The load (processes that want a core) tells how quiet it was."""
+    """Returns what the numbers depend on, without the host's name. The load average shows how busy it was."""
     names = re.findall(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     return {
@@ -54,7 +54,7 @@ def machine() -> Row:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
+    """Returns the versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -65,10 +65,10 @@ def versions() -> dict[str, str]:
 
 
 class Record:
-    """Collects tables; `write` may be called after each of them, so that what was measured outlives what fails later."""
+    """Collects tables. `write` may be called after each of them, so that results survive a later failure."""
 
     def __init__(self, name: str, directory: Path, *, kind: str = "", **facts: Any) -> None:
-        """kind: what the host is, for the file name (default: its processor and cores). facts: anything else worth keeping."""
+        """kind: the kind of host, for the file name (default: its processor and cores). facts: further values to record."""
         words = re.sub(r"--output[= ]\S+", "", " ".join(sys.argv[1:])).split()
         here = machine()
         self.directory, self.data = (
@@ -87,13 +87,13 @@ class Record:
         self.stem = f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
 
     def table(self, title: str, rows: Sequence[Row], note: str = "", *, show: bool = True) -> None:
-        """Adds or replaces a table and, where asked to show it, prints it."""
+        """Adds or replaces a table, and prints it unless show is False."""
         self.data["tables"][title] = {"note": note, "rows": list(rows)}
         if show:
             print(f"\n{markdown(title, rows, note)}", flush=True)
 
     def write(self) -> Path:
-        """Writes <stem>.json and <stem>.md whole; returns the path of the first."""
+        """Writes <stem>.json and <stem>.md; returns the path of the first."""
         self.directory.mkdir(parents=True, exist_ok=True)
         head = {key: self.data[key] for key in self.data if key not in ("name", "tables", "charts")}
         lines = [f"# {self.data['name']}", "", *(f"- {key}: {_plain(value)}" for key, value in head.items() if value)]
@@ -107,7 +107,7 @@ class Record:
 
 
 def markdown(title: str, rows: Sequence[Row], note: str = "") -> str:
-    """A Markdown table, readable as text too; columns in the order in which they first occur."""
+    """Returns a Markdown table that is readable as text, too; columns are in the order in which they first occur."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -118,7 +118,7 @@ def markdown(title: str, rows: Sequence[Row], note: str = "") -> str:
 
 
 def milliseconds(f: Callable[[], Any], repeats: int, warm_up: int = 1) -> float:
-    """Median wall time of f(), which must wait for its own results."""
+    """Returns the median wall time of f(), which must wait for its own results."""
     times = []
     for i in range(warm_up + repeats):
         before = time.perf_counter()
@@ -129,7 +129,7 @@ def milliseconds(f: Callable[[], Any], repeats: int, warm_up: int = 1) -> float:
 
 
 def slug(text: str) -> str:
-    """Text for a file name: lower case, digits, dots and dashes."""
+    """Returns the text as part of a file name: lower case, digits, dots and dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 

@@ -1,7 +1,7 @@
-"""What checkpoints cost: train.py's loop with 400 MB of state, intervals of 50 steps with a save and without, alternating in one run.
+"""The cost of checkpoints: train.py's loop with 400 MB of state, alternating intervals of 50 steps with and without a save.
 
-The save is the real one: digests of every leaf, the copy off the device, and Orbax's write in the background, which on a CPU takes cores
-from the steps. The digests are timed apart as well.
+The save is the real one: digests of every leaf, the copy off the device, and Orbax's background write, which on a CPU takes cores from the
+steps. The digests are also timed separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config(directory: Path, quick: bool) -> TrainConfig:
 
 
 def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[float], list[float], State]:
-    """Seconds of each interval [pairs, without and with], of each save's blocking part, of each digest of all; and the state."""
+    """Returns the seconds of each interval [pairs, without and with], of each save's blocking part, of each full digest; and the state."""
     layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
     batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout))
@@ -55,7 +55,7 @@ def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[
                     position, batch = next(training)
                     state, metrics = step(state, batch)
                     n += 1
-                    if saving and i == 0:  # first, so that its write falls into the interval
+                    if saving and i == 0:  # at the first step, so that the background write is inside the interval
                         before = time.perf_counter()
                         state = checkpoints.save(n, jax.block_until_ready(state), batches.state(position), layout, optimizer)
                         blocking.append(time.perf_counter() - before)

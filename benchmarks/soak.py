@@ -1,9 +1,9 @@
-"""Half an hour of bad luck: a run of two processes with a random fault every 60 to 120 seconds must end with the right parameters.
+"""Half an hour of faults: a run of two processes with a random fault every 60 to 120 seconds must end with the right parameters.
 
-Beside a run that nobody disturbs, which is load for it, the same with faults: kill -9 of a worker (the first one is the coordinator),
-SIGSTOP of one, SIGTERM to the launcher and the same command again, kill -9 of launcher and workers and the same command again, a bit of
-the newest checkpoint flipped just before a kill, a full disk for a while. Both must have the same bits at their last step, and have read
-the same samples. Left behind: the log of the launcher and where the time went.
+An undisturbed run, which also loads the machine, runs at the same time as one with faults: kill -9 of a worker (the first one is the
+coordinator), SIGSTOP of one, SIGTERM to the launcher and the same command again, kill -9 of launcher and workers and the same command
+again, a flipped bit in the newest checkpoint just before a kill, a full disk for a while. Both must have the same bits at their last step,
+and have read the same samples. The results include the launcher's log and the goodput.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FIELDS = {
     "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp", "health.stall": 20, "health.heartbeat": 10, "health.replicas": EVERY,
 }  # fmt: skip
 PACE = 0.25
-"""Seconds that a step of the disturbed run takes at least."""
+"""The least seconds per step of the disturbed run."""
 
 
 @dataclasses.dataclass
 class Run:
-    """The launcher, started again where a fault ended it, as a person or a scheduler would."""
+    """The launcher, restarted after a fault that ended it, as a person or a scheduler would do."""
 
     output: Path
     steps: int
@@ -72,13 +72,13 @@ class Run:
         return sorted(map(int, found))
 
     def stop(self) -> None:
-        """Ends all of it."""
+        """Kills the launcher and its workers."""
         for pid in [self.process.pid, *self.workers()]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
     def again(self) -> None:
-        """Waits for the end of the launcher, and starts it anew."""
+        """Waits until the launcher ends, and starts it again."""
         self.process.wait()
         self.say(f"the launcher ended with {self.process.returncode}; the same command again")
         self.start()
@@ -121,7 +121,7 @@ def flip(run: Run, chance: random.Random) -> str:
 
 
 def fill(run: Run, chance: random.Random) -> str:
-    """Where the output is a file system of its own, which it is if one could be mounted."""
+    """Fills the disk, if the output is a file system of its own (one could be mounted)."""
     ballast = run.output / "ballast"
     with ballast.open("wb", buffering=0) as file:
         try:
@@ -132,7 +132,7 @@ def fill(run: Run, chance: random.Random) -> str:
 
     def over() -> None:
         ballast.unlink(missing_ok=True)
-        if run.process.poll():  # its last save did not fit
+        if run.process.poll():  # the last save did not fit on the disk
             run.again()
 
     threading.Timer(30, over).start()
@@ -143,7 +143,7 @@ FAULTS: tuple[Callable[[Run, random.Random], str], ...] = (kill, stop, terminate
 
 
 def disturbed(run: Run, faults: tuple[Callable[[Run, random.Random], str], ...], between: tuple[float, float], seed: int) -> list[Row]:
-    """Runs to the end; a row for each fault, with the seconds until the run steps again."""
+    """Runs to the end. Returns a row for each fault, with the seconds until the run steps again."""
     chance, rows, began = random.Random(seed), [], time.monotonic()
     run.start()
     turn = 0
@@ -155,15 +155,15 @@ def disturbed(run: Run, faults: tuple[Callable[[Run, random.Random], str], ...],
             return rows
         if (run.output / "ballast").exists():
             continue
-        if run.process.poll():  # a fault that ends it has it started again at once
+        if run.process.poll():  # ended by a fault
             raise SystemExit(f"the launcher ended with {run.process.returncode}:\n" + "\n".join(run.lines[-40:]))
         if len(run.workers()) < 2 or not (run.output / "checkpoints").is_dir():
-            continue  # it is just starting
+            continue  # it is still starting
         struck, count = time.monotonic(), len(run.lines)
         try:
             what = faults[turn % len(faults)](run, chance)
         except (OSError, IndexError):
-            continue  # it went before it could be hit
+            continue  # it ended before it was hit
         turn += 1
         run.say(what)
         while not any(re.search(r" step +\d+/\d+ ", line) for line in run.lines[count:]) and run.process.poll() != 0:
@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     minutes, between = (1.0, (10.0, 15.0)) if arguments.quick else (arguments.minutes, (60.0, 120.0))
-    steps = round(minutes * 60 / PACE * 0.36 / EVERY) * EVERY  # the rest is load, starting again, and steps done again
+    steps = round(minutes * 60 / PACE * 0.36 / EVERY) * EVERY  # the rest of the time is load, restarts and repeated steps
     record = Record(f"soak{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         (disk := Path(directory) / "disturbed").mkdir()
@@ -197,8 +197,8 @@ def main() -> int:
             alone.start()
             run = Run(disk, steps, PACE)
             rows = disturbed(run, (*FAULTS, fill) if mounted else FAULTS, between, arguments.seed)
-            alone.process.wait(steps)  # a second a step is many times what it needs
-            time.sleep(1)  # for what it said last to be read
+            alone.process.wait(steps)  # a second per step is many times what it needs
+            time.sleep(1)  # until its last output has been read
             found, wanted, spent = final(run), final(alone), goodput.total(disk / "goodput")
             log = "\n".join(run.lines) + "\n"
             for private, shown in ((directory, "..."), (str(ROOT), "."), (sys.prefix, "<environment>"), (sys.base_prefix, "<python>")):

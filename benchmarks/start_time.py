@@ -1,8 +1,8 @@
-"""How long `python train.py --config=configs/gpt_tiny.py` takes from the command to the first step, cold and warm, and where it goes.
+"""Seconds of `python train.py --config=configs/gpt_tiny.py` from the command to the first step, cold and warm, by stage.
 
-Each row is a new process that runs train.py's main under a stopwatch, stops itself by SIGTERM after one step, and so leaves a checkpoint
-for the row that resumes. A table beside it times train.py itself from outside. Cold means empty caches of ours; the installed packages'
-files are in the operating system's cache.
+Each row is a new process that times train.py's main, and stops itself by SIGTERM after one step, so that it leaves a checkpoint for the row
+that resumes. Another table times train.py itself from outside. Cold means that our caches are empty; the installed packages' files are in
+the operating system's cache.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from record import ROOT, Record, Row, options
 PACKAGES = (
     "train", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tyro", "tokenizers", "tensorboardX", "rich.console",
 )  # fmt: skip
-"""Those whose import is listed; `train` is the whole program."""
+"""The modules whose imports are listed; `train` is the full program."""
 
 
 def child(began: float, argv: list[str]) -> int:
-    """train.main(argv) with marks where its stages end; `began` is when the parent started this process (time.time())."""
+    """Runs train.main(argv) and marks the ends of its stages; `began`: when the parent started this process (time.time())."""
     marks = {"began": began}
     compiled: dict[str, list[float]] = {}
 
@@ -42,19 +42,20 @@ def child(began: float, argv: list[str]) -> int:
     import jax
 
     import train
+    from mesh_lm.training import loop
 
     mark("interpreter_imports_s")()
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(duration_secs)
     )
-    prepare = train.prepare
+    prepare = loop.prepare
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:
         corpus = mark("config_model_s", prepare)(*args, **kwargs)
         mark("data_s")()
         return corpus
 
-    class Monitor(train.Monitor):
+    class Monitor(loop.Monitor):
         def __init__(self, *args: Any) -> None:
             mark("state_s")()
             super().__init__(*args)
@@ -65,7 +66,7 @@ def child(began: float, argv: list[str]) -> int:
             super().step(step, metrics)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    train.prepare, train.Monitor = timed_prepare, Monitor
+    loop.prepare, loop.Monitor = timed_prepare, Monitor
     status = train.main(argv)
     times = list(marks.values())
     stages = {name: after - before for name, before, after in zip(list(marks)[1:], times, times[1:], strict=False)}
@@ -81,14 +82,14 @@ def child(began: float, argv: list[str]) -> int:
 
 
 def command(directory: Path, fields: dict[str, Any], output: str, data: str, programs: str) -> list[str]:
-    """train.py's arguments, with its output and its two caches in `directory`."""
+    """Returns train.py's arguments, with its output and its two caches in `directory`."""
     places = {"output": output, "data.cache": data, "launch.compile_cache": programs}
     fields = fields | {name: directory / place for name, place in places.items()}
     return ["--config=configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in fields.items())]
 
 
 def timed(arguments: list[str]) -> Row:
-    """One start under the stopwatch."""
+    """Times one start."""
     script = [sys.executable, str(Path(__file__).resolve()), "--child"]
     done = subprocess.run([*script, str(time.time()), *arguments], cwd=ROOT, capture_output=True, text=True)
     rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
@@ -98,7 +99,7 @@ def timed(arguments: list[str]) -> Row:
 
 
 def from_outside(arguments: list[str]) -> float:
-    """Seconds until train.py itself prints its first step; it is then stopped by SIGTERM."""
+    """Returns the seconds until train.py itself prints its first step; then stops it by SIGTERM."""
     began = time.monotonic()
     script = [sys.executable, "train.py"]
     process = subprocess.Popen([*script, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -112,7 +113,7 @@ def from_outside(arguments: list[str]) -> float:
 
 
 def imports() -> list[Row]:
-    """Cumulative import times, from -X importtime (which slows all by a little); nested ones are counted in those around them."""
+    """Returns cumulative import times from -X importtime (which slows all a little); they include nested imports."""
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import train"], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = re.findall(r"^import time: +\d+ \| +(\d+) \| +(\S+)$", done.stderr, re.MULTILINE)
     found = {name: int(us) for us, name in lines if name in PACKAGES}
@@ -127,7 +128,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="start-time-") as name:
         directory, fields = Path(name), {}
         if arguments.quick:
-            import tiny  # here, because it imports JAX, and a child is to do so under its stopwatch
+            import tiny  # imported here, because it imports JAX, which a child must do while it is timed
 
             fields = {f"model.{name}": value for name, value in tiny.MODEL.items()}
             fields |= {"data.path": tiny.text(directory), "data.tokenizer_vocab": tiny.MODEL["vocab_size"]}

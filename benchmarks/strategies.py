@@ -1,4 +1,4 @@
-"""What multi_gpu.py runs, as data: every preset and product on every mesh of a number of devices, and the schedules of a pipeline."""
+"""The strategies of multi_gpu.py, as data: every preset and product on every mesh of a number of devices, and pipeline schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 COUNTS = (2, 4, 8)
-"""Devices that the models here can be cut over."""
+"""Numbers of devices over which the models here can be sharded."""
 
 RULES: tuple[tuple[str, str, str], ...] = (
     ("ddp", "data", ""),
@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("hsdp+megatron_sp", "data fsdp tensor", ""),
     ("zero1+fsdp+megatron_sp", "data fsdp tensor", ""),
 )
-"""Rules, the axes that must be cut for them to be what they are called, and an axis that may be."""
+"""(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may be)."""
 
 PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("ddp", 2, {"data": -1}, {}),
@@ -54,13 +54,13 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("distributed", 2, {"data": -1}, {"chunks": 2}),
     ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
 )
-"""Rules, stages, the mesh within a stage (-1: what is left), and what PipelineConfig is told."""
+"""(rules, stages, the mesh within a stage (-1: the remaining devices), fields of PipelineConfig)."""
 
 MAIN = {"ddp", "zero1", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
 MAIN_PIPELINES = (("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}))
-"""What is timed, each on the first mesh that fits."""
+"""The strategies that are timed, each on the first mesh that fits."""
 QUICK = {"ddp", "hsdp+megatron_sp"}
-"""Of those, what a quick version runs beside the pipelines that are not as they come."""
+"""The strategies of a quick run, in addition to pipelines with non-default fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Strategy:
 
     rules: str
     mesh: dict[str, int]
-    """Axes larger than 1."""
+    """The axes larger than 1."""
     pipeline: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of PipelineConfig."""
     main: bool = False
-    """Timed."""
+    """Whether it is timed."""
 
     @property
     def stages(self) -> int:
@@ -85,7 +85,7 @@ class Strategy:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Its name, in the columns of every table."""
+        """Returns its name, in the columns of every table."""
         fields = [f"{name}={value}" for name, value in self.pipeline.items() if name != "schedule"]
         return {
             "rules": self.rules,
@@ -94,17 +94,17 @@ class Strategy:
         }
 
     def variant(self, microbatches: int, **more: Any) -> dict[str, Any]:
-        """What a task of multi_gpu_worker.py is told of it."""
+        """Returns the variant for a task of multi_gpu_worker.py."""
         changes = {"mesh": {"data": 1, **self.mesh}, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
         return {**self.columns, **more, "changes": changes}
 
 
 ONE = Strategy("ddp", {})
-"""The reference: one device."""
+"""Returns the reference: one device."""
 
 
 def strategies(n: int) -> list[Strategy]:
-    """All that fit n devices; the names in their columns are all different."""
+    """Returns all strategies that fit n devices, each with a different name."""
     plain = [Strategy(rules, mesh) for rules, own, free in RULES for mesh in _meshes(n, own, free)]
     staged = [Strategy(rules, mesh, fields) for rules, P, others, fields in PIPELINES if (mesh := _filled(n, P, others))]
     first: dict[str, Strategy] = {}
@@ -115,7 +115,7 @@ def strategies(n: int) -> list[Strategy]:
 
 
 def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
-    """Every way to divide n devices, with more than one along each axis of `own`; the largest first axis first."""
+    """Yields every division of n devices with more than one along each axis of `own`, the largest first axis first."""
     axes = [*free.split(), *own.split()]
     for sizes in itertools.product([d for d in range(n, 0, -1) if n % d == 0], repeat=len(axes)):
         mesh = dict(zip(axes, sizes, strict=True))
@@ -124,7 +124,8 @@ def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
 
 
 def _filled(n: int, stages: int, others: dict[str, int]) -> dict[str, int] | None:
-    """None where it does not fit, or would be what its rules are called in name only. Plain replicas of one pipeline may be one."""
+    """Returns the mesh; None if it does not fit, or an axis that the rules are named after would have size 1. A single pipeline may be
+    one replica."""
     fixed = stages * math.prod(size for size in others.values() if size > 0)
     left = n // fixed
     if n % fixed or (left == 1 and others != {"data": -1}):

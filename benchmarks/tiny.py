@@ -1,4 +1,4 @@
-"""configs/gpt_tiny.py as the benchmarks of the host run it: as it is, or, when quick, smaller still and on a small text."""
+"""configs/gpt_tiny.py for the benchmarks of the host: unchanged, or, when quick, smaller and on a small text."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 import jax
 from record import ROOT
 
-from configs import gpt_tiny
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt_tiny
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.check import check
 from sharding_rules import Shard, make_mesh
 
 MODEL = {"n_layers": 1, "d_model": 32, "seq_len": 64, "vocab_size": 512, "loss_chunk": 512}
-"""What a quick run changes in the model."""
+"""Fields of the model that a quick run changes."""
 
 
 def text(directory: Path) -> Path:
-    """A small corpus: the source of mesh_lm as one file."""
+    """Writes a small corpus: the source of mesh_lm as one file."""
     path = directory / "text.txt"
     path.write_text("\n".join(file.read_text() for file in sorted((ROOT / "mesh_lm").glob("**/*.py"))))
     return path
 
 
 def config(directory: Path, quick: bool, steps: int) -> TrainConfig:
-    """A run of `steps` steps that writes to `directory` and never saves a checkpoint; quick also keeps its corpus there."""
+    """Returns a run of `steps` steps that writes to `directory` and saves no checkpoint; quick also puts its corpus there."""
     base = gpt_tiny.get_config()
     model, data = base.model, base.data
     if quick:

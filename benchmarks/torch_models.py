@@ -1,4 +1,4 @@
-"""A decoder in plain PyTorch with the shapes of mesh_lm's: what torch.compile and SDPA make of the same model, GPT or Llama."""
+"""A decoder in plain PyTorch with the shapes of mesh_lm's, GPT or Llama, to compare with torch.compile and SDPA."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FIELDS = (
     "vocab_size", "seq_len", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "positions", "rope_theta", "norm", "norm_eps",
     "activation", "biases", "tied",
 )  # fmt: skip
-"""Of mesh_lm's DecoderConfig, with what follows from others filled in."""
+"""Fields of mesh_lm's DecoderConfig, with derived ones filled in."""
 
 
 class Decoder(nn.Module):
-    """tokens [B, S + 1] -> the mean cross-entropy of each next token."""
+    """Returns the mean cross-entropy of the next tokens of `tokens` [B, S + 1]."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__()

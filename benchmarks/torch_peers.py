@@ -1,7 +1,7 @@
 """The GPU suite's peers in PyTorch, in a process of their own: python benchmarks/torch_peers.py TASK '{"key": value, ...}'
 
-attention: SDPA's flash and cuDNN backends, and for windows and packed documents varlen_attn and FlexAttention. train: torch.compile and
-SDPA on a twin of our models. Needs torch and numpy, and no JAX. Results are printed as in gpu_worker.py.
+attention: SDPA's flash and cuDNN backends; for windows and packed documents varlen_attn and FlexAttention. train: torch.compile and SDPA
+on twins of our models. Needs torch and numpy, but no JAX. Results are printed as in gpu_worker.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 RESTART = 75
 """As in gpu_lab.py."""
 NOT_SHOWN = ("fields", "n_params", "flops_per_token", "peak_flops", "flops", "window", "lengths")
-"""Of a variant."""
+"""Returns the lengths of the documents of a variant."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -41,8 +41,8 @@ def probe() -> None:
     emit(torch=torch.__version__, device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", cudnn=torch.backends.cudnn.version())
 
 
-def told(variants: list[Row], measure: Callable[[Row], Row]) -> None:
-    """A row for each variant, with the exception as "unserved" where there is one."""
+def emit_each(variants: list[Row], measure: Callable[[Row], Row]) -> None:
+    """Emits a row for each variant; an exception becomes its "unserved"."""
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name not in NOT_SHOWN}
         try:
@@ -62,8 +62,8 @@ def told(variants: list[Row], measure: Callable[[Row], Row]) -> None:
 
 
 def attention(variants: list[Row], dry_run: bool) -> None:
-    """A variant is a shape and a peer, with "flops" of the forward and, where packed, the "lengths" of the documents in each row."""
-    told(variants, partial(_attention, dry_run=dry_run))
+    """Times each variant, which is a shape and a peer, with "flops" of the forward and, if packed, "lengths" of each row's documents."""
+    emit_each(variants, partial(_attention, dry_run=dry_run))
 
 
 def _attention(variant: Row, dry_run: bool) -> Row:
@@ -96,7 +96,7 @@ def _rates(way: str, times: Times, flops: float) -> Row:
 
 
 def _forward(variant: Row, q: Any, k: Any, v: Any, dout: Any) -> tuple[Callable[[], Any], Any]:
-    """A call without arguments, and dout in the layout of what it returns."""
+    """Returns a call without arguments, and dout in the layout of its result."""
     peer, mask, gqa = variant["peer"], variant["mask"], variant["heads"] != variant["kv_heads"]
     if peer in BACKENDS:
 
@@ -147,10 +147,10 @@ def _flex(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any, 
 
 
 def train(variants: list[Row], steps: int, dry_run: bool) -> None:
-    """Time of a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, as ours. A variant: "model", "fields" of its
-    shape, "batch" in sequences, "flops_per_token"."""
+    """Times a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, like ours. A variant has "model", "fields" of
+    its shape, "batch" in sequences, "flops_per_token"."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    told(variants, partial(_train, steps=steps, dry_run=dry_run))
+    emit_each(variants, partial(_train, steps=steps, dry_run=dry_run))
 
 
 def _train(variant: Row, steps: int, dry_run: bool) -> Row:

@@ -1,4 +1,4 @@
-"""How a task of a GPU suite reports, and how it times: what gpu_worker.py, attention_worker.py and torch_peers.py share. No JAX here."""
+"""Reporting and timing that gpu_worker.py, attention_worker.py and torch_peers.py share. It does not import JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
-"""What a bare GPU machine may lack. (rich comes with flax.)"""
+"""Packages that a bare GPU machine may lack. (rich comes with flax.)"""
 ROUNDS = 5
 SAMPLE = 0.04
-"""Seconds that the calls of one sample take, about."""
+"""Approximate seconds that the calls of one sample take."""
 
 
 def emit(**row: Any) -> None:
@@ -25,7 +25,7 @@ def emit(**row: Any) -> None:
 
 @contextlib.contextmanager
 def reported(**variant: Any) -> Iterator[None]:
-    """An exception becomes a row with an "error", so that the other variants still run."""
+    """Turns an exception into a row with an "error", so that the other variants still run."""
     try:
         yield
     except Exception as error:
@@ -33,14 +33,14 @@ def reported(**variant: Any) -> Iterator[None]:
 
 
 def serve(tasks: dict[str, Callable[..., None]], may: tuple[str, ...] = ()) -> None:
-    """Does what the command line says. may: packages of NOT_NEEDED that this worker is about."""
+    """Runs the task of the command line. may: packages of NOT_NEEDED that this worker does need."""
     tasks[sys.argv[1]](**json.loads(sys.argv[2]))
     print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in may]), flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds a call, one of each sample."""
+    """Seconds per call, one for each sample."""
 
     samples: tuple[float, ...]
 
@@ -50,15 +50,15 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """(slowest - fastest) / median: what a difference must exceed to be one."""
+        """(slowest - fastest) / median. A smaller difference is noise."""
         return (max(self.samples) - min(self.samples)) / self.median
 
 
 def rounds(calls: Mapping[Any, Callable[[], Any]], repeats: int = 0, wait: Callable[[Any], Any] | None = None) -> dict[Any, Times]:
-    """Seconds of one call of each, by name. They take turns, so that heat and clocks are the same for all.
+    """Returns the seconds per call of each, by name. They take turns, so that temperature and clocks are the same for all.
 
-    A sample is many calls queued at once, so that the host's part is hidden. repeats: calls in a sample; 0: 10 to 200, about SAMPLE s.
-    wait: for a call's result; default: jax.block_until_ready.
+    A sample queues many calls at once, to hide the host's time. repeats: calls in a sample; 0: 10 to 200, about SAMPLE s.
+    wait: waits for a call's result; default: jax.block_until_ready.
     """
     if wait is None:
         import jax

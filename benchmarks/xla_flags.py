@@ -1,7 +1,7 @@
-"""What XLA's flags do to a training step of gpt_175b (4 of its 96 layers) on 64 GPUs that are not here: overlap, FLOPs, memory.
+"""The effect of XLA's flags on a training step of gpt_175b (4 of its 96 layers) on 64 GPUs: overlap, FLOPs, memory.
 
-Nothing runs on a GPU: overlap is what the schedule allows, and step times are the lab's estimate. Each row is a process of its own, with
-the flags in XLA_FLAGS as a run would have them. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+Nothing runs on a GPU: overlap is what the schedule allows, and step times are the lab's estimate. Each row runs in a process of its own,
+with the flags in XLA_FLAGS as in a run. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "combine nothing": dict.fromkeys(_COMBINED, 0),
     "double buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
 }
-"""What was tried and left out of FLAG_SETS. The names of pipelining are those of jax 0.10: in 0.11 they end the process."""
+"""Flags that were tried and left out of FLAG_SETS. The names of the pipelining flags are those of jax 0.10; 0.11 aborts on them."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
-    """The row, or what XLA said against the flags, which ends a process."""
+    """Returns the row, or XLA's error about the flags, which ends the process."""
     environment = os.environ | {
         "XLA_FLAGS": written(flags),
         "JAX_PLATFORMS": "cpu",
@@ -67,8 +67,8 @@ def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
     command = [sys.executable, str(Path(__file__)), "--row", f"--target={target}", *(["--quick"] if quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Unknown flag" in line or "Error" in line]
-        return {"error": said[-1][:120] if said else f"status {done.returncode}"}
+        errors = [line for line in done.stderr.splitlines() if "Unknown flag" in line or "Error" in line]
+        return {"error": errors[-1][:120] if errors else f"status {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 

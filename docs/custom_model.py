@@ -1,6 +1,6 @@
-"""A model of one's own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
+"""A model of your own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
 
-Train it with `python train.py --config=docs/custom_model.py`; docs/custom_model.md walks through it.
+Train it with `mesh-lm train docs/custom_model.py`; docs/custom_model.md walks through it.
 Sizes: B batch, S sequence, D embed, G gates, E recurrent state.
 """
 
@@ -26,7 +26,7 @@ from sharding_rules import MeshConfig, Shard, preset
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig(ModelConfig):
-    """Every field can be set on the command line, as in --config.model.d_state=512."""
+    """Every field can be set on the command line, as in --model.d_state=512."""
 
     n_layers: int = 4
     """Recurrent blocks."""

@@ -1,6 +1,6 @@
-"""A GPT of 1.3 B parameters with a slip: the numbers are right, the collectives are not. docs/lab.md finds it.
+"""A GPT of 1.3 B parameters with a mistake: the numbers are right, the collectives are not. docs/lab.md finds it.
 
-python train.py --config=docs/joint_qkv.py --plan
+mesh-lm plan docs/joint_qkv.py
 Sizes: B batch, S sequence, D embed, N heads, H head dim.
 """
 
@@ -11,12 +11,13 @@ import dataclasses
 import jax
 from flax import nnx
 
-from configs import gpt_1_3b
 from mesh_lm.config import TrainConfig
+from mesh_lm.configs import gpt_1_3b
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.attention import Attention
 from mesh_lm.model.decoder import Decoder
 from mesh_lm.model.dense import Layer
-from mesh_lm.model.layers import Attention, Linear, Weights
+from mesh_lm.model.layers import Linear, Weights
 from sharding_rules import MeshConfig, Shard, preset
 
 

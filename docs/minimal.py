@@ -1,8 +1,8 @@
-"""The whole idea: one mesh, one table of rules, a model that names its axes, one step. Learns its own source, on eight CPU devices.
+"""The complete idea: one mesh, one table of rules, a model that names its axes, one step. Learns its own source, on eight CPU devices.
 
 One string chooses the strategy; no line below changes with it, and neither do the losses:
-    python docs/minimal.py              # fsdp+megatron: weights are cut over fsdp and tensor, the batch over data and fsdp
-    python docs/minimal.py zero1        # weights are whole, the batch and Adam's moments are cut over data
+    python docs/minimal.py              # fsdp+megatron: weights are sharded over fsdp and tensor, the batch over data and fsdp
+    python docs/minimal.py zero1        # weights are replicated, the batch and the moments are sharded over data
 """
 
 import sys
@@ -28,7 +28,7 @@ mesh = MeshConfig(**{first: -1}, **dict.fromkeys(others, 2)).resolve(jax.device_
 shard = Shard(rules, make_mesh(mesh))
 
 
-# Model: every dimension of a weight has a name; shard(x, names...) pins an activation, shard.weight gathers a weight that FSDP cut.
+# Model: every dimension of a weight has a name; shard(x, names...) constrains an activation, shard.weight gathers an FSDP weight.
 def weight(rngs: nnx.Rngs, **dims: int) -> nnx.Param:
     return nnx.Param(0.05 * jax.random.normal(rngs.params(), tuple(dims.values())), out_sharding=tuple(dims))
 

@@ -1,6 +1,6 @@
 """The model of custom_model.py with experts, kept in balance by a bias that no gradient changes (Wang et al., arXiv 2408.15664).
 
-Train it with `python train.py --config=docs/router_bias.py`; docs/custom_model.md walks through it.
+Train it with `mesh-lm train docs/router_bias.py`; docs/custom_model.md walks through it.
 Sizes: B batch, S sequence, D embed, X experts, E state of an expert.
 """
 

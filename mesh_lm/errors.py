@@ -1,8 +1,10 @@
-"""Apart from the config, so that worker processes can raise it without importing JAX."""
+"""The error that a user's mistake raises. In a module of its own, so that worker processes can raise it without importing JAX."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _SHOWN = 8
 
@@ -12,10 +14,25 @@ class ConfigError(ValueError):
 
 
 def listed(head: str, lines: Sequence[str]) -> str:
-    """A message of several lines: `head`, the first few of `lines`, each after a dash, and how many there are besides."""
+    """Returns `head`, the first few of `lines` as a list, and how many more there are."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  - ".join([head, *lines[:_SHOWN], *more])
 
 
+def hub_hint(name: str, kind: str = "") -> str:
+    """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name` is a path. kind: "dataset" or a model."""
+    repository = re.fullmatch(r"(?:hf://)?(?:datasets/|models/)?([\w.-]*\w(?:/[\w.-]+)?)", name)
+    if not repository or Path(name).suffix in _FILES or Path(name).parts[0] in _FOLDERS:
+        return ""
+    option = f" --repo-type={kind}" if kind else ""
+    return f". For a name on the Hugging Face Hub: hf download{option} {repository[1]} --local-dir={repository[1]}"
+
+
+_FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
+_FOLDERS = {"runs", "data", "configs", "checkpoints"}
+"""What paths begin with rather than names on the Hub."""
+
+
 def did_you_mean(near: list[str]) -> str:
+    """Returns the end of a message that suggests names; empty without any."""
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,9 +1,6 @@
-"""python -m mesh_lm.evaluate --checkpoint=runs/gpt_tiny --text=FILE, or --tasks=NAME,..."""
+"""`python -m mesh_lm.evaluate --checkpoint=runs/gpt_tiny --text=FILE, or --tasks=NAME,...`: the same as `mesh-lm evaluate`."""
 
-import sys
-
-from mesh_lm import distributed
-from mesh_lm.commands.evaluate import main
+from mesh_lm.commands.main import door
 
 if __name__ == "__main__":
-    sys.exit(distributed.run(main, sys.argv[1:]))
+    door("evaluate")

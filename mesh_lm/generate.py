@@ -1,9 +1,6 @@
-"""python -m mesh_lm.generate --checkpoint=runs/gpt_tiny --prompt=..."""
+"""`python -m mesh_lm.generate --checkpoint=runs/gpt_tiny --prompt=...`: the same as `mesh-lm generate`."""
 
-import sys
-
-from mesh_lm import distributed
-from mesh_lm.commands.generate import main
+from mesh_lm.commands.main import door
 
 if __name__ == "__main__":
-    sys.exit(distributed.run(main, sys.argv[1:]))
+    door("generate")

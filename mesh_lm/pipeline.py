@@ -1,12 +1,6 @@
-"""python -m mesh_lm.pipeline --stages=4 --microbatches=8: draws and compares pipeline schedules"""
+"""`python -m mesh_lm.pipeline --stages=4 --microbatches=8`: the same as `mesh-lm pipeline`."""
 
-import sys
-
-from mesh_lm.commands.pipeline import main
-from mesh_lm.errors import ConfigError
+from mesh_lm.commands.main import door
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    door("pipeline")

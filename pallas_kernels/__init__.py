@@ -6,13 +6,13 @@ out_TF = grouped_matmul(x_TD, w_EDF, group_sizes_E)
 """
 
 from pallas_kernels.attention import (
+    AttentionProblem,
     BlockMask,
     Choice,
-    Problem,
     Unsupported,
     capability_of,
-    choose,
-    describe,
+    choose_attention,
+    describe_attention,
     flash_attention,
     merge,
     reference_attention,
@@ -20,13 +20,13 @@ from pallas_kernels.attention import (
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 __all__ = [
+    "AttentionProblem",
     "BlockMask",
     "Choice",
-    "Problem",
     "Unsupported",
     "capability_of",
-    "choose",
-    "describe",
+    "choose_attention",
+    "describe_attention",
     "flash_attention",
     "grouped_matmul",
     "merge",

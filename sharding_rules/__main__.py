@@ -1,57 +1,136 @@
-"""`python -m sharding_rules diff --config=FILE --rules=A --against=B`: what changes in the compiled program."""
+"""`python -m sharding_rules report | diff`: what XLA makes of a program for GPUs that are not here, and what a change does to that."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 import jax
+from rich.console import Console
 
-from sharding_rules.lab import LabError, Report
+from sharding_rules.lab import LabError, Report, compile_report, lint
+from sharding_rules.lab.compare_page import compare_page
 from sharding_rules.lab.diff import diff
-from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.saved import ENDINGS, content, load, write
+from sharding_rules.lab.summary import headline
+from sharding_rules.lab.targets import TARGETS, devices
+from sharding_rules.lab.text import screen
 from sharding_rules.presets import preset
 from sharding_rules.rules import Rules
 
 PROGRAMS = "sharding_rules.programs"
 """Entry points of this group know a kind of config: (--config=FILE and its like, rules, target, number of devices) -> Report."""
 
-Program = Callable[[list[str], Rules, str, int], Report]
+ConfigReader = Callable[[list[str], Rules, str, int], Report]
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m sharding_rules", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("diff", help="compile a config under two sets of rules, and say what changed", allow_abbrev=False)
-    command.add_argument("--config", required=True, help="the run; its fields can be changed as in train.py: --config.model.n_layers=2")
-    command.add_argument("--rules", required=True, help="a preset, or a product such as hsdp+megatron_sp")
-    command.add_argument("--against", required=True, help="the rules that it is compared with")
-    command.add_argument("--target", default="h100", choices=list(TARGETS))
-    command.add_argument("--devices", type=int, default=0, help="0: as many as the config's mesh says")
+    _report_options(commands.add_parser("report", help="compile a function of a Python file, and show the report", allow_abbrev=False))
+    _diff_options(commands.add_parser("diff", help="compare two saved reports, or a config under two sets of rules", allow_abbrev=False))
     arguments, changes = parser.parse_known_args(argv)
     jax.config.update("jax_platforms", "cpu")  # XLA would take a GPU that is here, and its memory, to compile for those that are not
     try:
         if arguments.devices < 0:
             raise LabError(f"--devices={arguments.devices} must be at least 1")
-        both = [preset(name) for name in (arguments.against, arguments.rules)]
-        program, words = _program(), [f"--config={arguments.config}", *changes]
-        before, after = (program(words, rules, arguments.target, arguments.devices) for rules in both)
+        return _report(arguments, changes) if arguments.command == "report" else _diff(arguments, changes)
     except ValueError as error:  # of this package, and of the program's own: they are all messages for the user
         if type(error) is ValueError:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(diff(before, after))
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", metavar="FILE.py:FUNCTION", help="FUNCTION(devices) returns (step, arguments, mesh)")
+    parser.add_argument("--target", default="h100", choices=list(TARGETS), help="the GPU (default: h100)")
+    parser.add_argument("--devices", type=int, default=8, help="how many of them; whole nodes of 8 (default: 8)")
+    parser.add_argument("--out", default="", metavar="FILE", help=f"a file instead of the screen; it ends in {ENDINGS}")
+
+
+def _diff_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reports", nargs="*", metavar="REPORT.json", help="two saved reports, before and after")
+    parser.add_argument("--config", default="", help="or a run; its fields can be changed as in training: --config.model.n_layers=2")
+    parser.add_argument("--rules", default="", help="a preset, or a product such as hsdp+megatron_sp")
+    parser.add_argument("--against", default="", help="the rules that it is compared with")
+    parser.add_argument("--target", default="h100", choices=list(TARGETS))
+    parser.add_argument("--devices", type=int, default=0, help="0: as many as the config's mesh says")
+    parser.add_argument("--out", default="", metavar="FILE.html", help="a page instead of the screen")
+
+
+def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
+    if rest:
+        raise LabError(f"unknown option {rest[0]}; the options are --target, --devices and --out")
+    if arguments.out and not arguments.out.endswith((".html", ".json")):
+        raise LabError(f"--out={arguments.out}: expected a file that ends in {ENDINGS}")
+    name, step, args, mesh = _program(arguments.program, devices(arguments.target, arguments.devices))
+    report = compile_report(step, *args, mesh=mesh, name=name)
+    findings = lint(report)
+    if arguments.out:
+        write(arguments.out, content(arguments.out, report, findings))
+        print(f"{report.name}: {headline(report)}\nwrote {arguments.out}")
+    else:
+        Console().print(screen(report, findings))
+    return 0 if report.fits else 1
+
+
+def _program(words: str, gpus: list[Any]) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """Name, step, arguments and mesh of what FILE.py:FUNCTION returns. What its code raises passes through."""
+    file, _, name = words.rpartition(":")
+    if not (file.endswith(".py") and name):
+        raise LabError(f"{words!r} is not FILE.py:FUNCTION")
+    if not Path(file).is_file():
+        raise LabError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    spec.loader.exec_module(module)
+    if not callable(made := getattr(module, name, None)):
+        raise LabError(f"{file} has no function {name}")
+    match made(gpus):
+        case (step, tuple() | list() as args, jax.sharding.Mesh() as mesh) if callable(step):
+            return name, step, tuple(args), mesh
+    raise LabError(
+        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, and a jax.sharding.Mesh of the devices"
+    )
+
+
+def _diff(arguments: argparse.Namespace, changes: list[str]) -> int:
+    if arguments.reports:
+        if len(arguments.reports) != 2 or arguments.config or changes:
+            raise LabError("diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules and --against")
+        before, after = map(load, arguments.reports)
+    else:
+        before, after = _under_rules(arguments, changes)
+    if not arguments.out:
+        print(diff(before, after))
+        return 0
+    write(arguments.out, compare_page(before, after))
+    print(f"wrote {arguments.out}")
     return 0
 
 
-def _program() -> Program:
-    found = list(entry_points(group=PROGRAMS))
-    if not found:
+def _under_rules(arguments: argparse.Namespace, changes: list[str]) -> tuple[Report, Report]:
+    if missing := [option for option in ("config", "rules", "against") if not getattr(arguments, option)]:
+        raise LabError(f"diff needs --{missing[0]}: --config=FILE --rules=A --against=B, or two saved reports, BEFORE.json AFTER.json")
+    both = [preset(name) for name in (arguments.against, arguments.rules)]
+    read, words = _config_reader(), [f"--config={arguments.config}", *changes]
+    before, after = (read(words, rules, arguments.target, arguments.devices) for rules in both)
+    return before, after
+
+
+def _config_reader() -> ConfigReader:
+    readers = list(entry_points(group=PROGRAMS))
+    if not readers:
         raise LabError(f"no installed package can read a config (entry points {PROGRAMS}); run: pip install -e .")
-    return found[0].load()
+    return readers[0].load()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One mesh for every strategy, its axes ordered from the slowest network to the fastest."""
+"""One mesh for every strategy, with its axes ordered from the slowest network to the fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 
 
 MANUAL = frozenset({"pipeline", "data", "sequence", "expert"})
-"""The axes among them that a step is manual over; rules may declare more (`Rules.manual_axes`)."""
+"""The axes that a training step is manual over; rules may declare more (`Rules.manual_axes`)."""
 
 
 class MeshError(ValueError):
@@ -25,22 +25,22 @@ class MeshError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis. One of them may be -1: whatever is left."""
+    """Number of devices along each mesh axis. One axis may be -1: the devices that are left."""
 
     pipeline: int = 1
-    """Stages that hold different layers."""
+    """Pipeline stages, which hold different layers."""
     data: int = 1
-    """Replicas that see different sequences; gradients are summed once per step."""
+    """Data-parallel replicas, which see different sequences and sum their gradients once per step."""
     fsdp: int = 1
-    """Replicas that also share the weights between them, gathered layer by layer."""
+    """Data-parallel replicas across which weights are sharded; they are all-gathered layer by layer."""
     expert: int = 1
-    """Groups that hold different experts."""
+    """Groups of devices that hold different experts."""
     sequence: int = 1
-    """Parts of each sequence (context parallelism)."""
+    """Shards of each sequence (context parallelism)."""
     tensor: int = 1
-    """Parts of each matmul; keep it inside a node."""
-    extra: tuple[str, ...] = ()
-    """Sizes of mesh axes that the rules declare, innermost of all: tensor_y=2, or several with commas between them."""
+    """Shards of each matmul (tensor parallelism); keep them inside a node."""
+    extra: tuple[str, ...] = dataclasses.field(default=(), metadata={"expert": True})
+    """Sizes of further mesh axes that the rules declare, innermost of all: tensor_y=2, or several separated by commas."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -55,12 +55,12 @@ class MeshConfig:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> MeshConfig:
-        """From sizes by name, as `sizes` gives them."""
+        """A config from sizes by name, as `sizes` returns them."""
         extra = tuple(f"{axis}={size}" for axis, size in sizes.items() if axis not in AXES)
         return cls(**{axis: size for axis, size in sizes.items() if axis in AXES}, extra=extra)
 
     def sizes(self) -> dict[str, int]:
-        """By name, outermost first."""
+        """The size of each axis by name, outermost first."""
         words = (word.partition("=") for word in self.extra)
         return {axis: getattr(self, axis) for axis in AXES} | {axis: int(size) for axis, _, size in words}
 
@@ -68,7 +68,7 @@ class MeshConfig:
         return " x ".join(f"{axis}={size}" for axis, size in self.sizes().items() if size != 1) or "1 device"
 
     def resolve(self, n_devices: int) -> MeshConfig:
-        """The same mesh with -1 replaced. Raises MeshError, with the nearest sizes that would work, where it cannot hold n_devices."""
+        """The same mesh with -1 replaced. Raises MeshError, with the nearest sizes that would work, if it does not fit n_devices."""
         sizes = self.sizes()
         if wrong := [setting(axis, size) for axis, size in sizes.items() if size < 1 and size != -1]:
             raise MeshError(f"{', '.join(wrong)}: sizes are 1 or more, or -1 on one axis for whatever is left")
@@ -83,7 +83,7 @@ class MeshConfig:
         raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible{self._nearest(n_devices)}")
 
     def _nearest(self, n_devices: int) -> str:
-        """The changes of one axis that would fit, nearest first: up to two sizes each where another axis takes what is left."""
+        """The changes of one axis that would fit, nearest first: up to two sizes for each axis if another axis takes what is left."""
         sizes, choices = self.sizes(), []
         is_open = -1 in sizes.values()
         for axis, size in sizes.items():
@@ -102,9 +102,9 @@ def setting(axis: str, size: int) -> str:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (jax.Device; default: all), which `config` must fill exactly (MeshError).
+    """The mesh over `devices` (jax.Device; default: all). Raises MeshError unless `config` uses all of them.
 
-    Devices are ordered by the fast domain they sit in (slice, then process, then id), so the innermost axes stay inside a node.
+    Devices are ordered by node (slice, then process, then id), so that the innermost axes stay inside a node.
     All axes are `AxisType.Auto`: XLA propagates shardings and inserts the collectives.
     """
     devices = list(jax.devices() if devices is None else devices)
@@ -114,5 +114,5 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def node_of(device: Any) -> tuple[int, int]:
-    """The fast domain that a jax.Device sits in: slice and process, of which there is one a node."""
+    """The node of a jax.Device, as (slice, process): there is one process per node."""
     return (getattr(device, "slice_index", None) or 0, device.process_index)

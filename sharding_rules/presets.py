@@ -1,8 +1,8 @@
-"""Named strategies. Read down a table to see one; read across two to see how they differ.
+"""Named strategies, each a table of rules.
 
 Logical axes: batch, seq, seq_resid (the residual stream's sequence, between the matmul pairs), embed, heads, kv_heads, head_dim, mlp,
 vocab, layers (the stack), fused (matrices stored side by side: q k v, gate and up), position (rows of a learned position table), norm
-(scales and biases of the residual stream: too small to be worth a gather).
+(scales and biases of the residual stream, which are too small to be worth gathering).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import get_args
 from sharding_rules.mesh import AXES
 from sharding_rules.rules import Column, Kind, MeshAxes, Reduction, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
 
-_WHOLE: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
-_WEIGHTS: Column = {**_WHOLE, "layers": "pipeline"}  # a stage holds its own layers, whatever else is cut
+_REPLICATED: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
+_WEIGHTS: Column = {**_REPLICATED, "layers": "pipeline"}  # a stage holds its own layers, whatever else is sharded
 _ACTS: Column = dict.fromkeys(("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "fused"))
 _TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 _BY_DATA: Column = {**_WEIGHTS, "embed": "data"}
@@ -24,31 +24,31 @@ PRESETS: dict[str, Rules] = {
     for rules in (
         # Data parallel: everything replicated, gradients all-reduced once per step.
         Rules("ddp", params=_WEIGHTS, activations=_DATA),
-        # ZeRO stages 1 and 2 (Rajbhandari et al., arXiv 1910.02054): the moments, then also the gradients, live on one data rank each.
+        # ZeRO stages 1 and 2 (Rajbhandari et al., arXiv 1910.02054): the moments, then also the gradients, are sharded over data.
         Rules("zero1", params=_WEIGHTS, activations=_DATA, gradients=_WEIGHTS, optimizer=_BY_DATA),
         Rules("zero2", params=_WEIGHTS, activations=_DATA, gradients=_BY_DATA, optimizer=_BY_DATA),
-        # Megatron-LM's distributed optimizer, ZeRO-1 for any number of replicas: the layers use a copy of the weights in their own type,
+        # Megatron-LM's distributed optimizer, ZeRO-1 for any number of replicas: the layers use a copy of the weights in the compute type,
         # and the fp32 weights and moments are padded vectors with a part on each replica.
         Rules("distributed", params=_WEIGHTS, activations=_DATA, optimizer={**_WEIGHTS, "flat": ("pipeline", "data")}),
-        # ZeRO-3 / FSDP (arXiv 2304.11277): weights too; each layer gathers its own when it runs.
+        # ZeRO-3 / FSDP (arXiv 2304.11277): weights are sharded, too; each layer gathers its own when it runs.
         Rules("fsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": "fsdp"}),
         # Hybrid: FSDP inside a group, replicas of the group along data.
         Rules("hsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": ("data", "fsdp")}),
         # Tensor parallel (Megatron-LM, arXiv 1909.08053), with data parallel replicas.
         Rules("megatron", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR}),
-        # Megatron's sequence parallelism (arXiv 2205.05198): the residual stream is cut along the sequence between the matmul pairs.
+        # Megatron's sequence parallelism (arXiv 2205.05198): the residual stream is sharded along the sequence between the matmul pairs.
         Rules("megatron_sp", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR, "seq_resid": "tensor"}),
     )
 }
 
 REDUCTIONS: dict[str, Reduction] = {f"reduce_{reduction}": reduction for reduction in get_args(Reduction) if reduction != "auto"}
-"""Words of a product that are no strategy, but say in which type gradients are summed."""
+"""Words of a product that are not strategies, but choose the type in which gradients are summed."""
 
 
 def preset(name: str) -> Rules:
-    """A preset, or a product of some: preset("hsdp+megatron_sp"). A word of REDUCTIONS changes its `reduction`: "fsdp+reduce_float32".
+    """A preset, or a product of presets: preset("hsdp+megatron_sp"). A word of REDUCTIONS sets the `reduction`: "fsdp+reduce_float32".
 
-    Raises ShardingRuleError for an unknown name, for a word without a strategy, and for two that differ.
+    Raises ShardingRuleError for an unknown name, for a product without a strategy, and for two different reductions.
     """
     parts = [part.strip() for part in name.split("+")]
     for part in parts:
@@ -56,7 +56,7 @@ def preset(name: str) -> Rules:
             raise ShardingRuleError(f"no rules preset {part!r}{did_you_mean(part, [*PRESETS, *REDUCTIONS])}")
     strategies, words = [part for part in parts if part in PRESETS], list(dict.fromkeys(part for part in parts if part in REDUCTIONS))
     if not strategies:
-        raise ShardingRuleError(f"rules {name!r} cut nothing; name a strategy beside it, such as fsdp+{words[0]}")
+        raise ShardingRuleError(f"rules {name!r} have no strategy; add one, as in fsdp+{words[0]}")
     if len(words) > 1:
         raise ShardingRuleError(f"rules {name!r} sum gradients in two types; keep {words[0]} or {words[1]}")
     rules = PRESETS[strategies[0]]
@@ -66,36 +66,36 @@ def preset(name: str) -> Rules:
 
 
 def product(a: Rules, b: Rules) -> Rules:
-    """Both strategies at once: each row is cut over the mesh axes of either. A scoped row of one meets the plain one of the other.
+    """Both strategies combined: each row has the mesh axes of both. A scoped row of one combines with the plain row of the other.
 
-    A `reduction` that is not auto holds for the product. Raises ShardingRuleError where they contradict each other.
+    A `reduction` other than auto applies to the product. Raises ShardingRuleError if the two contradict each other.
     """
 
     def both(kind: Kind) -> Column | None:
         if getattr(a, kind) is None and getattr(b, kind) is None:
             return None
         left, right = a.column(kind), b.column(kind)
-        return {row: union(row, left, right, first=() if kind == "activations" else held(row, params)) for row in {**left, **right}}
+        return {row: union(row, left, right, first=() if kind == "activations" else axes_in(row, params)) for row in {**left, **right}}
 
     def union(row: str, left: Column, right: Column, first: MeshAxes) -> MeshAxes:
-        # Mesh order, but moments and gradients refine the cut of their weight: the other order costs two permutes a step (measured).
-        used = {*axes_of(held(row, left)), *axes_of(held(row, right))}
+        # Mesh order, but moments and gradients start with the axes of their weight: the other order costs two permutes a step (measured).
+        used = {*axes_of(axes_in(row, left)), *axes_of(axes_in(row, right))}
         axes = sorted(used, key=lambda axis: (axis not in axes_of(first), order.index(axis)))
         return axes[0] if len(axes) == 1 else tuple(axes) or None
 
-    def held(row: str, column: Column) -> MeshAxes:
-        return column[found] if (found := row_of(column, row)) else None
+    def axes_in(row: str, column: Column) -> MeshAxes:
+        return column[name] if (name := row_of(column, row)) else None
 
     if clash := [axis for axis, kind in a.axes.items() if b.axes.get(axis, kind) != kind]:
         kinds = f"as {a.axes[clash[0]]} and as {b.axes[clash[0]]}"
-        raise ShardingRuleError(f"{a.name} and {b.name} declare the mesh axis {clash[0]!r} {kinds}; call one of them otherwise")
+        raise ShardingRuleError(f"{a.name} and {b.name} declare the mesh axis {clash[0]!r} {kinds}; rename one of them")
     if "auto" not in (a.reduction, b.reduction) and a.reduction != b.reduction:
         kinds = f"in {a.reduction} and in {b.reduction}"
         raise ShardingRuleError(f"{a.name} and {b.name} sum gradients {kinds}; set one of them to auto: replace(reduction='auto')")
     reduction = a.reduction if a.reduction != "auto" else b.reduction
     axes = {**a.axes, **b.axes}
     used = a.mesh_axes() | b.mesh_axes()
-    order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # what nobody declared is refused where there is a mesh
+    order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # undeclared axes are refused by `spec`, which has a mesh
     params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
     return Rules(f"{a.name}+{b.name}", params=params, axes=axes, reduction=reduction, **columns)  # pyright: ignore[reportArgumentType]

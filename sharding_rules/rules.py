@@ -1,7 +1,7 @@
 """A sharding strategy is a table: logical axis -> mesh axes, with one column per kind of tensor.
 
-A row may be scoped: "moe/mlp" is the mlp of the part of the model that is called moe, and "mlp" that of all others. `Shard.within` makes
-the scoped names. There is one level of scopes.
+A row may be scoped: "moe/mlp" is the axis mlp in the part of the model that is called moe, and "mlp" is that axis in all other parts.
+`Shard.within` makes the scoped names. There is one level of scopes.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ AxisType = Literal["auto", "manual"]
 Reduction = Literal["auto", "float32", "bfloat16"]
 
 _UNSCOPED = {
-    "batch": "the batch is cut once for the whole model",
-    "layers": "all stacks of layers are cut into the same stages",
+    "batch": "the whole model has one batch",
+    "layers": "all segments are divided into the same stages",
 }
 
 
 class ShardingRuleError(ValueError):
-    """A rule that names no logical axis, no mesh axis, or cannot shard the tensor at hand. The text says which, and what would work."""
+    """Raised for a rule with an unknown logical or mesh axis, or that cannot shard a tensor. The message says what would work."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Mesh axes for every logical axis. Nothing is implied: a logical axis without a row is an error.
+    """The mesh axes of every logical axis. There are no defaults: a logical axis without a row is an error.
 
-    An experiment is a changed row: `rules.replace(params={"mlp": None})`.
+    An experiment changes a row: `rules.replace(params={"mlp": None})`.
     """
 
     name: str
-    """Shown in logs and stored with checkpoints."""
+    """A name for logs and checkpoints."""
     params: Column
-    """The weights as a run keeps them from step to step."""
+    """Weights as stored between steps."""
     activations: Column
-    """What flows through the model. Its row "batch" says which mesh axes the batch is cut over."""
+    """Activations. The row "batch" has the mesh axes that the batch is sharded over."""
     gathered: Column | None = None
-    """A weight at the moment a layer uses it. None: as `params`, less the axes that cut the batch (they are gathered, which is FSDP)."""
+    """Weights while a layer uses them. None: as `params`, without the axes of the batch, over which they are gathered (FSDP)."""
     gradients: Column | None = None
-    """Gradients when they reach the optimizer. None: as `params`."""
+    """Gradients as the optimizer receives them. None: as `params`."""
     optimizer: Column | None = None
-    """What an optimizer keeps beside a weight, such as Adam's moments. None: as `params`.
+    """Optimizer state, such as Adam's moments. None: as `params`.
 
-    Its row "flat", where there is one, has the mesh axes that cut flat vectors of many weights, which no dimension needs to divide over.
+    The row "flat", if there is one, has the mesh axes that shard flat vectors of many weights; no dimension needs to divide by them.
     """
     axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
-    """Mesh axes that these rules have beside those of every mesh; `MeshConfig.extra` sizes them.
+    """Additional mesh axes that these rules use; `MeshConfig.extra` has their sizes.
 
-    auto: XLA cuts along it and inserts the collectives, as along fsdp and tensor. manual: it cuts the batch alone, weights are whole along
-    it, and gradients are summed over it once a step, as along data.
+    auto: XLA shards along the axis and inserts the collectives, as along fsdp and tensor. manual: the axis shards the batch only, weights
+    are replicated along it, and gradients are summed over it once a step, as along data.
     """
     reduction: Reduction = "auto"
-    """The type in which devices sum the gradients of matrices. Those of vectors are summed in float32, whatever it says.
+    """The type in which gradients of matrices are summed over devices. Those of vectors are always summed in float32.
 
-    auto: float32 along the mesh axes that a step is manual over (data), where it sums once; along those left to XLA (fsdp), where every
-    microbatch sums, the type of the matmul. float32: along those too, for twice the bytes. bfloat16: along the manual axes too, for half.
+    auto: float32 along the axes that a step is manual over (data), where gradients are summed once a step; the type of the matmul along
+    those that XLA handles (fsdp), where every microbatch sums. float32: along all axes, twice the bytes. bfloat16: along all, half of them.
     """
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Rules:
                 raise ShardingRuleError(f"rules.axes[{axis!r}]={kind!r}: a mesh axis is one of {', '.join(get_args(AxisType))}")
         if self.reduction not in get_args(Reduction):
             known = did_you_mean(str(self.reduction), get_args(Reduction))
-            raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients are summed in no such type{known}")
+            raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients cannot be summed in this type{known}")
         for row in self._rows():
             scope, _, name = row.rpartition("/")
             if "/" in scope or (not (scope and name) and "/" in row):
@@ -94,15 +94,15 @@ class Rules:
         return self.params
 
     def row(self, kind: Kind, logical: str) -> str | None:
-        """The row of a column that holds for a logical axis: its own, else that of its name without the scope; None where there is none."""
+        """The row of a column for a logical axis: its own, or that of its name without the scope. None: there is neither."""
         return row_of(self.column(kind), logical)
 
     def scopes(self) -> set[str]:
-        """The scopes that some row has."""
+        """The scopes of all rows."""
         return {scope for scope, slash, _ in (row.partition("/") for row in self._rows()) if slash}
 
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that a step is manual over: it sums gradients over them once, by itself. All others are XLA's."""
+        """The mesh axes that a training step is manual over: it sums gradients over them once itself. XLA handles all others."""
         return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"}
 
     def order(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Rules:
     ) -> Rules:
         """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
 
-        axes: mesh axes to declare beside those that these rules have. reduction: None: as it is.
+        axes: additional mesh axes to declare. reduction: None: unchanged.
         """
         if unknown := set(columns) - set(get_args(Kind)):
             raise ShardingRuleError(
@@ -129,8 +129,8 @@ class Rules:
     ) -> PartitionSpec:
         """The PartitionSpec of a tensor whose dimensions are named `axes` (None: never sharded). Scoped names fall back to plain ones.
 
-        Raises ShardingRuleError for an unknown logical axis, one mesh axis on two dimensions, a mesh axis that `mesh` does not have,
-        and, where `shape` is given, a size that does not divide.
+        Raises ShardingRuleError for an unknown logical axis, a mesh axis on two dimensions, a mesh axis that `mesh` does not have, and,
+        if `shape` is given, a size that does not divide.
         """
         column = self.column(kind)
         owner: dict[str, str] = {}
@@ -144,7 +144,7 @@ class Rules:
             row = row_of(column, logical)
             if row is None:
                 raise ShardingRuleError(f"{name}{tuple(axes)}: no {kind} rule for logical axis {logical!r}{did_you_mean(logical, column)}")
-            ways = 1
+            n_shards = 1
             for axis in axes_of(column[row]):
                 if axis in owner:
                     raise ShardingRuleError(
@@ -154,10 +154,10 @@ class Rules:
                 owner[axis] = row
                 if mesh is not None and axis not in mesh.shape:
                     raise ShardingRuleError(f"rules.{kind}[{row!r}]: mesh axis {axis!r} is not in mesh {dict(mesh.shape)}")
-                ways *= mesh.shape[axis] if mesh is not None else 1
-            if shape and shape[dim] % ways:
+                n_shards *= mesh.shape[axis] if mesh is not None else 1
+            if shape and shape[dim] % n_shards:
                 raise ShardingRuleError(
-                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide over {column[row]!r} ({ways} ways)"
+                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide over {column[row]!r} ({n_shards} ways)"
                 )
             entries.append(column[row])
         return PartitionSpec(*entries)
@@ -165,15 +165,16 @@ class Rules:
     def sharding(
         self, kind: Kind, axes: Sequence[str | None], mesh: Mesh, shape: Sequence[int] = (), name: str = "tensor"
     ) -> NamedSharding:
+        """`spec` as a NamedSharding. Raises as it does."""
         return NamedSharding(mesh, self.spec(kind, axes, shape, mesh, name))
 
     def mesh_axes(self) -> set[str]:
-        """Every mesh axis that some rule uses."""
+        """All mesh axes that some row uses."""
         columns = (getattr(self, kind) or {} for kind in get_args(Kind))
         return {axis for column in columns for entry in column.values() for axis in axes_of(entry)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain and JSON-ready."""
+        """The rules as plain data for JSON."""
         plain = {kind: getattr(self, kind) for kind in get_args(Kind)}
         return {
             "name": self.name,
@@ -183,7 +184,7 @@ class Rules:
         }
 
     def _rows(self) -> set[str]:
-        """Of all columns that are given."""
+        """The rows of all columns that are given."""
         return {row for kind in get_args(Kind) for row in getattr(self, kind) or ()}
 
     def __hash__(self) -> int:
@@ -191,29 +192,30 @@ class Rules:
 
 
 def axes_of(entry: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes of one table entry, as a tuple."""
+    """The mesh axes of a table entry as a tuple."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def row_of(column: Column, logical: str) -> str | None:
-    """The row of a column for a logical axis, "moe/mlp" before "mlp"; None where there is none."""
+    """The row of a column for a logical axis, "moe/mlp" before "mlp"; None if there is none."""
     plain = logical.rpartition("/")[2]
     return logical if logical in column else plain if plain in column else None
 
 
 def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
-    """A sentence for each scope of the rules that is not among the model's `known` ones: its rows would hold for nothing."""
+    """A sentence for each scope of the rules that the model does not have, so that its rows would have no effect."""
     has = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
     unknown = sorted(rules.scopes() - set(known))
     rows = {scope: sorted(row for row in rules._rows() if row.startswith(f"{scope}/")) for scope in unknown}
     return [
-        f"rules have the scope {scope!r} ({', '.join(rows[scope])}), which is no part of the model; "
+        f"rules have the scope {scope!r} ({', '.join(rows[scope])}), which the model does not have; "
         + (f"did you mean {near[0]!r}?" if (near := difflib.get_close_matches(scope, known, n=1)) else has)
         for scope in unknown
     ]
 
 
 def did_you_mean(word: str, known: Sequence[str] | Column) -> str:
-    tries = dict.fromkeys((word.rpartition("/")[2], word))  # the name of a scoped one may be wrong, or its scope
+    """The end of an error message: the known name nearest to an unknown one, or all known names."""
+    tries = dict.fromkeys((word.rpartition("/")[2], word))  # in a scoped word, the name or the scope may be wrong
     near = next(filter(None, (difflib.get_close_matches(each, list(known), n=1, cutoff=0.6) for each in tries)), [])
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"

@@ -1,4 +1,4 @@
-"""Rules bound to a mesh: the one object through which a model speaks of sharding. Passed down as an argument; there is no global."""
+"""Rules bound to a mesh: the object through which a model controls sharding. It is passed as an argument; there is no global state."""
 
 from __future__ import annotations
 
@@ -27,110 +27,116 @@ _NOUN: dict[Kind, str] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """`shard(x, "batch", "seq", "embed")` pins an activation; the other methods place weights and run code on local shards.
+    """`shard(x, "batch", "seq", "embed")` constrains an activation. Other methods constrain weights and run code on local shards.
 
-    Works the same at the top level of a jitted function and inside a `shard_map` that is manual over some mesh axes (the microbatch
-    engine's data axis, for one): axes that are manual where it is called are left out, because the arrays there are already local to them.
+    It works in a jitted function and inside a `shard_map` that is manual over some mesh axes, such as the microbatch engine's: axes that
+    are manual where a method is called are left out, because arrays there are local along them.
     """
 
     rules: Rules
     mesh: Mesh
     scope: str = ""
-    """The part of the model that this one is for: its rows come first. "": none."""
+    """The part of the model whose scoped rows apply; "": none."""
 
     def within(self, scope: str) -> Shard:
-        """The same for one part of the model: a logical axis "mlp" is looked up as "moe/mlp", then as "mlp", in every column.
+        """The same for a part of the model: a logical axis "mlp" is looked up as "moe/mlp", then as "mlp", in every column.
 
-        Parts are one level deep: within a part, `within` names another one. Raises ShardingRuleError for a name with a slash.
+        Scopes are not nested: `within` replaces the current one. Raises ShardingRuleError for a name with a slash.
         """
         if "/" in scope:
             raise ShardingRuleError(f"Shard.within({scope!r}): a scope is one name, without a slash")
         return dataclasses.replace(self, scope=scope)
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains an activation to its rules. Raises ShardingRuleError as `Rules.spec` does."""
+        """x, an activation, constrained to its rules. Raises ShardingRuleError as `Rules.spec` does."""
         return self.constrain(x, "activations", axes)
 
     def weight(self, w: jax.Array, *axes: str | None) -> jax.Array:
-        """A weight as a layer uses it: gathered over the axes that cut the batch. Cast it first, so that the gather moves fewer bytes."""
+        """A weight as a layer uses it, gathered over the axes of the batch. Cast it first, so that fewer bytes are gathered."""
         return self.constrain(w, "gathered", axes)
 
     def einsum(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """The einsum of an activation and a weight as it is stored: the weight is cast to the type of x, gathered, and used.
+        """The einsum of an activation and a stored weight, which is cast to the type of x and gathered first.
 
-        Its gradient is summed over devices in the type that `rules.reduction` asks for. Where it is not recomputed (jax.checkpoint), the
-        gathered weight is kept for the backward. axes: the weight's. Each letter of the equation, "bsd,df->bsf", is in two of its terms.
+        The weight's gradient is summed over devices in the type that `rules.reduction` chooses. Without jax.checkpoint, the gathered weight
+        is saved for the backward. axes: those of the weight. Each letter of the equation, as in "bsd,df->bsf", must be in two of its terms.
         """
         einsum, weight = self.einsum_of(w, x.dtype, axes)
         return einsum(equation, x, weight)
 
     def einsum_of(self, w: jax.Array, dtype: Any, axes: Sequence[str | None]) -> tuple[Callable[..., jax.Array], jax.Array]:
-        """(f, weight): `f(equation, x, weight)` is `einsum` for an x of this dtype, without a frame between its caller and the matmul."""
-        if self.rules.reduction == "float32" and self._summed(axes):
+        """(f, weight): `f(equation, x, weight)` is `einsum` for an x of this dtype, without a stack frame between caller and matmul."""
+        if self.rules.reduction == "float32" and self._gradient_is_summed(axes):
             return partial(self._einsum_summed_in_fp32, axes), w
         return jnp.einsum, self.weight(w.astype(dtype), *axes)
 
     def constrain(self, x: jax.Array, kind: Kind, axes: Sequence[str | None]) -> jax.Array:
-        """Pins x to the spec of any kind of tensor. Raises ShardingRuleError also where a size does not divide: XLA would drop the cut."""
+        """x constrained to its spec as this kind of tensor.
+
+        Raises ShardingRuleError as `Rules.spec` does, and for a size that does not divide, where XLA would drop the sharding.
+        """
         spec, axes = self.spec(kind, axes), self._scoped(axes)
         if len(axes) != x.ndim:
             raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {len(axes)} logical axes for {x.ndim} dimensions {x.shape}")
         for dim, (logical, entry) in enumerate(zip(axes, spec, strict=True)):
-            if x.shape[dim] % (ways := self.ways(axes_of(entry))):
+            if x.shape[dim] % (n := self.n_shards(axes_of(entry))):
                 where = f"dimension {dim} ({logical!r}, size {x.shape[dim]})"
-                raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {where} does not divide over {entry!r} ({ways} ways)")
-        # In a manual region the constraint must name the region's own mesh, which a bare spec does.
+                raise ShardingRuleError(f"{_NOUN[kind]}{tuple(axes)}: {where} does not divide over {entry!r} ({n} ways)")
+        # In a manual region the constraint must use the mesh of the region, as a bare spec does.
         return lax.with_sharding_constraint(x, spec if _manual() else NamedSharding(self.mesh, spec))
 
     def sharding(self, kind: Kind, axes: Sequence[str | None], shape: Sequence[int] = (), name: str = "tensor") -> NamedSharding:
-        """Where a whole array of this kind lives, for use outside any manual region."""
+        """The sharding of a global array of this kind, for use outside of manual regions."""
         return self.rules.sharding(kind, self._scoped(axes), self.mesh, shape, name)
 
     def spec(self, kind: Kind, axes: Sequence[str | None]) -> PartitionSpec:
-        """The rules' spec without the axes that are manual where this is called, and without those of size 1."""
-        return self.only(self.rules.spec(kind, self._scoped(axes), mesh=self.mesh, name=_NOUN[kind]), self._auto())
+        """The spec by the rules, without axes that are manual where this is called, and without axes of size 1."""
+        return self.restrict(self.rules.spec(kind, self._scoped(axes), mesh=self.mesh, name=_NOUN[kind]), self._auto())
 
-    def only(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
-        """`spec` restricted to some mesh axes, those of size 1 left out."""
+    def restrict(self, spec: PartitionSpec, keep: frozenset[str]) -> PartitionSpec:
+        """`spec` with only the mesh axes in `keep`, and without axes of size 1."""
         kept = (tuple(a for a in axes_of(entry) if a in keep and self.mesh.shape[a] > 1) for entry in spec)
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
 
-    # Code that runs on local shards: kernels, and collectives that must happen once and where we say.
+    # Code that runs on local shards: kernels, and explicit collectives.
 
-    def local(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`f` on each device's shards, manual over every mesh axis that is not manual already. Specs as from `Shard.spec`.
+    def shard_map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function that runs `f` on each device's shards, manual over all mesh axes. Specs as from `Shard.spec`.
 
-        A kernel called under plain jit is silently replicated; called through here it sees local shapes.
+        XLA silently gathers the operands of a kernel that is called under plain jit; called through this method, it gets local shards.
         """
         outside = {"mesh": self.mesh} if not _manual() else {}
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self._auto()), check_vma=False, **outside)
 
-    def stored(self, *axes: str | None) -> StoredWeight:
-        """How a table's shards [rows, width] become the table as used, by explicit collectives inside `local`. Call it outside."""
+    def table(self, *axes: str | None) -> TableSharding:
+        """The sharding of a lookup table [rows, width], with its collectives for code inside `shard_map`. Call this outside of it.
+
+        Raises ShardingRuleError for rules that those collectives cannot implement.
+        """
         spec, used = self.spec("params", axes), self.spec("gathered", axes)
         axes = self._scoped(axes)
-        gathered = []
+        gather_axes = []
         for logical, have, want in zip(axes, map(axes_of, spec), map(axes_of, used), strict=True):
             if have[: len(want)] != want:
                 raise ShardingRuleError(
                     f"rules.gathered[{logical!r}]={want or None} must be the leading part of rules.params[{logical!r}]={have or None}"
                 )
-            gathered.append(have[len(want) :])
+            gather_axes.append(have[len(want) :])
         if used[-1]:
-            fix = f"cut rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
-            raise ShardingRuleError(f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: the rows of a table are used whole; {fix}")
-        batch = self.cut("batch")
+            fix = f"shard rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
+            raise ShardingRuleError(f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: a table is used with complete rows; {fix}")
+        batch = self.axes_for("batch")
         if clash := [a for a in axes_of(used[0]) if a in batch]:
             fix = f"a table is gathered over the axes of the batch; leave {clash[0]!r} out"
-            raise ShardingRuleError(f"rules.gathered[{axes[0]!r}]={used[0]!r} has {clash[0]!r}, which cuts the batch: {fix}")
-        return StoredWeight(spec, used, tuple(gathered), batch)
+            raise ShardingRuleError(f"rules.gathered[{axes[0]!r}]={used[0]!r} has {clash[0]!r}, which shards the batch: {fix}")
+        return TableSharding(spec, used, tuple(gather_axes), batch)
 
-    def cut(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes that cut this axis of the activations here: those a `local` function must reduce or gather over."""
+    def axes_for(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes that shard a logical axis of the activations here, over which code inside `shard_map` must reduce or gather."""
         return axes_of(self.spec("activations", (logical,))[0])
 
-    def ways(self, axes: Sequence[str]) -> int:
-        """Into how many parts these mesh axes cut."""
+    def n_shards(self, axes: Sequence[str]) -> int:
+        """The number of shards that mesh axes make: the product of their sizes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def _einsum_summed_in_fp32(self, axes: Sequence[str | None], equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -140,13 +146,13 @@ class Shard:
             used = self.weight(w.astype(x.dtype), *axes)
             return jnp.einsum(equation, x, used), (x, used)
 
-        def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x, used = kept
+        def backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, used = residuals
             dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, used)
-            # XLA:CPU cannot multiply bf16 into fp32 where an operand has three dimensions; of fp32 operands the product is the same.
+            # XLA:CPU cannot multiply bf16 into fp32 if an operand has three dimensions; with fp32 operands the product is the same.
             on_cpu = self.mesh.devices.flat[0].platform == "cpu"
             x, dy = (a.astype(jnp.float32) if on_cpu else a for a in (x, dy))
-            # XLA sums over devices in the type that the matmul returns.
+            # XLA sums over devices in the type of the matmul's result.
             dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=jnp.float32)
             return dx, self.constrain(dw, "params", axes).astype(w.dtype)
 
@@ -154,10 +160,10 @@ class Shard:
         f.defvjp(forward, backward)
         return f(x, w)
 
-    def _summed(self, axes: Sequence[str | None]) -> bool:
-        """Whether devices along an axis left to XLA have other tokens and the same of this weight: XLA sums its gradient over them."""
+    def _gradient_is_summed(self, axes: Sequence[str | None]) -> bool:
+        """Whether XLA sums the weight's gradient over devices: an axis that XLA handles shards the tokens, but not the gathered weight."""
         rows = [row for row in ("batch", "seq_resid") if self.rules.row("activations", f"{self.scope}/{row}")]
-        tokens = {axis for row in rows for axis in self.cut(row)}
+        tokens = {axis for row in rows for axis in self.axes_for(row)}
         return not tokens <= {axis for entry in self.spec("gathered", axes) for axis in axes_of(entry)}
 
     def _scoped(self, axes: Sequence[str | None]) -> tuple[str | None, ...]:
@@ -168,41 +174,42 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredWeight:
-    """FSDP by hand, for code inside `Shard.local`."""
+class TableSharding:
+    """How a lookup table is sharded and gathered, with FSDP as explicit collectives for code inside `Shard.shard_map`."""
 
     spec: PartitionSpec
-    """As stored: what goes into `local`, and the gradient's spec on the way out."""
-    used: PartitionSpec
-    """As used by the layer."""
-    gathered: tuple[tuple[str, ...], ...]
+    """The spec of the stored table, and of its gradient."""
+    gathered_spec: PartitionSpec
+    """The spec of the table after `gather`."""
+    gather_axes: tuple[tuple[str, ...], ...]
     """The mesh axes that each dimension is gathered over."""
-    _batch: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    """The mesh axes that shard the batch."""
 
     def gather(self, w: jax.Array) -> jax.Array:
-        """A device's shard as stored -> as used."""
-        for dim, names in enumerate(self.gathered):
+        """A device's shard of the stored table -> its shard of the gathered table."""
+        for dim, names in enumerate(self.gather_axes):
             w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
         return w
 
-    def scatter(self, dw: jax.Array) -> jax.Array:
-        """A gradient shaped as used, of all tokens of this device's part of the batch -> the whole batch's, a shard as stored.
+    def reduce_scatter(self, dw: jax.Array) -> jax.Array:
+        """The gradient of the gathered table for this device's tokens -> its shard of the stored table's gradient for the whole batch.
 
-        Along an axis that does not cut the batch the devices hold the same gradient already: there it is cut, not summed.
+        Along an axis that does not shard the batch, devices have the same gradient already: it is sliced, not summed.
         """
-        for dim, names in enumerate(self.gathered):
-            for summed, run in itertools.groupby(names, lambda axis: axis in self._batch):
+        for dim, names in enumerate(self.gather_axes):
+            for summed, run in itertools.groupby(names, lambda axis: axis in self.batch_axes):
                 over = tuple(run)
                 if summed:
                     dw = lax.psum_scatter(dw, over, scatter_dimension=dim, tiled=True)
                 else:
-                    dw = part_of(dw, over, dim)
-        rest = tuple(a for a in self._batch if not any(a in names for names in self.gathered))
+                    dw = local_block(dw, over, dim)
+        rest = tuple(a for a in self.batch_axes if not any(a in names for names in self.gather_axes))
         return lax.psum(dw, rest) if rest else dw
 
 
-def part_of(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Inside `Shard.local`: this device's block of x, which all devices along `axes` hold whole, cut along one dimension."""
+def local_block(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Inside `Shard.shard_map`: this device's slice along one dimension of x, which is replicated along `axes`."""
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=dim)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import describe
+from pallas_kernels import describe_attention
 from pallas_kernels.attention import xla
 
 
@@ -34,7 +34,7 @@ def values_and_grads(attention, weights, arrays):
 
 
 def chunked(q, k, v, sinks=None, segment_ids=None, kv_segment_ids=None, q_offset=0, chunk=512, **features):
-    problem = describe(
+    problem = describe_attention(
         q, k, v, sinks=sinks, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, return_lse=True, **features
     )
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids

@@ -8,25 +8,25 @@ import math
 import numpy as np
 from support import in_model_order
 
-from mesh_lm.optim.flat import Vector
+from mesh_lm.optim.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State
 from sharding_rules import axes_of
 
 
-def matrices(vector: Vector, x: np.ndarray, layout: ModelLayout) -> dict[str, np.ndarray]:
+def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str, np.ndarray]:
     """The matrices of one vector, in the rows that they have in memory."""
     mesh, rows = dict(vector.mesh.shape), math.prod(x.shape[:-1])
-    cut = [mesh[axis] for axis in vector.cut]
-    parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.piece), 1, -2)
-    parts = parts.reshape(rows, *cut, vector.replicas * vector.piece)
+    cut = [mesh[axis] for axis in vector.shard_axes]
+    parts = np.moveaxis(x.reshape(rows, vector.replicas, *cut, vector.shard_size), 1, -2)
+    parts = parts.reshape(rows, *cut, vector.replicas * vector.shard_size)
     out, params = {}, layout.shardings("params")
     for matrix in vector.matrices:
-        shape, spec = layout.in_memory[matrix.name].shape, params[matrix.name].spec
+        shape, spec = layout.memory_shapes[matrix.name].shape, params[matrix.name].spec
         out[matrix.name] = np.zeros(shape, x.dtype)
         own = list(spec)[bool(vector.rows) :]
         for place in itertools.product(*map(range, cut)):
-            at, box = dict(zip(vector.cut, place, strict=True)), []
+            at, box = dict(zip(vector.shard_axes, place, strict=True)), []
             for size, entry in zip(matrix.local, own, strict=False):
                 index = 0
                 for axis in axes_of(entry):

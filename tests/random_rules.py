@@ -33,7 +33,7 @@ from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainCon
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import MASTER, abstract_state, fresh_recent
+from mesh_lm.state import MASTER, abstract_state, initial_statistics
 from mesh_lm.state.initial import fresh_state
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
@@ -95,7 +95,7 @@ def stepped(config: TrainConfig) -> Found:
     else:  # by NumPy, with no program to compile
         abstract = abstract_state(layout, optimizer)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
-        state = zeros | {"params": by_stage(layout, whole), "recent": jax.device_put(fresh_recent(), abstract["recent"].sharding)}
+        state = zeros | {"params": by_stage(layout, whole), "recent": jax.device_put(initial_statistics(), abstract["recent"].sharding)}
     batch = on_devices(host_batch(config.train.microbatches), layout)
     after, metrics = train_step(layout, optimizer, seed=3)(state, batch)
 

@@ -1,4 +1,4 @@
-"""The house rules: imports point one way, outside libraries stay behind one door each, and no file outgrows a sitting."""
+"""The house rules: imports point one way, each outside library is imported in one place only, and files and functions stay short."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 ONE_DOOR = {
     "safetensors": "mesh_lm/huggingface/files.py",
-    "tyro": "mesh_lm/commands/command_line.py",
+    "tyro": "mesh_lm/commands/options.py",
     "grain": "mesh_lm/data/loader.py",
     "tensorboardX": "mesh_lm/report/writer.py",
     "tokenizers": "mesh_lm/data/tokenizer/hugging_face.py",
@@ -33,7 +33,7 @@ FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level package) of every import in a file, deferred ones too."""
+    """Yields (line, top-level package) of every import in a file, deferred ones included."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = (
             [a.name for a in node.names]

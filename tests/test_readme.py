@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,6 @@ import pytest
 from processes import PATIENCE, bare
 
 from benchmarks import plan_page
-from mesh_lm.commands import command_line, evaluate, generate
-from mesh_lm.commands import plan as command
-from mesh_lm.commands.huggingface import Export
-from mesh_lm.commands.prepare import Prepare
 from mesh_lm.optim.flat import FLAT
 from sharding_rules import PRESETS, axes_of
 
@@ -62,18 +57,3 @@ def test_the_table_of_presets() -> None:
             used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}  # in every preset
             assert cell == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"
         assert batch == " x ".join(axes_of(rules.activations["batch"]))
-
-
-def test_its_commands_are_understood() -> None:
-    """Every option of every command is one that the program has."""
-    readers = {"prepare": Prepare, "generate": generate.Arguments, "evaluate": evaluate.Arguments, "export": Export}
-    text = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines() if "python " in line and "venv" not in line]
-    assert len(lines) >= 10
-    for words in lines:
-        if "train.py" in words:
-            command_line.parse(command.asked(words[words.index("train.py") + 1 :])[1])
-            continue
-        name = words[2].rpartition(".")[2] if words[3].startswith("--") else words[3]
-        options = [word for word in words[3:] if word.startswith("--")]
-        command_line.command(readers[name], options, "")

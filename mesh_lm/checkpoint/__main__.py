@@ -1,9 +1,6 @@
-"""python -m mesh_lm.checkpoint ls|verify|diff"""
+"""`python -m mesh_lm.checkpoint ls|verify|diff`: the same as `mesh-lm checkpoint`."""
 
-import sys
-
-from mesh_lm import distributed
-from mesh_lm.commands.checkpoint import main
+from mesh_lm.commands.main import door
 
 if __name__ == "__main__":
-    sys.exit(distributed.run(main, sys.argv[1:]))
+    door("checkpoint")

@@ -79,7 +79,7 @@ class Checkpoints:
             return f"no checkpoint in {self.directory}, but checkpoint.resume=required; set the output of an existing run"
         if policy.resume == "never" and self._saved is not None:
             return f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; use a new output directory"
-        if self._saved is None and distributed.from_first(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
+        if self._saved is None and distributed.broadcast_from_process0(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
             return self._none_intact()
         return None
 
@@ -117,7 +117,7 @@ class Checkpoints:
                 saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
             except DamagedCheckpoint as damage:
-                distributed.say(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
+                distributed.print_on_process0(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
                 self._put_aside(step, "damaged")
                 continue
             self._committed(max(self._steps()))
@@ -126,7 +126,7 @@ class Checkpoints:
             raise ConfigError(self._none_intact())
         return None, None
 
-    def go_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
+    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
         """Rolls back to the newest intact checkpoint below step `before`, and deletes `state`; later checkpoints become `N.passed`.
 
         Raises ConfigError if there is none."""
@@ -194,12 +194,12 @@ class Checkpoints:
         """Checks the current save. All processes must call it after every step."""
         if self._writing is None or (jax.process_count() > 1 and step % _ASK_EVERY):
             return
-        outcomes = distributed.from_all(self._outcome())
+        outcomes = distributed.gather_from_all(self._outcome())
         if _WRITING not in outcomes:
             self._conclude(step, failed=_FAILED in outcomes)
 
     def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
-        distributed.say(f"saving step {step} ({certificate(metadata, data)})")
+        distributed.print_on_process0(f"saving step {step} ({certificate(metadata, data)})")
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
@@ -233,7 +233,7 @@ class Checkpoints:
                 self._saver.wait_until_finished()
             except Exception as error:
                 self._error = error
-        self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.from_all(self._outcome())), last=last)
+        self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), last=last)
 
     def _conclude(self, step: int, *, failed: bool, last: bool = False) -> None:
         writing, self._writing = self._writing, None
@@ -252,7 +252,7 @@ class Checkpoints:
         reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
-        distributed.say(
+        distributed.print_on_process0(
             f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
             f"{reason}" + ("" if last else f"; training continues, and saving is retried after step {self._retry}")
         )
@@ -264,7 +264,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the steps that process 0 sees."""
-        return distributed.from_first(steps_in(self.directory) if jax.process_index() == 0 else None)
+        return distributed.broadcast_from_process0(steps_in(self.directory) if jax.process_index() == 0 else None)
 
     def _put_aside(self, step: int, why: str) -> None:
         if jax.process_index() == 0:
@@ -331,7 +331,7 @@ def _quiet() -> None:
 
 def _open(directory: Path) -> None:
     _quiet()
-    with distributed.together():
+    with distributed.collective_errors():
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (probe := directory / f".probe-{jax.process_index()}").touch()

@@ -50,7 +50,7 @@ class NodeLocalCheckpoints:
         if not self._every:
             return
         output, life = hashlib.sha256(str(directory).encode()).hexdigest()[:16], _identity(directory)
-        output, life = distributed.from_first([output, life])
+        output, life = distributed.broadcast_from_process0([output, life])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
         self._place = f"{jax.process_index()}-of-{jax.process_count()}"
         with contextlib.suppress(OSError):  # remove those of runs whose output was deleted
@@ -90,7 +90,7 @@ class NodeLocalCheckpoints:
         if not self._every:
             return None
         complete = [] if self._fresh else self._complete()
-        by_process = distributed.from_all([step for step in complete if step > newest])
+        by_process = distributed.gather_from_all([step for step in complete if step > newest])
         candidates = sorted(set.intersection(*map(set, by_process)), reverse=True)
         reasons = [] if candidates or not any(by_process) else ["no step is on the local disks of all processes"]
         with contextlib.suppress(OSError):
@@ -105,20 +105,20 @@ class NodeLocalCheckpoints:
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 outcome = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
-            problems, proofs = zip(*distributed.from_all(outcome), strict=True)
+            problems, proofs = zip(*distributed.gather_from_all(outcome), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
                 reason = f"step {step} is not of the same run on all processes"
             if not reason and saved and state and (wrong := _differ(digests(state), saved.digests)):
                 reason = f"step {step}: {wrong} differs from what was saved"
             if not reason and saved and state:
-                distributed.say(
+                distributed.print_on_process0(
                     f"step {step} is on the local disks of all processes ({self.directory}), newer than the output's checkpoints"
                 )
                 return saved, with_used(layout, state)
             reasons.append(reason)
         if reasons:
-            distributed.say(f"local checkpoints are not used: {'; '.join(reasons)}")
+            distributed.print_on_process0(f"local checkpoints are not used: {'; '.join(reasons)}")
         self.forget(newest)
         return None
 
@@ -178,7 +178,7 @@ class NodeLocalCheckpoints:
         if not self._failed:
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 print(
-                    f"{distributed.prefix()}warning: no local checkpoint in {self.directory}: {reason}; training continues, "
+                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training continues, "
                     "and a crash now rolls back to the newest checkpoint in the output", flush=True,
                 )  # fmt: skip
         self._failed = True
@@ -260,10 +260,10 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = [[name, stack.stages, *stack.counts] for name, stack in layout.stacks.items()]
+    stages = [[name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()]
     sizes = dict(layout.shard.mesh.shape)
     flat = [
-        [v.name, v.over, v.cut, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
+        [v.name, v.replica_axes, v.shard_axes, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
         for v in layout.flat.vectors
     ]
     about = {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves, "flat vectors": flat}

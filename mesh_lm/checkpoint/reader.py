@@ -18,7 +18,7 @@ from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.state import State, fresh_recent
+from mesh_lm.state import State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
 from mesh_lm.state.disk_form import from_disk, stored
 
@@ -63,7 +63,7 @@ class SavedCheckpoint:
     def read(cls, directory: Path, step: int) -> SavedCheckpoint:
         """Reads the descriptions of a step. Raises DamagedCheckpoint if they are missing, not JSON, or were changed."""
         path = directory / str(step)
-        with distributed.together(lambda reason: DamagedCheckpoint(path, [reason])):
+        with distributed.collective_errors(lambda reason: DamagedCheckpoint(path, [reason])):
             return cls(directory, step, **descriptions(path))
 
     def state(self, abstract: State) -> State:
@@ -100,10 +100,10 @@ class SavedCheckpoint:
         """Reads the arrays of `abstract` without comparing digests. Raises as `state` does."""
         self.require(abstract)
         if "recent" in abstract and self.metadata["format"] == 1:
-            recent = jax.device_put(fresh_recent(), abstract["recent"].sharding)
+            recent = jax.device_put(initial_statistics(), abstract["recent"].sharding)
             return self._read({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
         args = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)  # pyright: ignore[reportCallIssue]
-        with distributed.together(lambda reason: DamagedCheckpoint(self.path, [reason])):
+        with distributed.collective_errors(lambda reason: DamagedCheckpoint(self.path, [reason])):
             try:
                 state = array_handler().restore(epath.Path(self.path / "state"), args=args)
             except Exception as error:
@@ -196,7 +196,7 @@ def find(path: Path | str) -> SavedCheckpoint | None:
     directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if directory.name != "checkpoints" or not directory.is_dir():
         return None
-    if step is None and (step := distributed.from_first(max(steps_in(directory), default=None))) is None:
+    if step is None and (step := distributed.broadcast_from_process0(max(steps_in(directory), default=None))) is None:
         raise ConfigError(f"no complete checkpoint in {directory}")
     return SavedCheckpoint.read(directory, step)
 

@@ -1,8 +1,8 @@
 """Looks at the checkpoints of a run from outside: no mesh, no GPU and none of the model's code is needed.
 
-python -m mesh_lm.checkpoint ls runs/gpt_tiny              what is there; reads descriptions, no arrays
-python -m mesh_lm.checkpoint verify runs/gpt_tiny          reads every array, and compares digests with the saved ones
-python -m mesh_lm.checkpoint diff runs/a runs/b            how config, parameters and arrays of two checkpoints differ
+mesh-lm checkpoint ls runs/gpt_tiny              what is there; reads descriptions, no arrays
+mesh-lm checkpoint verify runs/gpt_tiny          reads every array, and compares digests with the saved ones
+mesh-lm checkpoint diff runs/a runs/b            how config, parameters and arrays of two checkpoints differ
 
 A path is a run's output, its `checkpoints`, or one step there. Status: 0 all is whole, or the arrays are the same bits; 1 a checkpoint is
 damaged, or arrays differ; 2 the command cannot be carried out.
@@ -10,58 +10,110 @@ damaged, or arrays differ; 2 the command cannot be carried out.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import difflib
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import jax
+from mesh_lm.commands.options import command
+from mesh_lm.errors import ConfigError, did_you_mean
 
-from mesh_lm.checkpoint import listing as inspected
-from mesh_lm.checkpoint.arrays import StoredArrays
-from mesh_lm.checkpoint.listing import CheckpointEntry
-from mesh_lm.checkpoint.reader import DamagedCheckpoint, differences, parts_of
-from mesh_lm.errors import ConfigError
+if TYPE_CHECKING:
+    from mesh_lm.checkpoint.listing import CheckpointEntry
 
 _DAMAGED = _DIFFERENT = 1
 _CANNOT = 2
 
 
-def main(argv: list[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Ls:
+    """Lists what is there, oldest first. Only descriptions are read; `verify` reads the arrays."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("path",)
+
+    path: str
+    """A run's output, its `checkpoints`, or one step there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Reads every array of every checkpoint, a part at a time, and compares its digest with the saved one.
+
+    A checkpoint that was put aside is verified where it is named. Status: 0 all are whole, 1 one is damaged, 2 there is none.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("path",)
+
+    path: str
+    """A run's output, its `checkpoints`, or one step there."""
+    step: str = ""
+    """Only this one, as in 500 or 500.damaged; empty: all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """How two checkpoints differ: config, position in the data, arrays. Status: 0 all arrays have the same bits, 1 they differ.
+
+    Differences in the config and in the position in the data are printed, and do not change the status.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("a", "b")
+
+    a: str
+    """A run's output (its newest step), its `checkpoints`, or one step there."""
+    b: str
+    """The same, of the other."""
+
+
+COMMANDS: dict[str, type[Ls] | type[Verify] | type[Diff]] = {"ls": Ls, "verify": Verify, "diff": Diff}
+
+
+def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify | Diff:
+    """Raises ConfigError, and SystemExit after printing the help."""
+    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if name in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        near = did_you_mean(difflib.get_close_matches(name, COMMANDS, n=1))
+        raise ConfigError(f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}{near}")
+    cls = COMMANDS[name]
+    return command(cls, rest, cls.__doc__ or "", f"{prog} {name}")
+
+
+def main(argv: Sequence[str]) -> int:
     """The status of a command, as the module's docstring has it. Users' mistakes and damage are a message, no exception."""
     try:
-        options = _parser().parse_args(argv)
-        jax.config.update("jax_platforms", "cpu")  # beside a run, its GPUs are not ours to take
-        return options.command(options)
-    except DamagedCheckpoint as damage:
-        print(f"error: {damage}", file=sys.stderr)
-        return _DAMAGED
+        return run(parse(argv))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _CANNOT
+        return _refused(error, _CANNOT)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+def run(options: Ls | Verify | Diff) -> int:
+    """As `main`, for arguments that were read."""
+    import jax  # here, so that --help needs no JAX
+
+    from mesh_lm.checkpoint.reader import DamagedCheckpoint
+
+    jax.config.update("jax_platforms", "cpu")  # beside a run, its GPUs are not ours to take
+    try:
+        return {Ls: _ls, Verify: _verify, Diff: _diff}[type(options)](options)
+    except DamagedCheckpoint as damage:
+        return _refused(damage, _DAMAGED)
+    except ConfigError as error:
+        return _refused(error, _CANNOT)
 
 
-def _parser() -> argparse.ArgumentParser:
-    plain = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = _Parser(prog="python -m mesh_lm.checkpoint", description=__doc__, **plain)
-    commands = parser.add_subparsers(required=True, metavar="ls | verify | diff")
-    for name, command, paths in (("ls", _ls, ("path",)), ("verify", _verify, ("path",)), ("diff", _diff, ("a", "b"))):
-        sub = commands.add_parser(name, description=command.__doc__, **plain)
-        for path in paths:
-            sub.add_argument(path, help="a run's output (to diff: its newest step), its `checkpoints`, or one step there")
-        sub.set_defaults(command=command)
-    commands.choices["verify"].add_argument("--step", default="", help="only this one, as in 500 or 500.damaged")
-    return parser
+def _refused(error: Exception, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return status
 
 
-def _ls(options: argparse.Namespace) -> int:
-    """Lists what is there, oldest first. Only descriptions are read: that a checkpoint is whole, `verify` says."""
+def _ls(options: Ls) -> int:
+    from mesh_lm.checkpoint import listing as inspected
+
     rows = [("step", "written", "size", "format", "state", "samples", "")]
     entries = inspected.at(options.path)
     resumed = next((entry for entry in reversed(entries) if entry.complete), None)
@@ -76,16 +128,18 @@ def _ls(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    """Reads every array of every checkpoint, or of one, a part at a time, and compares its digest with the saved one.
+def _verify(options: Verify) -> int:
+    from mesh_lm.checkpoint import listing as inspected
 
-    A checkpoint that was put aside is verified where it is named. Status: 0 all are whole, 1 one is damaged, 2 there is none.
-    """
     found = [_verified(entry) for entry in inspected.chosen(options.path, options.step)]
     return _DAMAGED if False in found else 0
 
 
 def _verified(entry: CheckpointEntry) -> bool:
+    from mesh_lm.checkpoint.arrays import StoredArrays
+    from mesh_lm.checkpoint.listing import size
+    from mesh_lm.checkpoint.reader import DamagedCheckpoint
+
     began, count, total, reasons = time.monotonic(), 0, 0, []
     try:
         metadata = entry.descriptions()["metadata"]
@@ -99,15 +153,15 @@ def _verified(entry: CheckpointEntry) -> bool:
         return False
     whole = "whole" if metadata.get("digests") else "no digests (format 1); its arrays can be read"
     seconds = time.monotonic() - began
-    print(f"{entry.path.name}: {whole}; {count} arrays, {inspected.size(total)}, state {entry.described[1]}, {seconds:.1f} s", flush=True)
+    print(f"{entry.path.name}: {whole}; {count} arrays, {size(total)}, state {entry.described[1]}, {seconds:.1f} s", flush=True)
     return True
 
 
-def _diff(options: argparse.Namespace) -> int:
-    """How two checkpoints differ: config, place in the data, arrays. Status: 0 all arrays have the same bits, 1 they differ.
+def _diff(options: Diff) -> int:
+    """Arrays whose digests agree are not read."""
+    from mesh_lm.checkpoint import listing as inspected
+    from mesh_lm.checkpoint.reader import differences
 
-    Config and place in the data are told, and do not count. Arrays whose digests agree are not read.
-    """
     one, other = inspected.newest(options.a), inspected.newest(options.b)
     before, after = one.descriptions(), other.descriptions()
     for title, changes in (
@@ -129,6 +183,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _differing(one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """A line for each array that is not the same in both."""
+    from mesh_lm.checkpoint.arrays import StoredArrays
+    from mesh_lm.checkpoint.reader import parts_of
+
     ours, theirs = before.get("digests", {}), after.get("digests", {})
     if ours and ours == theirs and parts_of(before) == parts_of(after):
         return

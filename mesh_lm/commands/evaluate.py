@@ -1,25 +1,20 @@
 """How well a model predicts text it has not seen, and text it writes itself.
 
-python -m mesh_lm.evaluate --checkpoint=runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evaluation.md)
+mesh-lm evaluate runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evaluation.md)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from mesh_lm import distributed
-from mesh_lm.commands import command_line
+from mesh_lm.commands.model_arguments import ModelArguments
+from mesh_lm.commands.options import command
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference import Scorer
-from mesh_lm.inference.model_arguments import ModelArguments
-from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
-from mesh_lm.inference.text import document_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +39,26 @@ class Arguments(ModelArguments):
     """Write all results to this file."""
 
 
-def main(argv: list[str]) -> int:
-    arguments = command_line.command(
-        Arguments, argv, description="Measures a trained model on a text, or on tasks of lm-evaluation-harness."
-    )
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    """Raises ConfigError for every mistake that can be seen without the model."""
+    arguments = command(Arguments, argv, "Measures a trained model on a text, or on tasks of lm-evaluation-harness.", prog)
     if bool(arguments.text) == bool(arguments.tasks):
         raise ConfigError("give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness")
     if arguments.batch < 1 or arguments.stride < 0 or arguments.limit < 0:
         raise ConfigError(
             f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and --limit={arguments.limit} at least 0"
         )
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parse(argv))
+
+
+def run(arguments: Arguments) -> int:
+    """Prints what was measured, writes it to --json and returns 0. Raises ConfigError."""
+    import jax  # here, so that --help needs no JAX
+
     result = _text(arguments) if arguments.text else _tasks(arguments)
     if arguments.json and jax.process_index() == 0:
         path = Path(arguments.json).expanduser()
@@ -66,6 +71,13 @@ def main(argv: list[str]) -> int:
 
 
 def _text(arguments: Arguments) -> dict[str, Any]:
+    import jax
+
+    from mesh_lm import distributed
+    from mesh_lm.inference import Scorer
+    from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
+    from mesh_lm.inference.text import document_start
+
     next(read_texts(arguments.text), None)  # first, for what is wrong with the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
@@ -79,7 +91,7 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     found = measure_perplexity(scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start)
     summary = found.summary()
     beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
-    distributed.say(
+    distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
         f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
@@ -90,12 +102,14 @@ def _text(arguments: Arguments) -> dict[str, Any]:
 
 
 def _tasks(arguments: Arguments) -> dict[str, Any]:
+    from mesh_lm import distributed
     from mesh_lm.inference import harness
+    from mesh_lm.inference.text import document_start
 
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     tasks = harness.find_tasks(names, arguments.include_path)  # first, for what is wrong with their names
     trained = arguments.load()
     model = harness.adapter(trained, batch=arguments.batch, start=document_start(trained.tokenizer, arguments.start))
     results, table = harness.run(model, tasks, names, limit=arguments.limit)
-    distributed.say(table)
+    distributed.print_on_process0(table)
     return {"checkpoint": arguments.checkpoint, "step": trained.step, **results}

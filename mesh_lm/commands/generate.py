@@ -1,22 +1,21 @@
-"""Text from a trained model: python -m mesh_lm.generate --checkpoint=runs/gpt_tiny --prompt="def " (see docs/generation.md)."""
+"""Text from a trained model: mesh-lm generate runs/gpt_tiny "def " (see docs/generation.md)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import jax
-
-from mesh_lm import distributed
-from mesh_lm.commands import command_line
+from mesh_lm.commands.model_arguments import ModelArguments
+from mesh_lm.commands.options import command
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference import Completion, Generator, Sampling
-from mesh_lm.inference.model_arguments import ModelArguments
-from mesh_lm.inference.text import document_start
+
+if TYPE_CHECKING:
+    from mesh_lm.inference import Completion, Generator
 
 _TOKENS = 200
 
@@ -24,6 +23,8 @@ _TOKENS = 200
 @dataclasses.dataclass(frozen=True)
 class Arguments(ModelArguments):
     """One prompt is written as it is made; several are made together."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint", "prompt")
 
     prompt: tuple[str, ...] = ()
     """Text to continue; may be given several times. None, or an empty one: a new document."""
@@ -33,11 +34,11 @@ class Arguments(ModelArguments):
     """A special token before each prompt, such as <|begin_of_text|> for Llama 3; empty: none."""
     tokens: int = 0
     """New tokens of each text, at most; 0: 200, or as many as the model's seq_len leaves room for."""
-    temperature: float = Sampling.temperature
+    temperature: float = 0.8
     """Divides the logits; 0: always the likeliest token."""
-    top_k: int = Sampling.top_k
+    top_k: int = 50
     """Draw from the k likeliest tokens only; 0: all."""
-    top_p: float = Sampling.top_p
+    top_p: float = 1.0
     """Of those, from the fewest that have this probability together; 1: all."""
     stop: tuple[str, ...] = ()
     """A text ends before this string; may be given several times."""
@@ -53,12 +54,26 @@ class Arguments(ModelArguments):
     """Write a .jsonl here, one object for each prompt: prompt, text, tokens, logprobs, reason."""
 
 
-def main(argv: list[str]) -> int:
-    arguments = command_line.command(Arguments, argv, description="Continues texts with a trained model.")
-    prompts = [*arguments.prompt, *_from_file(arguments.prompts_file)] or [""]
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    """Raises ConfigError for every mistake that can be seen without the model."""
+    arguments = command(Arguments, argv, "Continues texts with a trained model.", prog)
     if arguments.tokens < 0 or arguments.batch < 1:
         raise ConfigError(f"--tokens={arguments.tokens} must be at least 0 and --batch={arguments.batch} at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parse(argv))
+
+
+def run(arguments: Arguments) -> int:
+    """Writes the texts and returns 0. Raises ConfigError."""
+    from mesh_lm import distributed  # here, so that --help needs no JAX
+    from mesh_lm.inference import Generator, Sampling
+    from mesh_lm.inference.text import document_start
+
+    prompts = [*arguments.prompt, *_from_file(arguments.prompts_file)] or [""]
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     trained = arguments.load()
     start = document_start(trained.tokenizer, arguments.start) if arguments.start else None
     generator = Generator(trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start)
@@ -72,11 +87,11 @@ def main(argv: list[str]) -> int:
     completions = generator.complete(prompts, tokens, **options)
     if arguments.output:
         _save(Path(arguments.output).expanduser(), prompts, completions)
-        distributed.say(f"{len(prompts)} texts: {arguments.output}")
+        distributed.print_on_process0(f"{len(prompts)} texts: {arguments.output}")
         return 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         head = f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n" if len(prompts) > 1 else ""
-        distributed.say(f"{head}{prompt}{completion.text}")
+        distributed.print_on_process0(f"{head}{prompt}{completion.text}")
     return 0
 
 
@@ -107,6 +122,8 @@ def _from_file(name: str) -> Iterator[str]:
 
 
 def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None:
+    import jax
+
     if jax.process_index() > 0:
         return
     try:
@@ -118,6 +135,8 @@ def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None
 
 
 def _write(text: str) -> None:
+    import jax
+
     if jax.process_index() == 0:
         sys.stdout.write(text)
         sys.stdout.flush()

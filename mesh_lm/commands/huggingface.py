@@ -1,33 +1,32 @@
-"""python -m mesh_lm.huggingface export --checkpoint=RUN --output=DIRECTORY
-python -m mesh_lm.huggingface import --input=DIRECTORY --output=RUN"""
+"""mesh-lm export RUN --output=DIRECTORY
+mesh-lm import DIRECTORY --output=RUN"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mesh_lm import distributed
-from mesh_lm.checkpoint import Checkpoints
-from mesh_lm.commands.command_line import command
-from mesh_lm.config import CheckpointConfig
+from mesh_lm.commands.model_arguments import ModelArguments
+from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
-from mesh_lm.huggingface import save
-from mesh_lm.huggingface.export_weights import DType
-from mesh_lm.inference.model_arguments import ModelArguments
-from mesh_lm.inference.trained import TOKENIZER, TrainedModel
-from mesh_lm.optim import Optimizer
-from mesh_lm.state.initial import fresh_state
+
+if TYPE_CHECKING:
+    from mesh_lm.inference.trained import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
     """The options of `export`."""
 
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
     checkpoint: str
     """A run's output directory (its newest checkpoint), or one step in its `checkpoints`."""
     output: str
     """Directory to write, which transformers can load; must not exist, or be empty."""
-    dtype: DType = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights written."""
     tokenizer: str = ""
     """A tokenizer as data.tokenizer names it; empty: the one kept beside the checkpoint."""
@@ -35,11 +34,15 @@ class Export:
     """Devices along each mesh axis, as in fsdp=8; empty: as in training where that fits, else all along data."""
     rules: str = ""
     """Sharding rules, as in training; empty: those of training."""
+    config: str = ""
+    """The config file that defines your own model class; a checkpoint does not contain its code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Import:
     """The options of `import`."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("input",)
 
     input: str
     """A Hugging Face model directory: config.json, .safetensors and a tokenizer."""
@@ -53,27 +56,45 @@ class Import:
     """Sharding rules, as in training."""
 
 
-def main(argv: list[str]) -> int:
-    """Raises ConfigError and ShardingRuleError."""
+def parse_export(argv: Sequence[str], prog: str = "") -> Export:
+    return command(Export, argv, "Writes a run's weights as a Hugging Face directory.", prog)
+
+
+def parse_import(argv: Sequence[str], prog: str = "") -> Import:
+    return command(Import, argv, "Writes the weights of a Hugging Face directory as step 0 of a run.", prog)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m mesh_lm.huggingface import|export ...`. Raises ConfigError and ShardingRuleError."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if name == "export":
-        _export(command(Export, rest, "Writes a run's weights as a Hugging Face directory."))
-    elif name == "import":
-        _import(command(Import, rest, "Writes the weights of a Hugging Face directory as step 0 of a run."))
-    elif name in ("-h", "--help"):
+    if name in ("-h", "--help"):
         print(f"{__doc__}\n\n--help after either lists its options.")
-    else:
+        return 0
+    if name not in ("import", "export"):
         raise ConfigError(f"{name or 'nothing'} given; expected export or import, as in\n{__doc__}")
+    return run_export(parse_export(rest)) if name == "export" else run_import(parse_import(rest))
+
+
+def run_export(options: Export) -> int:
+    """Writes the directory and returns 0. Raises ConfigError and ShardingRuleError."""
+    from mesh_lm import distributed  # here, so that --help needs no JAX
+    from mesh_lm.huggingface import save
+
+    trained = _load(options.checkpoint, options, options.config)
+    save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
+    distributed.print_on_process0(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
     return 0
 
 
-def _export(options: Export) -> None:
-    trained = _load(options.checkpoint, options)
-    save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
-    distributed.say(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
+def run_import(options: Import) -> int:
+    """Writes the run and returns 0. Raises ConfigError and ShardingRuleError."""
+    from mesh_lm import distributed
+    from mesh_lm.checkpoint import Checkpoints
+    from mesh_lm.config import CheckpointConfig
+    from mesh_lm.inference.trained import TOKENIZER
+    from mesh_lm.optim import Optimizer
+    from mesh_lm.state.initial import fresh_state
 
-
-def _import(options: Import) -> None:
     trained = _load(options.input, options)
     config = dataclasses.replace(trained.config, output=options.output, checkpoint=CheckpointConfig(resume="never"))
     with Checkpoints(config) as checkpoints:
@@ -83,8 +104,9 @@ def _import(options: Import) -> None:
         state = fresh_state(trained.layout, optimizer, trained.params)
         data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
         checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
-    distributed.say(f"wrote the weights of {options.input} to {options.output} as step 0")
+    distributed.print_on_process0(f"wrote the weights of {options.input} to {options.output} as step 0")
+    return 0
 
 
-def _load(path: str, options: Export | Import) -> TrainedModel:
-    return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, compile_cache="").load()
+def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:
+    return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, config=config, compile_cache="").load()

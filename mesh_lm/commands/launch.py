@@ -1,35 +1,54 @@
 """Starts the processes of a run on this node, watches over them, and starts them again from the newest checkpoint when one is lost.
 
-python -m mesh_lm.launch --per-node=2 --devices=4 train.py --config=configs/gpt_tiny.py --config.mesh.tensor=2
+mesh-lm launch --per-node=2 --devices=4 train.py --config=configs/gpt_tiny.py --config.mesh.tensor=2
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import difflib
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib.machinery import PathFinder
+from pathlib import Path
 
-from mesh_lm.errors import ConfigError
+from mesh_lm.commands.options import command
+from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.launch import EXIT_CANNOT, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
-from mesh_lm.launch.job import VARIABLES, Job
+from mesh_lm.launch.job import Job, Options
 from mesh_lm.launch.wire import listen
+
+Request = tuple[Options, list[str]]
+_ABOUT = "Starts the processes of a run on this node, watches over them, and restarts them from the newest checkpoint when one is lost."
+_COMMANDS = ("train", "generate", "evaluate", "import", "export")
+"""Subcommands of mesh-lm that can be started by their names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script to its end, however often it takes. Returns its status, see docs/multi_host.md."""
-    options, command = _parse(list(sys.argv[1:] if argv is None else argv))
+    """As `run`, for the words of a command line (default: of this process)."""
+    try:
+        asked = parse(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT
+    return run(asked)
+
+
+def run(asked: Request) -> int:
+    """Runs the program to its end, restarting it as often as needed. Returns its status, see docs/multi_host.md."""
+    options, program = asked
     if options.template:
-        print(templates.fill(options, command), end="")
+        print(templates.fill(options, program), end="")
         return 0
     try:
-        return _run(Job.of(options, command, os.environ))
+        job = Job.of(options, program, os.environ)
+        _require(program)
+        return _run(job)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CANNOT
@@ -64,57 +83,33 @@ def _control(controller: Controller) -> None:
             os._exit(EXIT_UNEXPECTED)
 
 
-def leave(status: int) -> NoReturn:
-    """Python would end with 120 where the log takes no more."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:
-        os._exit(status)
-    sys.exit(status)
+def parse(argv: Sequence[str], prog: str = "mesh-lm launch") -> Request:
+    """The launcher's own options and the command that it starts. Raises ConfigError, and SystemExit after printing the help."""
+    words, rest = [], list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        words.append(rest.pop(0))
+        if "=" not in words[-1] and rest and not rest[0].startswith("-"):
+            words.append(rest.pop(0))
+    options = command(Options, words, f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]", prog)
+    if not options.template and (not rest or rest == ["-m"]):
+        raise ConfigError("name a Python script, such as train.py, a command, such as train, or -m and a module, such as mesh_lm.generate")
+    if rest and rest[0] in _COMMANDS and not Path(rest[0]).exists():
+        rest = ["-m", "mesh_lm", *rest]
+    return options, rest
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    words = []
-    while argv and argv[0].startswith("--"):
-        words += [argv.pop(0)] if "=" in argv[0] or len(argv) == 1 or argv[0] == "--help" else [argv.pop(0), argv.pop(0)]
-    parser = argparse.ArgumentParser(
-        prog="python -m mesh_lm.launch", usage="%(prog)s [options] SCRIPT|-m MODULE [argument ...]", allow_abbrev=False,
-        description=(__doc__ or "").split("\n")[0],
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--nodes", type=_count, help=f"launchers of the run, one a node (else {VARIABLES['nodes']}, else from Slurm, else 1)")
-    add("--node", type=_count0, help=f"number of this one, from 0 (else {VARIABLES['node']}, else from Slurm)")
-    add("--rendezvous", help=f"host:port of node 0, reachable from the others (else {VARIABLES['rendezvous']}, else from Slurm)")
-    add("--per-node", type=_count, default=1, help="processes of each node: 1, or one a GPU (default 1)")
-    add("--devices", type=_count, default=0, help="CPU devices of each process, instead of the hardware that is there")
-    add("--min-nodes", type=_count, default=0, help="go on with so many, on a smaller mesh, when others do not come back (default: all)")
-    add("--restarts", type=_count0, default=Job.restarts, help="restarts in a row without a new checkpoint (default %(default)s)")
-    add("--heartbeat", type=_seconds, default=Job.heartbeat, help="seconds of silence after which one is dead (default %(default)g)")
-    add("--start", type=_seconds, default=Job.start, help="seconds to come, and before the first heartbeat; 0: any (default %(default)g)")
-    add("--grace", type=_seconds, default=Job.grace, help="seconds to save and leave after SIGTERM (default %(default)g)")
-    add("--rejoin", type=_seconds, default=Job.rejoin, help="seconds that a node has to come back (default %(default)g)")
-    add("--template", choices=templates.NAMES, help="print a file that starts the command there, and do nothing else")
-    add("--gpus", type=_count, default=8, help="GPUs of a node, for a template (default %(default)s)")
-    options = parser.parse_args(words)
-    if not options.template and (not argv or (argv[0].startswith("-") and argv[0] != "-m") or argv == ["-m"]):
-        parser.error("name a Python script, such as train.py, or -m and a module, such as mesh_lm.generate")
-    return options, argv
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} must be at least 1")
-    return count
-
-
-def _count0(text: str) -> int:
-    if (count := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{count} must be at least 0")
-    return count
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= (seconds := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return seconds
+def _require(program: Sequence[str]) -> None:
+    """Raises ConfigError where Python would find no such script or module: starting that again would change nothing."""
+    name = program[0]
+    if name == "-m":
+        path, parts, found = None, program[1].split("."), None
+        for i in range(len(parts)):  # not find_spec, which imports what the module is in
+            found = PathFinder.find_spec(".".join(parts[: i + 1]), path)
+            if found is None:
+                raise ConfigError(f"-m {program[1]}: no module named {'.'.join(parts[: i + 1])}")
+            path = found.submodule_search_locations
+        return
+    if not Path(name).exists():
+        beside = [str(other) for other in Path(name).parent.glob("*.py")]
+        near = difflib.get_close_matches(name, [*beside, *_COMMANDS], n=1, cutoff=0.7)
+        raise ConfigError(f"{name}: no such script in {Path.cwd()}{did_you_mean(near)}")

@@ -1,9 +1,10 @@
-"""python -m mesh_lm.pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
+"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,12 +12,12 @@ from rich.console import Console
 from rich.table import Table as Rows
 from rich.text import Text
 
-from mesh_lm.commands.command_line import command
+from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules import custom, gantt, trace
 from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight, stash_bytes, timeline
-from mesh_lm.schedules.schedule import NAMES, Schedule, schedule
-from mesh_lm.schedules.table import table
+from mesh_lm.schedules.schedule import NAMES, Schedule, make_schedule
+from mesh_lm.schedules.table import compile_table
 
 DESCRIPTION = "Draws a pipeline schedule, says how much of it is waiting and what it keeps in memory, and compares it with the others."
 _COMPARED = ("1f1b", "gpipe", "classic_1f1b", "zb_h1")
@@ -62,18 +63,25 @@ class Arguments:
     def found(self) -> Schedule:
         """The schedule asked for. Raises ConfigError."""
         if Path(self.schedule).suffix in custom.SUFFIXES:
-            return custom.find(self.schedule, self.stages, self.microbatches, self.chunks)
+            return custom.find_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
         stages = self.stages or 4
-        return schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
+        return make_schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
 
     def timed(self, one: Schedule, clock: Clock | None = None) -> Timeline:
         durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
         return timeline(one, durations, clock or self.clock, drop_last_forward=self.drop_last_forward)
 
 
-def main(argv: list[str], console: Console | None = None) -> int:
-    """Raises ConfigError."""
-    options = command(Arguments, argv, DESCRIPTION)
+def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    return command(Arguments, argv, DESCRIPTION, prog)
+
+
+def main(argv: Sequence[str], console: Console | None = None) -> int:
+    return run(parse(argv), console)
+
+
+def run(options: Arguments, console: Console | None = None) -> int:
+    """Draws, writes the files asked for and returns 0. Raises ConfigError."""
     console = console or Console()
     chosen = options.found()
     others = [chosen, *(other for other in _comparable(chosen) if other != chosen)]
@@ -101,7 +109,7 @@ def _comparable(chosen: Schedule) -> list[Schedule]:
     found = []
     for name, chunks in able:
         with contextlib.suppress(ConfigError):  # one's own schedule may have sizes that a named one cannot have
-            found.append(schedule(name, chosen.stages, chosen.microbatches, chunks))
+            found.append(make_schedule(name, chosen.stages, chosen.microbatches, chunks))
     return found
 
 
@@ -131,7 +139,7 @@ def _show(console: Console, one: Timeline, options: Arguments) -> None:
 def _slots(made: Schedule, options: Arguments) -> str:
     if "W" in made.kinds:
         return "for study: the engine runs no schedule that splits the backward pass"
-    slots = table(made, drop_last_forward=options.drop_last_forward)
+    slots = compile_table(made, drop_last_forward=options.drop_last_forward)
     size = f": {stash_bytes(slots, round(options.input_mib * 2**20)) / 2**20:,.0f} MiB" if options.input_mib else ""
     residuals = (
         f"; {slots.n_residuals} for residuals, where they are stashed" if slots.n_residuals and not options.drop_last_forward else ""
@@ -148,7 +156,7 @@ def _comparison(others: list[Schedule], options: Arguments) -> Rows:
     best = min(line[options.clock].span for line in lines)
     for other, line in zip(others, lines, strict=True):
         time = line[options.clock].span
-        slots = table(other, drop_last_forward=options.drop_last_forward) if "W" not in other.kinds else None
+        slots = compile_table(other, drop_last_forward=options.drop_last_forward) if "W" not in other.kinds else None
         rows.add_row(
             other.name, str(other.chunks), str(other.n_ticks), *(f"{line[clock].bubble:.2%}" for clock in CLOCKS),
             f"{time:.4g} {time / best - 1:+.1%}", str(max(in_flight(other))),

@@ -1,4 +1,7 @@
-"""`python train.py --config=FILE --plan`: what the run would do on GPUs that are not here. Nothing is trained, no data is read."""
+"""`mesh-lm plan FILE`: what a run would do on GPUs that are not here. Nothing is trained, and no data is read.
+
+`python train.py --config=FILE --plan` is the same.
+"""
 
 from __future__ import annotations
 
@@ -13,76 +16,23 @@ import jax
 from rich.console import Console
 
 from mesh_lm.commands import command_line
+from mesh_lm.commands.plan_options import SCREEN as SCREEN
+from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, stages
-from mesh_lm.planning import state_bytes as held
+from mesh_lm.planning import attention, stages, state_bytes
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
 from sharding_rules import Rules, ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
-from sharding_rules.lab.flags import FLAG_SETS, options
+from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.page import page
-from sharding_rules.lab.summary import alike, whose
-from sharding_rules.lab.targets import TARGETS
+from sharding_rules.lab.saved import TRACE, content, write
+from sharding_rules.lab.summary import alike, flop, headline, whose
 from sharding_rules.lab.text import screen
-
-_SCREEN = "screen"
-_NAMES = ("plan", "target", "devices", "max_microbatch", "flags")
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to plan for."""
-
-    plan: str = ""
-    """Where the report goes: the screen, or a file that ends in .html (a page with charts) or .json (for machines)."""
-    target: str = "h100"
-    """The GPU: h100, h200, a100 or b200."""
-    devices: int = 0
-    """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
-    max_microbatch: bool = False
-    """Find by compiling how many sequences a microbatch can have on each device."""
-    flags: str = "auto"
-    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the run's own (launch.xla_flags)."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name}={value}: expected one of {', '.join(known)}")
-        if self.devices < 0:
-            raise ConfigError(f"--devices={self.devices} must be at least 1")
-        if self.plan != _SCREEN and Path(self.plan).suffix not in (".html", ".json"):
-            raise ConfigError(f"--plan={self.plan}: expected a file that ends in .html or .json, or nothing for the screen")
-
-
-def asked(argv: list[str]) -> tuple[Plan | None, list[str]]:
-    """The plan that a command line asks for, None without --plan, and the rest of its words. Raises ConfigError for a mistake in it."""
-    own, rest, alone = [], [], {"plan": _SCREEN, "max_microbatch": "true"}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, given, _ = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not word.startswith("--") or name not in _NAMES:
-            rest.append(word)
-        elif given:
-            own.append(word)
-        elif words and not words[0].startswith("--") and name != "max_microbatch":
-            own.append(f"{word}={words.pop(0)}")
-        else:
-            own.append(f"{word}={alone[name]}" if name in alone else word)
-    if any(word.startswith("--plan") for word in own) and {"--help", "-h"} & set(rest):
-        own.append("--help")
-    if not any(word.startswith("--plan") for word in own):
-        if own:
-            raise ConfigError(f"{own[0]} goes with --plan: python train.py --config=FILE --plan {own[0]}")
-        return None, argv
-    return command_line.command(Plan, own, "What a run would do on GPUs that are not here."), rest
 
 
 def show(plan: Plan, config: TrainConfig) -> int:
@@ -105,12 +55,20 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         program = Program.of(config, plan.target, n_devices)
+        if plan.plan != SCREEN:
+            say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
         report = program.compile(options(flags))
+        if plan.plan != SCREEN or not report.fits:  # before a search, which may be interrupted
+            say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
         fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        facts = (*_facts(config, report), *held.facts(program.declared), *stages.facts(program.config, program.layout, report))
+        facts = (
+            *_facts(config, report),
+            *state_bytes.report_facts(program.declared),
+            *stages.report_facts(program.config, program.layout, report),
+        )
         if plan.max_microbatch:
-            facts += largest(config, n_devices, compiled, say=say)
+            facts += largest_microbatch(config, n_devices, compiled, say=say)
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
@@ -133,9 +91,6 @@ def refusal(report: Report, fixes: Sequence[Fix]) -> str:
 
 def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     model, train = config.model, config.train
-    per_token = model.flops_per_token()
-    tokens = train.global_batch * model.seq_len
-    theirs = per_token * tokens / report.n_devices
     facts = [
         ("rules", config.rules.name),
         ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
@@ -144,10 +99,10 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
         facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
     if n_params := getattr(model, "n_params", None):
         facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
-    if theirs:
+    if report.model_flops:
         compiled = sum(report.flops.values())
-        facts.append(("matmuls", f"{compiled / 1e12:.4g} TFLOP per device and step, {compiled / theirs:.2f} x the model's"))
-    return (*facts, *attention.facts(config, report, report.target))
+        facts.append(("matmuls", f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x the model's"))
+    return (*facts, *attention.report_facts(config, report, report.target))
 
 
 def _write(
@@ -158,12 +113,12 @@ def _write(
     facts: Sequence[tuple[str, str]],
     state: Mapping[str, int],
 ) -> None:
-    if plan.plan == _SCREEN:
+    if plan.plan == SCREEN:
         Console().print(screen(report, findings, fixes, facts))
         return
     path = Path(plan.plan).expanduser()
-    if path.suffix == ".html":
-        text = page(report, findings, fixes, facts)
+    if path.name.endswith((".html", TRACE)):
+        text = content(path.name, report, findings, fixes, facts)
     else:
         text = json.dumps(
             {
@@ -175,10 +130,9 @@ def _write(
             }
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write --plan={plan.plan}: {error.strerror}") from error
+        write(str(path), text)
+    except LabError as error:
+        raise ConfigError(str(error).replace("cannot write ", "cannot write --plan=", 1)) from error
     print(f"wrote {path}")
 
 

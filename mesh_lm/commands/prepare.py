@@ -1,11 +1,13 @@
-"""python -m mesh_lm.data.prepare --input=books.jsonl.zst --output=data/books --tokenizer=tokenizer.json"""
+"""mesh-lm prepare books.jsonl.zst --output=data/books --tokenizer=tokenizer.json"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
+from typing import ClassVar
 
-from mesh_lm.commands.command_line import command
+from mesh_lm.commands.options import command
 from mesh_lm.data.prepare.run import prepare
 
 DESCRIPTION = (
@@ -17,6 +19,8 @@ DESCRIPTION = (
 @dataclasses.dataclass(frozen=True)
 class Prepare:
     """What is prepared."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("input",)
 
     input: tuple[str, ...]
     """Files (.txt, .jsonl, each also .gz or .zst, .parquet) and directories of these and of text files, in this order."""
@@ -32,8 +36,16 @@ class Prepare:
     """Leave out lines of a .jsonl that hold no text, and count them, instead of stopping."""
 
 
-def main(argv: list[str]) -> int:
-    options = command(Prepare, argv, DESCRIPTION)
+def parse(argv: Sequence[str], prog: str = "") -> Prepare:
+    return command(Prepare, argv, DESCRIPTION, prog)
+
+
+def main(argv: Sequence[str]) -> int:
+    return run(parse(argv))
+
+
+def run(options: Prepare) -> int:
+    """Prepares the corpus. Returns 0, or 130 after Ctrl-C. Raises ConfigError."""
     try:
         prepare(
             options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,

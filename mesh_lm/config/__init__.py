@@ -12,3 +12,4 @@ from mesh_lm.config.run import ProfileConfig as ProfileConfig
 from mesh_lm.config.run import TrainConfig as TrainConfig
 from mesh_lm.config.run import TrainLoop as TrainLoop
 from mesh_lm.config.run import as_dict as as_dict
+from mesh_lm.config.run import expert as expert

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError, did_you_mean
 
 DEFAULT = "configs/gpt_tiny.py"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_NAME = re.compile(r"\w+")
+"""A config that is named, not one that is a path."""
 
 
 def load(file: str) -> TrainConfig:
-    """What get_config() of a Python file returns. A relative path is looked for here, then beside the package mesh_lm.
+    """What get_config() of a Python file returns.
+
+    file: a path, or the name of a config that comes with mesh_lm, such as gpt_tiny. A relative path is looked for in the working
+    directory, beside the package mesh_lm, and inside it, where an installed package has its configs.
 
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
     """
     path = _find(file)
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ConfigError(f"--config={file}: expected a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # get_type_hints and the help's docstrings find a class's file by its module's name
     with _user_code(file, path):
-        spec.loader.exec_module(module)
+        module = _executed(path)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"{file}: no function get_config() -> TrainConfig")
     with _user_code(file, path):
@@ -38,14 +44,47 @@ def load(file: str) -> TrainConfig:
     return config
 
 
-def _find(file: str) -> Path:
-    bases, path = dict.fromkeys([Path.cwd(), Path(__file__).resolve().parents[2]]), Path(file).expanduser()
-    for base in bases:
-        if (base / path).is_file():
-            return (base / path).resolve()
+def imported(name: str, where: str) -> ModuleType:
+    """The module of this name; or, for a path that ends in .py, what that file makes, looked for as `load` looks for a config.
+
+    where: the field that names it, for errors. Raises ConfigError where it cannot be imported.
+    """
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        path = _find(name, where)
+        return sys.modules.get(str(path)) or _executed(path)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {name!r} cannot be imported ({type(error).__name__}: {error})") from error
+
+
+def _executed(path: Path) -> ModuleType:
+    """The module that a file makes, by the name of its path, under which get_type_hints and the help's docstrings find it."""
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: expected a .py file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find(file: str, where: str = "") -> Path:
+    """where: what the error begins with; empty: that it is a config."""
+    path, bases = Path(file).expanduser(), [Path.cwd(), _PACKAGE.parent, _PACKAGE]
+    for each in (path, Path("configs", f"{file}.py")) if _NAME.fullmatch(file) else (path,):
+        for base in dict.fromkeys(bases):
+            if (base / each).is_file():
+                return (base / each).resolve()
+    if _NAME.fullmatch(file):
+        shipped = sorted(other.stem for other in (_PACKAGE / "configs").glob("[!_]*.py"))
+        near = did_you_mean(difflib.get_close_matches(file, shipped, n=1, cutoff=0.6))
+        raise ConfigError(f"--config={file}: no such file{near or '; give the path of a .py file, or one of ' + ', '.join(shipped)}")
     beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
-    where = "" if path.is_absolute() else f" in {' or '.join(map(str, bases))}"
-    raise ConfigError(f"--config={file}: no such file{where}{did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))}")
+    looked = "" if path.is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(bases[:2])))}"
+    near = did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))
+    raise ConfigError(f"{where or f'--config={file}'}: no such file{looked}{near}")
 
 
 @contextlib.contextmanager

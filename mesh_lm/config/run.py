@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, one field per decision. No logic lives here but sizes that follow from others.
+"""What a run is: frozen dataclasses, one field per decision. The only logic here is sizes that follow from others.
 
 A config file returns one `TrainConfig`; `mesh_lm.commands.command_line` applies the command line's
 overrides to it; `mesh_lm.training.check` looks at the whole.
@@ -7,7 +7,7 @@ overrides to it; `mesh_lm.training.check` looks at the whole.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mesh_lm.errors import ConfigError as ConfigError
 from mesh_lm.schedules.segments import Stack
@@ -20,12 +20,20 @@ if TYPE_CHECKING:
     from sharding_rules import Shard
 
 
+T = TypeVar("T")
+
+
+def expert(default: T) -> T:
+    """A field that few runs change. --help leaves it out, --help-all shows it, and it is set like any other."""
+    return dataclasses.field(default=default, metadata={"expert": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What every model's config offers to the trainer; the decoder of this project is `mesh_lm.model.DecoderConfig`."""
+    """What every model's config offers to the trainer. This project's own decoder is `mesh_lm.model.DecoderConfig`."""
 
     vocab_size: int = 4096
-    """Token ids are 0 to vocab_size - 1."""
+    """Token ids run from 0 to vocab_size - 1."""
     seq_len: int = 256
     """Tokens in one training sequence."""
 
@@ -59,186 +67,188 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainLoop:
-    """How long, how much at once, and how often to look."""
+    """Length of the run, batch size, and how often to evaluate and log."""
 
     steps: int = 1000
-    """Optimizer steps in the whole run."""
+    """Optimizer steps of the whole run."""
     global_batch: int = 32
-    """Sequences per optimizer step, over all devices."""
+    """Sequences per optimizer step, summed over all devices."""
     microbatches: int = 1
-    """Equal parts the global batch is cut into; gradients are accumulated over them in fp32."""
+    """Microbatches per step: the global batch is split into this many equal parts, whose gradients are accumulated in fp32."""
     eval_every: int = 250
-    """Steps between evaluations on the held-out text; 0: only at the end."""
+    """Evaluate on the held-out text every N steps; 0: only at the end."""
     eval_sequences: int = 0
-    """Held-out sequences that an evaluation reads, evenly spaced over the held-out text; 0: all."""
+    """Sequences per evaluation, evenly spaced over the held-out text; 0: all of them."""
     log_every: int = 10
-    """Steps between two lines of the log."""
+    """Log a line every N steps."""
     sample_tokens: int = 128
-    """Length of the text generated at the end; 0: none."""
+    """Tokens of the text that is generated at the end of the run; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How the layers lie on the stages of mesh.pipeline, and in which order microbatches pass through them (docs/pipeline.md)."""
+    """How layers are assigned to the pipeline stages of mesh.pipeline, and the schedule of their microbatches (docs/pipeline.md)."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b (interleaved where chunks > 1), classic_1f1b, or a .csv or .json file with a table of one's own."""
+    """gpipe, 1f1b (interleaved if chunks > 1), classic_1f1b, or a .csv or .json file with a schedule of your own."""
     chunks: int = 1
-    """Virtual stages on each stage: more of them make the bubble smaller, and send more."""
-    layers: tuple[int, ...] = ()
-    """Layers of each virtual stage, in model order; empty: as `balance` says."""
+    """Virtual stages per pipeline stage (interleaving). More of them shrink the bubble and send more activations."""
+    layers: tuple[int, ...] = expert(())
+    """Number of layers of each virtual stage, in model order; empty: as `balance` decides."""
     balance: Literal["equal", "flops"] = "equal"
-    """equal: as many layers on each; flops: as even a load as whole layers allow, the head and the embedding counted."""
-    stash: Literal["input", "residuals"] = "input"
-    """What a stage keeps of a microbatch until its backward: its input, and it computes the forward again, or what its layers keep."""
-    idle: Literal["skip", "mask"] = "skip"
-    """A stage without work in a slot: skip, or compute and discard, as is done anyway where layers permute arrays among devices."""
+    """equal: the same number of layers on each stage; flops: the most even FLOPs per stage, with head and embedding counted."""
+    stash: Literal["input", "residuals"] = expert("input")
+    """What a stage stores of a microbatch until its backward pass. input: its input, and the forward pass is recomputed; residuals:
+    everything that the backward pass needs."""
+    idle: Literal["skip", "mask"] = expert("skip")
+    """What an idle stage does. skip: nothing; mask: it computes and discards the result (forced if layers use collective-permutes)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, with global-norm clipping, decoupled weight decay and a learning-rate schedule."""
+    """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight decay."""
 
     name: str = "adamw"
-    """adamw, muon, lion, adafactor, or module:class for one of your own (docs/optimizers.md)."""
+    """adamw, muon, lion, adafactor, or module:class for your own (docs/optimizers.md)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
+    """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
     warmup_steps: int = 100
-    """Steps over which the rate rises linearly from 0; a shorter run ends below the peak."""
+    """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below the peak."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a fraction of the peak."""
-    decay_fraction: float = 0.2
-    """Part of the run that decays, for wsd."""
+    """Final learning rate, as a fraction of the peak."""
+    decay_fraction: float = expert(0.2)
+    """Fraction of the run over which wsd decays."""
     beta1: float = 0.9
-    """Decay rate of the first moment, for adamw, lion, and what muon leaves to AdamW."""
+    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to AdamW."""
     beta2: float = 0.95
-    """Decay rate of the second moment, for adamw and what muon leaves to AdamW; for lion, of its momentum."""
-    eps: float = 1e-8
+    """Decay rate of the second moment, for adamw and the parameters that muon leaves to AdamW; for lion, of its momentum."""
+    eps: float = expert(1e-8)
     """Added to the denominator, for adamw and muon."""
-    momentum: float = 0.95
-    """Decay rate of the first moment of matrices, for muon."""
+    momentum: float = expert(0.95)
+    """Decay rate of muon's momentum for matrices."""
     weight_decay: float = 0.1
-    """Decoupled decay, for matrices only: biases, norms and other vectors (per layer) are left alone."""
+    """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not decay."""
     clip_norm: float = 1.0
-    """Gradients with a larger global L2 norm are scaled down to it; 0: off."""
+    """Clip gradients to this global L2 norm; 0: off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What text, and how it becomes sequences."""
+    """The training text, and how it becomes sequences."""
 
-    path: str = "stdlib"
-    """A .txt or .jsonl (also .gz, .zst), a .parquet, a directory of text files, or `stdlib`: the source of Python's standard library."""
+    path: str = ""
+    """Text to train on: a .txt or .jsonl (also .gz, .zst), a .parquet, a directory of text files, or `stdlib`, the 10 MB source code of
+    Python's standard library, which is enough for a tiny model. Without it `blend` must name the data."""
     text_field: str = "text"
-    """Field of a .jsonl line, or column of a .parquet, that holds the text."""
+    """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     tokenizer: str = ""
-    """A tokenizer.json, a directory with one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: trained on the training split."""
+    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: train one on the text."""
     tokenizer_vocab: int = 4096
-    """Entries of the byte-level BPE vocabulary to train, where `tokenizer` is empty."""
-    cache: str = "~/.cache/mesh_lm"
-    """Directory for prepared corpora (tokenizer.json, train and held-out .bin/.idx)."""
+    """Vocabulary size of the byte-level BPE tokenizer that is trained if `tokenizer` is empty."""
+    cache: str = expert("~/.cache/mesh_lm")
+    """Directory for tokenized corpora (tokenizer.json, train and held-out .bin/.idx)."""
     blend: tuple[str, ...] = ()
-    """Megatron .bin/.idx prefixes, or weight, prefix, weight, prefix, read in Megatron's sample order; empty: the text of `path`."""
+    """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order; empty: the text of `path`."""
     split: str = "969,30,1"
-    """Training, validation and test weights of a prefix's documents, as Megatron's --split; the second part is held out."""
+    """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
     documents: Literal["joined", "separate", "packed"] = "joined"
-    """joined: a sequence is one stream. separate: attention and positions restart at every document (segment ids). packed: so too, and
-    sequences are filled with whole documents."""
-    mask_document_start: bool = False
-    """Leave the first token of each document out of the loss."""
+    """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
+    packed: as separate, and each sequence is filled with complete documents."""
+    mask_document_start: bool = expert(False)
+    """Exclude the first token of each document from the loss."""
     fim_rate: float = 0.0
-    """Part of the training documents that is rearranged to fill in the middle (arXiv 2207.14255)."""
-    fim_spm_rate: float = 0.5
-    """Part of those that is in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
-    threads: int = 2
-    """Reader threads (Grain); 0: read between steps."""
-    prefetch: int = 4
-    """Batches read ahead."""
+    """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv 2207.14255)."""
+    fim_spm_rate: float = expert(0.5)
+    """Fraction of FIM documents in suffix-prefix-middle order; the others are in prefix-suffix-middle order."""
+    threads: int = expert(2)
+    """Reader threads (Grain); 0: batches are read between steps."""
+    prefetch: int = expert(4)
+    """Batches to read ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, what to keep."""
+    """When to save checkpoints, which to keep, and whether to resume."""
 
     every: int = 250
-    """Steps between saves; 0: only at the end and on SIGTERM."""
+    """Save every N steps; 0: only at the end and on SIGTERM."""
     keep: int = 2
-    """Newest checkpoints kept."""
-    alarm: int = 3
-    """Failed saves in a row from which the log says ERROR; training goes on all the same."""
-    local: str = ""
-    """A directory on each node's own disk, or in its memory (/dev/shm), for saves between those to the output; empty: none."""
-    local_every: int = 0
-    """Steps between saves there; the newest two are kept, while a third is written."""
+    """Keep the newest N checkpoints."""
+    alarm: int = expert(3)
+    """Log ERROR after N failed saves in a row. Training continues."""
+    local: str = expert("")
+    """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent checkpoints; empty: off."""
+    local_every: int = expert(0)
+    """Save to `local` every N steps. The newest two are kept, and a third exists while it is written."""
     resume: Literal["auto", "required", "never"] = "auto"
-    """auto: continue from the newest checkpoint of the output directory, if any; required: no checkpoint is an error; never: one is."""
+    """auto: resume from the newest checkpoint of the output, if any; required: fail if there is none; never: fail if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HealthConfig:
-    """What a run does about hangs, sick numbers and devices that compute wrongly (docs/operations.md)."""
+    """What a run does about hangs, outliers in the loss and devices that compute wrong numbers (docs/operations.md)."""
 
     stall: float = 60.0
-    """Seconds without progress after which a process gives up with status 75, or 10 median steps where those are longer; 0: never."""
-    patience: float = 1800.0
-    """The same while it prepares data, compiles, restores, saves or evaluates."""
-    heartbeat: float = 30.0
-    """Seconds of silence after which a process counts as dead to the others."""
+    """Exit with status 75 after this many seconds without progress, or after 10 median steps if those take longer; 0: never."""
+    patience: float = expert(1800.0)
+    """The same limit while the run prepares data, compiles, restores, saves or evaluates."""
+    heartbeat: float = expert(30.0)
+    """Seconds without a heartbeat before the other processes declare a process dead."""
     outlier: float = 0.0
-    """Standard deviations above the recent mean at which a loss or a log gradient norm makes a step be skipped; 0: only if not finite."""
-    skip_limit: int = 10
-    """Steps skipped in a row that end the run, or make it go back."""
+    """Skip a step whose loss, or log gradient norm, is this many standard deviations above the recent mean; 0: only if it is not finite."""
+    skip_limit: int = expert(10)
+    """Skipped steps in a row that end the run, or roll it back if `rewinds` allows that."""
     rewinds: int = 0
-    """Times that a run goes back, after `skip_limit`, to the checkpoint before them, and goes on with the batches behind them."""
+    """How often a run may roll back to the checkpoint before a streak of skipped steps; it then skips their batches."""
     replicas: int = 0
-    """Steps between comparisons of what should be the same bits on several devices, which precede each save as well; 0: never."""
+    """Check every N steps, and before each save, that replicated state is bit-identical on all devices; 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """A jax.profiler trace of a few steps, under <output>/profile (open it in Perfetto or XProf)."""
+    """A jax.profiler trace of a few steps, written to <output>/profile; open it in Perfetto or XProf."""
 
     start_step: int = 10
-    """First step traced, counted from the start of this process; 2 at least, as the first one compiles."""
+    """First step to trace, counted from the start of this process; at least 2, because the first step compiles."""
     steps: int = 0
-    """Steps traced; 0: no trace."""
+    """Number of steps to trace; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """The processes and devices of the run."""
+    """Processes, devices and XLA flags of the run."""
 
     cpu_devices: int = 0
-    """Devices to cut the CPU into where there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
-    compile_cache: str = "~/.cache/mesh_lm/xla"
+    """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
+    compile_cache: str = expert("~/.cache/mesh_lm/xla")
     """Directory of JAX's persistent compilation cache; empty: off."""
-    coordinator: str = ""
-    """host:port of process 0, where the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else one process."""
-    processes: int = 0
-    """Processes of the run, one per node or one per GPU; 0: from MESH_LM_PROCESSES or Slurm."""
-    index: int = -1
-    """Number of this process, 0 to processes - 1; -1: from MESH_LM_PROCESS_INDEX or Slurm."""
-    timeout: float = 300.0
+    coordinator: str = expert("")
+    """host:port of process 0, if the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else a single process."""
+    processes: int = expert(0)
+    """Number of processes, one per node or one per GPU; 0: from MESH_LM_PROCESSES or Slurm."""
+    index: int = expert(-1)
+    """Rank of this process, from 0 to processes - 1; -1: from MESH_LM_PROCESS_INDEX or Slurm."""
+    timeout: float = expert(300.0)
     """Seconds that processes wait for one another at the start."""
-    xla_flags: str = "auto"
-    """XLA's flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags; flags in XLA_FLAGS win."""
+    xla_flags: str = expert("auto")
+    """XLA flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags. Flags in XLA_FLAGS take precedence."""
     deterministic: bool = False
-    """On a GPU, only operations whose results are the same bits every time, and autotuning results kept with the run: slower."""
+    """On a GPU, use only operations that give the same bits every time, and keep autotuning results with the run. Slower."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run. See configs/ for examples; every field can be set as --config.section.field=value."""
+    """One run. See configs/ for examples. Every field can be set on the command line, as --config.section.field=value."""
 
     model: ModelConfig
     output: str
-    """Directory for checkpoints, metrics, plots and samples of this run; with several hosts, on a disk that they share."""
+    """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = PRESETS["ddp"]
-    """Sharding rules: a preset (ddp, zero1, zero2, distributed, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp;
-    with +reduce_float32 FSDP's gradients are summed in float32, with +reduce_bfloat16 all those of matrices in bfloat16."""
+    """Sharding rules: a preset (ddp, zero1, zero2, distributed, fsdp, hsdp, megatron, megatron_sp) or a product such as fsdp+megatron_sp.
+    +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16."""
     train: TrainLoop = TrainLoop()
     pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -248,11 +258,11 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
     launch: LaunchConfig = LaunchConfig()
     init_from: str = ""
-    """Weights to start from, at step 0 with a fresh optimizer: a Hugging Face directory, or another run's output or checkpoint."""
+    """Initial weights, for step 0 with a fresh optimizer: a Hugging Face model directory, or another run's output or checkpoint."""
     wandb: str = ""
-    """Project of Weights & Biases to log to as well (extra `wandb`; offline with WANDB_MODE=offline); empty: none."""
+    """Weights & Biases project to log to (pip install 'mesh_lm[wandb]'; offline with WANDB_MODE=offline); empty: none."""
     seed: int = 0
-    """Seeds initialisation, dropout and sample order; the same seed gives the same bits on any mesh."""
+    """Seed of initialisation, dropout and sample order. The same seed gives the same initial bits on any mesh."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -71,10 +71,15 @@ def text_of(line: bytes, field: str, where: str) -> str:
     Raises:
       ConfigError: the line is not a JSON object with a string under `field`; the message starts with `where`.
     """
+    found: Any = None
     try:
-        text = json.loads(line.decode("utf-8-sig"))[field]  # Windows writes a byte order mark before the first line
+        found = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
+        text = found[field]
         text.encode()  # JSON can spell lone surrogates, which are not text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(found, dict) and field not in found and (others := [name for name, value in found.items() if isinstance(value, str)]):
+            names = ", ".join(f'"{name}"' for name in others[:8])
+            raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with text_field') from error
         raise ConfigError(
             f'{where}: expected a JSON object with a string "{field}", got {line[:60]!r} ({type(error).__name__}); '
             "correct or remove the line"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from mesh_lm.data import formats
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 
 _HELDOUT = 20
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
@@ -101,13 +101,15 @@ def find(path: str, field: str = "text") -> Source:
     """
     if path == "stdlib":
         return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
-    location = Path(path).expanduser()
+    location = Path(path or os.devnull).expanduser()  # an empty path would be the working directory
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
     if location.is_dir():
         return _directory(name, location, field)
     kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
+    if not path:
+        raise ConfigError(f"data.path is empty; give {kinds}")
     if not location.is_file():
-        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}")
+        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}")
     size = location.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")

@@ -1,7 +1,8 @@
-"""The GPU that a process will use, and XLA's flags for it, set before JAX first looks for devices: that is when XLA reads them."""
+"""The GPU that a process will use, and XLA's flags for it. XLA reads them when JAX first looks for devices, so they are set before that."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,13 +10,15 @@ import subprocess
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+import jax
+
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab import flags
 from sharding_rules.lab.targets import MEMORY_FRACTION
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CAPABILITIES = {r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0), r"\b(A100|A800)\b": (8, 0), r"\bG?B200\b": (10, 0)}
-"""By the name that the driver gives a GPU."""
+"""Pattern of the driver's name for a GPU -> its compute capability."""
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
@@ -23,33 +26,33 @@ def set_flags(
     chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER, *, pipeline: bool = False,
     deterministic: Path | None = None,
 ) -> str:  # fmt: skip
-    """Adds a set of flags (launch.xla_flags) to XLA_FLAGS, where a GPU is to be used. Returns what to print; empty: nothing was to do.
+    """Adds a set of flags (launch.xla_flags) to XLA_FLAGS if JAX will use a GPU. Returns the lines to print; empty if nothing changed.
 
-    A flag that XLA_FLAGS has already keeps its value. pipeline: the mesh has stages, so that "auto" hides what they send to each other.
-    deterministic: where the run keeps autotuning results (made here), if its operations are to give the same bits every time.
-    Raises ConfigError for a set that does not exist, and where `deterministic` cannot be had.
+    A flag that XLA_FLAGS already has keeps its value. pipeline: the mesh has stages, so "auto" overlaps the transfers between them.
+    deterministic: the directory of the run's autotuning results (made here), if its operations must be deterministic.
+    Raises ConfigError for an unknown set, and if the run cannot be made deterministic.
     """
     if chosen not in (known := ("auto", "none", *flags.FLAG_SETS)):
         raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
     if not (name := visible(environment, driver)):
         return ""
-    capability = next((found for pattern, found in _CAPABILITIES.items() if re.search(pattern, name)), None)
-    said = []
+    capability = next((value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None)
+    lines = []
     if chosen != "none" and capability is None:
-        said.append(f"XLA flags: none, because none are vetted for {name}")
+        lines.append(f"XLA flags: none, because none are vetted for {name}")
     elif capability and chosen != "none" and (added := _add(flags.xla_flags(chosen, capability, pipeline), environment)):
-        said.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
-    if deterministic and (added := _add(_same_bits(deterministic, environment), environment)):
-        said.append(f"XLA flags for the same bits every time (launch.deterministic): {added}")
-    return "\n".join(said)
+        lines.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
+    if deterministic and (added := _add(_deterministic_flags(deterministic, environment), environment)):
+        lines.append(f"XLA flags for determinism (launch.deterministic): {added}")
+    return "\n".join(lines)
 
 
-def _same_bits(autotuning: Path, environment: Mapping[str, str]) -> str:
-    """XLA then times no kernels and takes the first that compiles, unless its cache has a result: so the cache is the run's own."""
+def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> str:
+    """Returns flags with which XLA times no kernels but takes the first that compiles, or the run's own cached autotuning result."""
     if re.search(rf"--{_DETERMINISTIC}=(false|0)\b", environment.get("XLA_FLAGS", "")):
-        raise ConfigError(f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; take one of them back")
+        raise ConfigError(f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; remove one of them")
     if re.search(r"\s", str(autotuning)):
-        raise ConfigError(f"launch.deterministic=True writes to {autotuning!s}, which XLA_FLAGS cannot name: set an output without spaces")
+        raise ConfigError(f"launch.deterministic=True writes to {autotuning}, but XLA_FLAGS takes no spaces: set an output without spaces")
     try:
         autotuning.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -58,44 +61,53 @@ def _same_bits(autotuning: Path, environment: Mapping[str, str]) -> str:
 
 
 def _add(wanted: str, environment: MutableMapping[str, str]) -> str:
-    """The flags that were not there yet."""
-    if added := missing(wanted, theirs := environment.get("XLA_FLAGS", "")):
-        environment["XLA_FLAGS"] = f"{theirs} {added}".strip()
+    """Adds the flags that are not set yet to XLA_FLAGS, and returns them."""
+    if added := missing(wanted, present := environment.get("XLA_FLAGS", "")):
+        environment["XLA_FLAGS"] = f"{present} {added}".strip()
     return added
 
 
 def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> None:
-    """Gives JAX the share of a GPU's memory that `--plan` counts on, unless the user has chosen one."""
-    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX takes one of them, not both
+    """Gives JAX the fraction of GPU memory that `--plan` assumes, unless the user has set one."""
+    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX accepts only one of them
     if old not in environment and visible(environment, driver):
         environment.setdefault(name, str(MEMORY_FRACTION))
 
 
+def choose_platform() -> None:
+    """Has JAX use the CPU where there is no accelerator and the extra `aot` brought a plugin that would complain of that.
+
+    What the user chose, by JAX_PLATFORMS or jax.config, stays. Call it before JAX first uses a device; later it changes nothing.
+    """
+    if jax.config.values["jax_platforms"] is None and absent() and importlib.util.find_spec("jax_cuda13_plugin"):
+        jax.config.update("jax_platforms", "cpu")
+
+
 def absent(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev"), driver: Path = _DRIVER) -> bool:
-    """Whether nothing at all speaks of an accelerator: JAX would only complain of the CUDA plugin that the extra `aot` brings."""
+    """Returns whether there is no sign of an accelerator; JAX would then only warn about the CUDA plugin that the extra `aot` installs."""
     known = ("nvidia*", "dxg", "kfd", "accel*", "vfio")
     return not (any(any(devices.glob(name)) for name in known) or visible(environment, driver))
 
 
 def missing(wanted: str, present: str) -> str:
-    """The flags of `wanted` that `present` does not set, to whatever value. Both as in XLA_FLAGS."""
+    """Returns the flags of `wanted` that `present` does not set to any value. Both have the format of XLA_FLAGS."""
     have = {word.lstrip("-").partition("=")[0] for word in present.split()}
     return " ".join(word for word in wanted.split() if word.lstrip("-").partition("=")[0] not in have)
 
 
 def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
-    """Name of the GPU that JAX will find; empty where it will find none, or use the CPU."""
+    """Returns the name of the GPU that JAX will use; empty if it will find none, or use the CPU."""
     platforms = environment.get("JAX_PLATFORMS", "").split(",")
     if platforms[0] not in ("", "cuda", "gpu") or environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return ""
     for file in sorted(driver.glob("*/information")):
-        if found := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE):
-            return found[1]
+        if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE):
+            return model[1]
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return ""
     try:
         command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return said.strip().partition("\n")[0]
+    return names.strip().partition("\n")[0]

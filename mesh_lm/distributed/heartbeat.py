@@ -1,6 +1,6 @@
-"""Tells the launcher of this machine, once a second, where this process is.
+"""Sends this process's step and phase to the launcher on this machine, once a second.
 
-`python -m mesh_lm.launch` gives each worker the write end of a pipe. A line is JSON:
+`python -m mesh_lm.launch` gives each worker the write end of a pipe. Each line is JSON:
 {"pid": 1, "step": 12, "phase": "step", "since": 0.3, "saved": 10, "seconds": {"step": 4.1, ...}}; since: seconds in this phase.
 """
 
@@ -21,7 +21,7 @@ _ORPHANED = 71
 
 
 class Heartbeat:
-    """A worker's end of the pipe; without a launcher it does nothing."""
+    """A worker's end of the pipe. Without a launcher it does nothing."""
 
     def __init__(self, phases: Phases, environment: Mapping[str, str] = os.environ) -> None:
         self._phases, self._pipe = phases, int(environment.get(HEARTBEAT, -1))
@@ -30,12 +30,12 @@ class Heartbeat:
             os.set_inheritable(self._pipe, False)
 
     def start(self) -> None:
-        """Beats from now on, in a thread, until the process ends; a process whose launcher is gone ends itself."""
+        """Starts a thread that sends heartbeats until the process ends. If the launcher is gone, it ends the process."""
         if self._pipe >= 0:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """One line; lost where the launcher does not keep up. Raises BrokenPipeError where it is gone."""
+        """Sends one line; drops it if the launcher does not keep up. Raises BrokenPipeError if the launcher is gone."""
         if self._pipe >= 0:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
@@ -43,10 +43,10 @@ class Heartbeat:
     def _beat(self) -> None:
         phases, pause = self._phases, threading.Event()
         while True:
-            where = {"pid": os.getpid(), "step": phases.step, "phase": phases.phase, "since": round(phases.idle, 1)}
+            progress = {"pid": os.getpid(), "step": phases.step, "phase": phases.phase, "since": round(phases.idle, 1)}
             seconds = {phase: round(value, 1) for phase, value in phases.seconds().items()}
             try:
-                self.send(where | {"saved": phases.saved, "seconds": seconds})
+                self.send(progress | {"saved": phases.saved, "seconds": seconds})
             except BrokenPipeError:
                 os._exit(_ORPHANED)
             pause.wait(_EVERY)

@@ -1,4 +1,4 @@
-"""What a process does now, since when, and where its wall time went: one clock for the watchdog, the launcher and the summary."""
+"""The phase that a process is in, since when, and its wall time by phase: one clock for the watchdog, the launcher and goodput."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar, get_args
 
 Phase = Literal["start", "data", "restore", "compile", "batch", "step", "save", "evaluate"]
-"""start: until all processes are there. batch: waiting for the next batch. compile: the first two steps."""
+"""start: until all processes are connected. batch: waiting for the next batch. compile: the first two steps."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _Item = TypeVar("_Item")
 
 
 class Phases:
-    """Threads may read it while the main thread moves it on.
+    """The main thread updates it; other threads may read it.
 
     Attributes:
-      phase, since: what is done now, and when that began (`clock`'s seconds).
+      phase, since: the current phase, and when it began (`clock`'s seconds).
       step: steps done; -1 before the first is known.
       saved: the newest complete checkpoint's step; -1: none.
     """
@@ -33,14 +33,14 @@ class Phases:
         self._recent: deque[float] = deque(maxlen=64)
 
     def at(self, phase: Phase) -> None:
-        """Ends the phase before and begins this one. The same phase again is a sign of life."""
+        """Begins a phase and ends the one before. Calling it again with the same phase is a sign of life."""
         now = self._clock()
         self._seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
     def steps(self, batches: Iterable[_Item]) -> Iterator[_Item]:
-        """The batches; waiting for one is phase "batch", what is done with it is "step", or "compile" for the first two: the first is
-        compiled and dispatched, and the second waits for it to be done."""
+        """Yields the batches. Waiting for one is phase "batch", and the caller's work on it is "step", or "compile" for the first two: the
+        first is compiled and dispatched, and the second waits for the first to finish."""
         iterator, n, began = iter(batches), 0, 0.0
         while True:
             self.at("batch")
@@ -67,9 +67,9 @@ class Phases:
 
     @property
     def median_step(self) -> float:
-        """Seconds from one step to the next, of the last 64; 0 before there is one."""
+        """The median of the last 64 step times, in seconds; 0 before there is one."""
         return statistics.median(list(self._recent)) if self._recent else 0.0
 
     def seconds(self) -> dict[str, float]:
-        """Wall time of each phase so far, this one included."""
+        """Seconds spent in each phase so far, the current one included."""
         return self._seconds | {self.phase: self._seconds[self.phase] + self.idle}

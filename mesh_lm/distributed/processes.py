@@ -1,10 +1,9 @@
-"""What one process of a run does: it starts, meets the others, agrees with them, and leaves. Read it as `mesh_lm.launch`."""
+"""The side of one process: starting JAX, exchanging values and errors with the other processes, and stopping."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import secrets
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,29 +26,30 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.process_slot import ProcessSlot
 from sharding_rules import ShardingRuleError
 
+T = TypeVar("T")
 _FAREWELL = 5.0
-"""Seconds that a failed process waits for the others to leave with it."""
+"""Seconds that a failed process waits for the others to disconnect."""
 _TEXT = 4096
-"""Bytes of an error that another process hears of."""
+"""Bytes of an error that are sent to the other processes."""
 
 
 class FewerNodes(Exception):
-    """Said by a process whose mesh needs fewer nodes than there are, and which has told the launcher so."""
+    """This process's mesh needs fewer nodes than there are. The launcher has been informed."""
 
 
-def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The status of a command: a mistake of the user's is one message, and no process waits for one that has failed."""
+def run(main: Callable[[T], int], argv: T) -> int:
+    """Runs a command and returns its exit status. A user's mistake prints one message; no process waits for one that has failed."""
     try:
         status = main(argv)
-        _let_go()
+        _drop_unwritable_output()
         return status
     except (ConfigError, ShardingRuleError) as error:
         with contextlib.suppress(OSError):
-            print(f"{prefix()}error: {error}", file=sys.stderr, flush=True)
-        status = EXIT_UNEXPECTED if isinstance(error, rendezvous.Absent) else EXIT_CANNOT
+            print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
+        status = EXIT_UNEXPECTED if isinstance(error, rendezvous.RendezvousFailed) else EXIT_CANNOT
     except FewerNodes:
         status = EXIT_FEWER
     except Exception:
@@ -61,14 +61,14 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()
         farewell.join(_FAREWELL)
-        _let_go()
+        _drop_unwritable_output()
         os._exit(status)
-    _let_go()
+    _drop_unwritable_output()
     return status
 
 
-def _let_go() -> None:
-    """What a full disk, or a pipe without a reader, did not take of the log is given up: Python would end with status 120."""
+def _drop_unwritable_output() -> None:
+    """Discards output that a full disk or a pipe without a reader does not accept: Python would exit with status 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -77,12 +77,12 @@ def _let_go() -> None:
 
 
 def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None) -> None:
-    """Sets up JAX and, where the run has several processes, brings them together. Must run before the first use of a device; after
-    that, the same again is nothing.
+    """Sets up JAX and, if the run has several processes, connects them. Must run before the first use of a device; repeating it later with
+    the same config has no effect.
 
-    command: what else must be the same on all of them. phases: where this process is, for the launcher.
+    command: further values that must be equal on all processes. phases: this process's progress, for the launcher.
 
-    Raises ConfigError where it comes too late, where a process does not come, and where two of them differ in config, code or versions.
+    Raises ConfigError if a device has been used already, a process does not connect, or two differ in config, code or versions.
     """
     Heartbeat(phases or Phases()).start()
     launch = config.launch
@@ -94,133 +94,134 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if launch.compile_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    place = Place.of(launch)
-    kept = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
-    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=kept)
-    if kept:  # JAX would put the cache of all runs in its place
+    slot = ProcessSlot.of(launch)
+    autotuning = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
+    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=autotuning)
+    if autotuning:  # otherwise JAX would use the cache that all runs share
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
-    if jax.config.values["jax_platforms"] is None and gpu.absent() and importlib.util.find_spec("jax_cuda13_plugin"):
-        jax.config.update("jax_platforms", "cpu")
-    if flags and (place is None or place.index == 0):
+    gpu.choose_platform()
+    if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
-    if place and not jax.distributed.is_initialized():
-        join(place, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+    if slot and not jax.distributed.is_initialized():
+        join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
 
 
-def join(place: Place, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
-    """Makes this process one of several. heartbeat: seconds of silence after which JAX ends the others. Raises ConfigError as `start`."""
-    rendezvous.meet(place, timeout, description)
+def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
+    """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the others. Raises as `start`."""
+    rendezvous.meet(slot, timeout, description)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        place.coordinator, place.count, place.index, place.local_devices,
-        cluster_detection_method="deactivate",  # it would take one GPU a node from Slurm
+        slot.coordinator, slot.count, slot.index, slot.local_devices,
+        cluster_detection_method="deactivate",  # with Slurm it would use one GPU per task
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
     )  # fmt: skip
 
 
 def _shared(config: TrainConfig) -> dict[str, Any]:
-    """The config without the one field that differs between processes."""
+    """Returns the config without the one field that differs between processes."""
     plain = as_dict(config)
     plain["launch"].pop("index")
     return plain
 
 
-def say(text: str) -> None:
-    """Prints on process 0 only. A log that takes no more, on a full disk or without a reader, ends nothing."""
+def print_on_process0(text: str) -> None:
+    """Prints on process 0 only. A log that cannot be written (full disk, no reader) is ignored."""
     if jax.process_index() == 0:
         with contextlib.suppress(OSError):
             print(text, flush=True)
 
 
-def prefix() -> str:
-    """What the lines of processes other than the first start with."""
+def log_prefix() -> str:
+    """Returns the prefix of this process's log lines; empty on process 0."""
     index = jax.process_index() if jax.distributed.is_initialized() else 0
     return f"[process {index}] " if index else ""
 
 
 @contextlib.contextmanager
-def first_before_others(what: str) -> Iterator[None]:
-    """Process 0 runs the block while the others wait, then they run it: to find on a shared disk what it made, or to make their own."""
+def process0_first(what: str) -> Iterator[None]:
+    """Runs the block on process 0 first, then on the others: they find its files on a shared disk, or make their own."""
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices(what)
     try:
         yield
-    finally:  # what process 0 cannot do the others will not be able to do either, and say so
+    finally:  # after an error on process 0 the others fail, too, and report it
         if jax.process_index() == 0 and jax.process_count() > 1:
             multihost_utils.sync_global_devices(what)
 
 
 @contextlib.contextmanager
-def together(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
-    """A part of the program that all processes pass, or none: an error on one is an error on every one, so that none waits for it.
+def collective_errors(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
+    """Raises on every process if the block raises on any, so that none waits for one that failed.
 
-    mistake: makes what the others raise, of "process 1: what it said", where that is a ConfigError; else they raise RuntimeError.
+    mistake: the other processes raise mistake("process 1: its message") for a ConfigError, and RuntimeError for any other error.
     """
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    said = from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
+    errors = gather_from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
     if error:
         raise error
-    for process, each in enumerate(said):
-        if each:
-            raise (mistake if each[0] else RuntimeError)(f"process {process}: {each[1]}")
+    for process, other in enumerate(errors):
+        if other:
+            raise (mistake if other[0] else RuntimeError)(f"process {process}: {other[1]}")
 
 
 def require_shared(directory: Path) -> None:
-    """Raises ConfigError on every process where they do not all see one `directory`, which is there."""
+    """Raises ConfigError on every process unless all of them see the same existing `directory`."""
     if jax.process_count() == 1:
         return
     mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
-    with together():
+    with collective_errors():
         if jax.process_index() == 0:
             mark.touch()
-    with together():
+    with collective_errors():
         if not mark.exists():
-            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to one on a disk that all hosts share")
+            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to a directory that all hosts share")
     if jax.process_index() == 0:
         mark.unlink(missing_ok=True)
 
 
-def agree(what: str, value: str, fix: str) -> None:
-    """Raises ConfigError on every process where they do not all have the same `value`."""
+def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
+    """Raises ConfigError on every process unless all of them have the same `value`. what: its name; fix: advice for the message."""
     if jax.process_count() == 1:
         return
     text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
-    values = from_all(text)
+    values = gather_from_all(text)
     if len(set(values)) > 1:
         other = next(i for i, v in enumerate(values) if v != values[0])
         raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
 
 
-def from_first(value: Any) -> Any:
-    """The value (JSON) that process 0 has."""
-    return value if jax.process_count() == 1 else from_all(value if jax.process_index() == 0 else None)[0]
+def broadcast_from_process0(value: Any) -> Any:
+    """Returns process 0's value (JSON) on every process."""
+    return value if jax.process_count() == 1 else gather_from_all(value if jax.process_index() == 0 else None)[0]
 
 
-def from_all(value: Any) -> list[Any]:
-    """The values (JSON) that the processes have, in their order. All must call it equally often."""
+def gather_from_all(value: Any) -> list[Any]:
+    """Returns the values (JSON) of all processes, by process index. A collective: every process must call it."""
     if jax.process_count() == 1:
         return [value]
-    mine = json.dumps(value).encode()
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(mine)))).reshape(-1)
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(mine.ljust(int(sizes.max())), np.uint8)))
+    encoded = json.dumps(value).encode()
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8)))
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 class StopOnSigterm:
-    """A context in which SIGTERM, to any process of the run, makes `poll` true on all of them at the same call, so that they save and
-    leave. With several processes JAX's own handler catches it and its preemption service picks the call: all must call equally often."""
+    """A context in which SIGTERM to any process makes `poll` return True on all of them at the same call, so that they save and exit.
+
+    With several processes JAX's preemption service catches the signal and picks the call, so all of them must call `poll` equally often.
+    """
 
     requested = False
-    """Whether a poll was true."""
+    """Whether `poll` has returned True."""
 
     def poll(self) -> bool:
-        """Whether to stop now."""
+        """Returns whether to stop now."""
         if jax.process_count() == 1:
             self.requested |= self._signalled
         elif not self.requested:

@@ -1,7 +1,7 @@
-"""The processes of a run meet before JAX brings them together, so that what is wrong is said in words.
+"""A rendezvous of the run's processes before `jax.distributed.initialize`, for the sake of clear errors.
 
-JAX itself aborts the process, without a Python error, where one never comes, and hangs where they run different programs. Here process 0
-listens at the coordinator's address, hears from each of the others what it runs, compares, and tells all of them the outcome.
+JAX itself aborts without a Python error if a process never connects, and hangs if they run different programs. Here process 0 listens at
+the coordinator's address, receives from each of the others what it runs, compares, and sends all of them the outcome.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from mesh_lm.errors import ConfigError, listed
-from mesh_lm.launch.messages import some
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.messages import number_ranges
+from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.wire import listen
 
 Description = dict[str, Any]
@@ -39,12 +39,12 @@ _RETRY = 0.2
 _GRACE = 10
 
 
-class Absent(ConfigError):
-    """Processes that did not find each other, which another attempt may mend."""
+class RendezvousFailed(ConfigError):
+    """The processes did not find each other; another attempt may succeed."""
 
 
 def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
-    """The config, the code (the user's own too, as far as it is imported), the versions and the variables that change what is compiled."""
+    """Returns the config, digests of the code (imported user code included), versions, and variables that change the compiled program."""
     files = [file for name in _CODE for file in sorted((_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,))]
     code = {str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files if f.exists()}
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
@@ -58,109 +58,110 @@ def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProx
 
 
 def _modules() -> dict[str, str]:
-    """Digests of the imported files that belong neither to Python nor to an installed package, such as a config file, by module."""
+    """Returns module -> digest of the imported files that belong neither to Python nor to an installed package, such as a config file."""
     installed = [Path(path).resolve() for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}]
-    found = {}
+    digests = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
         if file.suffix != ".py" or not file.is_file() or {"site-packages", "dist-packages"} & {*file.parts}:
             continue
         if not any(file.resolve().is_relative_to(path) for path in installed):
-            found[Path(name).name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    return found
+            digests[Path(name).name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return digests
 
 
-def meet(place: Place, timeout: float, description: Description) -> None:
-    """Returns when all processes are there and run the same; takes at most `timeout` seconds.
+def meet(slot: ProcessSlot, timeout: float, description: Description) -> None:
+    """Returns when all processes are connected and run the same program; takes at most `timeout` seconds.
 
-    Raises, on every process that is there, Absent: no one answers at the coordinator's address, its port is taken, or processes did not
-    come. ConfigError: two with one index, another count, or a difference in the description.
+    Raises on every connected process. RendezvousFailed: nothing answers at the coordinator's address, its port is taken, or processes did
+    not connect. ConfigError: two have the same index, another process count, or a different description.
     """
-    mine = {"magic": _MAGIC, "count": place.count, "index": place.index, "host": socket.gethostname(), "description": description}
-    mine = json.loads(json.dumps(mine, default=repr))  # as the others will see it
+    own = {"magic": _MAGIC, "count": slot.count, "index": slot.index, "host": socket.gethostname(), "description": description}
+    own = json.loads(json.dumps(own, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
-    problem, absent = _host(place, deadline, timeout, mine) if place.index == 0 else _visit(place, deadline, timeout, mine)
+    problem, absent = _host(slot, deadline, timeout, own) if slot.index == 0 else _visit(slot, deadline, timeout, own)
     if problem:
-        raise (Absent if absent else ConfigError)(problem)
+        raise (RendezvousFailed if absent else ConfigError)(problem)
 
 
-def _host(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
-    """Process 0's side. Returns what is wrong, or nothing, and whether it is that somebody was absent."""
+def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any]) -> tuple[str, bool]:
+    """Process 0's side. Returns the problem (empty: none), and whether the cause is that a process is absent."""
     with contextlib.ExitStack() as open_sockets:
         try:
-            listener = listen(place.address[1], backlog=place.count)
+            listener = listen(slot.address[1], backlog=slot.count)
         except OSError as error:
-            why = f"process 0 cannot listen on port {place.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
+            why = f"process 0 cannot listen on port {slot.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
             return why, True
         open_sockets.enter_context(listener)
-        came: dict[int, socket.socket] = {}
+        by_index: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []
         problem, missed = "", False
-        while len(visitors) < place.count - 1:
+        while len(visitors) < slot.count - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 visitor = open_sockets.enter_context(listener.accept()[0])
                 visitor.settimeout(10)
-                theirs = json.loads(_receive(visitor))
-                if theirs.get("magic") != _MAGIC:
+                other = json.loads(_receive(visitor))
+                if other.get("magic") != _MAGIC:
                     continue
             except TimeoutError:
                 if problem:
                     break
                 if time.monotonic() < deadline:
-                    continue  # someone who connected and said nothing
+                    continue  # a client that connected and sent nothing
                 missed = True
-                absent = some(sorted({*range(1, place.count)} - came.keys()))
-                problem = f"{absent} of {place.count} did not come to {place.coordinator} in {timeout:g} s"
-                problem += "; see their logs, launch.processes, and whether they reach that address"
+                absent = number_ranges(sorted({*range(1, slot.count)} - by_index.keys()))
+                problem = f"{absent} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
+                problem += "; see their logs, check launch.processes, and that they can reach that address"
                 break
             except (OSError, ValueError, AttributeError):
                 continue  # a port scanner
-            if theirs["index"] in came:
-                problem = f"two processes say that they are number {theirs['index']} of {theirs['count']}; each needs its own launch.index"
-            came[theirs["index"]] = visitor
+            if other["index"] in by_index:
+                problem = f"two processes have the index {other['index']} of {other['count']}; each needs its own launch.index"
+            by_index[other["index"]] = visitor
             visitors.append(visitor)
-            problem = problem or _difference(mine, theirs)
-            if problem:  # those who are still on their way are to hear it too
+            problem = problem or _difference(own, other)
+            if problem:  # processes that are late should receive it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
-        if not problem and (left := [i for i, visitor in came.items() if _hung_up(visitor)]):
-            problem, missed = f"{some(left)} of {place.count} came to {place.coordinator} and left again; see their logs", True
+        if not problem and (left := [i for i, visitor in by_index.items() if _hung_up(visitor)]):
+            problem = f"{number_ranges(left)} of {slot.count} connected to {slot.coordinator} and disconnected; see their logs"
+            missed = True
         for visitor in visitors:
             with contextlib.suppress(OSError):
                 _send(visitor, json.dumps({"problem": problem, "absent": missed}))
-        for visitor in visitors:  # they hang up first, so that no socket of this port lingers when JAX takes it
+        for visitor in visitors:  # they hang up first, so that no socket on this port lingers when JAX binds it
             with contextlib.suppress(OSError):
                 visitor.recv(1)
         return problem, missed
 
 
-def _visit(place: Place, deadline: float, timeout: float, mine: dict[str, Any]) -> tuple[str, bool]:
-    """The other processes' side."""
+def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any]) -> tuple[str, bool]:
+    """The other processes' side. Returns as `_host` does."""
     while True:
         try:
-            with socket.create_connection(place.address, timeout=max(0.01, deadline - time.monotonic())) as host:
-                _send(host, json.dumps(mine))
-                host.settimeout(timeout + 10)  # process 0 is there, and says by its own clock who is not
-                told = json.loads(_receive(host))
-                return told["problem"], told["absent"]
+            with socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic())) as host:
+                _send(host, json.dumps(own))
+                host.settimeout(timeout + 10)  # process 0 answers when its own time is over
+                answer = json.loads(_receive(host))
+                return answer["problem"], answer["absent"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             if time.monotonic() > deadline:
                 return (
-                    f"process {place.index} found no process 0 at {place.coordinator} in {timeout:g} s ({error}); "
+                    f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({error}); "
                     "start it, or correct launch.coordinator",
                     True,
                 )
             time.sleep(_RETRY)
 
 
-def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """In words, the first fields in which another process differs from process 0; nothing where it does not."""
-    if theirs["count"] != mine["count"]:
-        return f"process {theirs['index']} expects {theirs['count']} processes, process 0 expects {mine['count']}"
-    lines = _compare(mine["description"], theirs["description"], "")
+def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """Returns a message that lists the first fields in which a process differs from process 0; empty if there are none."""
+    if other["count"] != first["count"]:
+        return f"process {other['index']} expects {other['count']} processes, process 0 expects {first['count']}"
+    lines = _compare(first["description"], other["description"], "")
     if not lines:
         return ""
-    head = f"process {theirs['index']} on {theirs['host']} does not run what process 0 on {mine['host']} runs"
+    head = f"process {other['index']} on {other['host']} does not match process 0 on {first['host']}"
     return listed(head, lines) + "\nstart all of them from the same files with the same arguments"
 
 

@@ -1,4 +1,4 @@
-"""python -m mesh_lm.huggingface import|export"""
+"""`python -m mesh_lm.huggingface import|export ...`: the same as `mesh-lm import ...` and `mesh-lm export ...`."""
 
 import sys
 

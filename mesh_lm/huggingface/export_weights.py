@@ -46,7 +46,7 @@ def save(
     (`max_shard_bytes`) and several copies of it in host memory (measured in benchmarks/huggingface.py).
 
     Args:
-      params: layers in model order, as in `TrainedModel.load` (`ModelLayout.in_model_order`).
+      params: layers in model order, as in `TrainedModel.load` (`ModelLayout.to_model_order`).
 
     Raises:
       ConfigError: no class of transformers can express the model (lists the fields), or the directory is not empty or not writable.
@@ -62,7 +62,7 @@ def save(
     sizes_in_bytes = [(name, width * math.prod(m.shape(sizes))) for m, sizes in mappings for name in m.names(sizes)]
     shards = _split_into_files(sizes_in_bytes, max_shard_bytes)
     stream = _tensors(mappings, params, dtype)
-    with distributed.together():
+    with distributed.collective_errors():
         partial = _begin(directory) if jax.process_index() == 0 else None
     if partial is None:
         for _ in stream:  # the gathers need every process

@@ -39,8 +39,8 @@ def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
     return TensorMapping(param, dims.replace(" ", ""), layout, hf_names)
 
 
-_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": ()}
-"""Features that none of these families has."""
+_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}
+"""What no family here has."""
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",

@@ -57,10 +57,13 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one file, marked as format "pt", which transformers requires."""
+    """One file, readable by whom the user's umask lets. transformers refuses a file that does not call its format pt."""
     from safetensors.numpy import save_file
 
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes it private to the user
 
 
 def _open(file: Path) -> Any:

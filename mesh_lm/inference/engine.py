@@ -84,7 +84,7 @@ class Engine:
         P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
         T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
         shard = self.layout.shard
-        ways = shard.ways(shard.cut("batch"))
+        ways = shard.n_shards(shard.axes_for("batch"))
         B = -(-max(len(prompts), batch) // ways) * ways
         tokens, pads = np.zeros((B, P), np.int32), np.full(B, P - 1, np.int32)
         for row, prompt in enumerate(prompts):

@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -127,7 +127,7 @@ def register() -> type:
 
     @register_model("mesh_lm")
     class MeshLM(TemplateLM):
-        """Arguments are those of `mesh_lm.inference.model_arguments.ModelArguments`, and `batch_size`."""
+        """Arguments are those of `mesh_lm.inference.model_arguments.load`, and `batch_size`."""
 
         def __init__(
             self, checkpoint: str = "", batch_size: Any = 8, start: str = "", requests: Requests | None = None,
@@ -135,17 +135,17 @@ def register() -> type:
         ) -> None:  # fmt: skip
             super().__init__()
             if requests is None:
-                from mesh_lm.inference.model_arguments import ModelArguments
+                from mesh_lm.inference.model_arguments import load
                 from mesh_lm.inference.text import document_start
 
-                known = [*(field.name for field in dataclasses.fields(ModelArguments)), "start", "batch_size"]
+                known = [*(name for name in inspect.signature(load).parameters if name != "command"), "start", "batch_size"]
                 if unknown := [name for name in options if name not in known]:
                     hint = did_you_mean(unknown[0], known)
                     raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument{hint}")
                 size = int(batch_size) if str(batch_size).isdigit() else 8
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")
-                trained = ModelArguments(checkpoint, **options).load()
+                trained = load(checkpoint, **options)
                 requests = Requests(trained, size, document_start(trained.tokenizer, start))
             self.requests = requests
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.engine import rounded, without_sequence_sharding
-from mesh_lm.model import Batch, whole_texts
+from mesh_lm.model import Batch, token_batch
 from mesh_lm.parallel.layout import ModelLayout, Params
 
 
@@ -38,7 +38,7 @@ class Scorer:
             )
         self.layout, self.params = without_sequence_sharding(layout), params
         shard = self.layout.shard
-        ways = shard.ways(shard.cut("batch"))
+        ways = shard.n_shards(shard.axes_for("batch"))
         self.batch = -(-batch // ways) * ways
         self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
 
@@ -67,7 +67,7 @@ class Scorer:
         return [scores[i] for i in range(len(sequences))]
 
     def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model, batch = cast(Any, self.layout.bind(params)), {**batch, **whole_texts(batch["tokens"])}
+        model, batch = cast(Any, self.layout.bind(params)), {**batch, **token_batch(batch["tokens"])}
         if hasattr(model, "scores"):
             return model.scores(batch)
         logits_BSV = model.logits(batch)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints, overload
 
 import jax
 
 from mesh_lm import checkpoint, huggingface
 from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
+from mesh_lm.inference import Generator, Sampling, Scorer
+from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.merge_stages import folded
+from mesh_lm.parallel.merge_stages import merged_layout
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 from sharding_rules.rules import Kind
 
@@ -35,7 +37,8 @@ class TrainedModel:
     params: Params
     tokenizer: Tokenizer
     step: int
-    """The training step of the weights; 0 for a Hugging Face directory."""
+    """Optimizer steps that made the weights; 0 for a Hugging Face directory."""
+    _generators: dict[Sampling, Generator] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def load(
@@ -64,7 +67,7 @@ class TrainedModel:
         """
         saved = checkpoint.find(path)
         if saved is None and not huggingface.is_huggingface(path):
-            raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
+            raise ConfigError(_holds_nothing(path))
         if saved:
             config = config_from(saved.metadata["config"], model, str(saved.path))
         else:
@@ -73,10 +76,53 @@ class TrainedModel:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
         mesh, rules = _placement(config, mesh, rules)
         loaded_tokenizer = _tokenizer(tokenizer, saved, Path(path))  # first, because its errors come fast
-        layout = folded(config.model, Shard(rules, make_mesh(mesh)))
+        layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
         mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
         return cls(config, layout, _weights(saved, path, layout)(), loaded_tokenizer, saved.step if saved else 0)
+
+    @overload
+    def generate(self, prompt: str, tokens: int = ..., **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], tokens: int = ..., **options: Any) -> list[str]: ...
+    def generate(  # pyright: ignore[reportInconsistentOverload]  # the options of both are those here
+        self, prompt: str | Sequence[str] = "", tokens: int = 128, *, temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = 0, stop: Sequence[str] = (), stop_at_eod: bool = True,
+    ) -> str | list[str]:  # fmt: skip
+        """The text that follows a prompt, or a list of them for several prompts; an empty prompt begins a new document.
+
+        Args:
+          tokens: new tokens at most.
+          temperature, top_k, top_p: see `Sampling`; temperature 0 always takes the likeliest token.
+          seed: the same seed gives the same text, on any mesh.
+          stop: a text ends before the first of these strings, or, with stop_at_eod, where the model ends the document.
+
+        Raises:
+          ConfigError: the model cannot generate, or a prompt leaves no room for the new tokens. `Generator` also gives log-probabilities.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        if sampling not in self._generators:  # which keeps what it has compiled
+            self._generators[sampling] = Generator(self.layout, self.params, self.tokenizer, sampling)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        done = self._generators[sampling].complete(prompts, tokens, seed=seed, stop=stop, stop_at_eod=stop_at_eod)
+        texts = [each.text for each in done]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def score(self, text: str | Sequence[str], *, stride: int = 0, batch: int = 8) -> Perplexity:
+        """What the text costs, or each of several: `summary()` has nats per token, perplexity and bits per byte.
+
+        stride: new tokens in each window of a long text after the first; 0: half the model's seq_len. batch: windows at once.
+        Raises ConfigError where there is no text, or the model cannot score any.
+        """
+        scorer = Scorer(self.layout, self.params, batch)
+        texts = [text] if isinstance(text, str) else text
+        stride = stride or max(1, self.layout.config.seq_len // 2)
+        return measure_perplexity(scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod)
+
+
+def _holds_nothing(path: Path | str) -> str:
+    hint = "" if Path(path).expanduser().exists() else hub_hint(str(path))
+    return f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors){hint}"
 
 
 def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
@@ -93,7 +139,7 @@ def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout:
         return lambda: saved.params(layout)
     if huggingface.is_huggingface(path):
         return huggingface.reader(path, layout)
-    raise ConfigError(f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and .safetensors)")
+    raise ConfigError(_holds_nothing(path))
 
 
 def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:

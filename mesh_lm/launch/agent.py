@@ -1,6 +1,6 @@
-"""One node of a run: starts its workers when the controller says so, tells it what becomes of them, and ends them.
+"""The agent of one node: it starts and ends its workers when the controller says so, and reports how they do.
 
-It obeys one controller, on node 0, over one connection. When that is lost, its workers are of no use: it ends them, and tries to come back.
+It obeys one controller, on node 0, over one connection. If the connection is lost, it kills its workers and tries to reconnect.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, place
-from mesh_lm.launch.controller import AT_ONCE, UNKILLABLE, Schedule, say
+from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, process_slot
 from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST
+from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.wire import Peer
@@ -26,27 +26,28 @@ _RETRY = 0.5
 
 
 class Agent:
-    """Runs this node's part of a job to its end: `run` returns the job's status. Belongs into the main thread, for its signals.
+    """Runs this node's part of a job to its end: `run` returns the job's status. It must run in the main thread, to receive signals.
 
-    Linux kills the workers when the thread that started them ends: no worker outlives its agent.
+    Linux kills the workers when the thread that started them ends, so no worker outlives its agent.
     """
 
     def __init__(self, job: Job, address: tuple[str, int], environment: Mapping[str, str] = os.environ) -> None:
-        """address: of the controller. Raises ConfigError where the GPUs of this node cannot be shared equally."""
+        """address: the controller's. Raises ConfigError if the GPUs of this node cannot be divided equally among its workers."""
         self._job, self._address, self._environment = job, address, environment
         self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
         self._peer: Peer | None = None
         self._workers: dict[int, Worker] = {}
         self._generation = 0
-        self._schedule: Schedule = ()
+        self._plan: SignalPlan = ()
         self._ordered = 0.0
         self._signals: list[int] = []
         self._stop = self._interrupted = False
         self._status: int | None = None
-        self._told, self._ticked, self._welcome = 0.0, time.monotonic(), False
+        self._reported, self._ticked, self._welcome = 0.0, time.monotonic(), False
         self._since, self._patience, self._why = time.monotonic(), job.first_wait, ""
 
     def run(self) -> int:
+        """Runs until the job has ended, and returns its status."""
         wanted = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._caught) for number in wanted}
         try:
@@ -74,17 +75,17 @@ class Agent:
             if self._status is None and not (self._peer.open and self._peer.silence < self._job.heartbeat):
                 self._disconnect()
         elif self._stop and not self._workers:
-            self._status = EXIT_PREEMPTED  # there is no controller that would say so
+            self._status = EXIT_PREEMPTED  # no controller is connected that could decide this
         elif not self._workers:
             self._connect()
         elif time.monotonic() - self._since > max(self._patience, UNKILLABLE):
-            say(f"node {self._job.node} gives up: SIGKILL does not end its workers, which hang in the kernel")
+            log(f"node {self._job.node} is giving up: SIGKILL does not end its workers, which hang in the kernel")
             self._status = EXIT_STALLED
         self._look(excused=paused)
-        self._signal(self._schedule)
+        self._signal(self._plan)
 
     def _stops(self) -> None:
-        """Passes on a signal to this launcher: to all nodes, through the controller. A second SIGINT is impatient."""
+        """Forwards a signal to all nodes, through the controller. A second SIGINT kills the workers."""
         signals, self._signals = self._signals, []
         for number in signals:
             at_once = number == signal.SIGINT and self._interrupted
@@ -95,12 +96,12 @@ class Agent:
                 self._peer.send(stop=signal.Signals(number).name, at_once=at_once)
             self._stop = True
 
-    # The controller.
+    # The connection to the controller.
 
     def _connect(self) -> None:
         if time.monotonic() - self._since > self._patience:
             where = f"the controller at {self._address[0]}:{self._address[1]}"
-            say(f"node {self._job.node} gives up: no answer from {where} in {self._patience:g} s{self._why}")
+            log(f"node {self._job.node} is giving up: no answer from {where} within {self._patience:g} s{self._why}")
             self._status = EXIT_STALLED
             return
         try:
@@ -114,11 +115,11 @@ class Agent:
 
     def _disconnect(self) -> None:
         assert self._peer is not None
-        how = "is gone" if not self._peer.open else f"was silent for {self._peer.silence:.0f} s"
+        how = "is gone" if not self._peer.open else f"sent nothing for {self._peer.silence:.0f} s"
         self._peer.close()
         self._peer = None
-        if self._welcome:  # it was there, so that this is an event, and the time to come back begins
-            say(f"node {self._job.node}: the controller on node 0 {how}; tries to come back, for {self._job.rejoin:g} s at most")
+        if self._welcome:  # the controller had answered before, so the time to reconnect starts now
+            log(f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up to {self._job.rejoin:g} s")
             self._since, self._patience = time.monotonic(), self._job.rejoin
         self._end(AT_ONCE)
         time.sleep(_RETRY)
@@ -132,16 +133,16 @@ class Agent:
         elif "exit" in message:
             self._status = message["exit"]
             if message.get("why"):
-                say(message["why"])
+                log(message["why"])
 
     # The workers.
 
     def _start(self, order: dict[str, Any]) -> None:
-        self._generation, self._schedule = order["start"], ()
+        self._generation, self._plan = order["start"], ()
         environment = {name: value for name, value in self._environment.items() if name not in JOB_VARIABLES.values()}
         environment |= {
-            place.VARIABLES["coordinator"]: order["coordinator"],
-            place.VARIABLES["processes"]: str(order["count"]),
+            process_slot.VARIABLES["coordinator"]: order["coordinator"],
+            process_slot.VARIABLES["processes"]: str(order["count"]),
             GENERATION: str(self._generation),
             BEGUN: str(order["begun"]),
             JOB_VARIABLES["nodes"]: str(order["nodes"]),
@@ -152,11 +153,11 @@ class Agent:
             environment |= {ELASTIC: str(self._job.nodes), LEAST: str(self._job.least)}
         for local, devices in enumerate(self._devices):
             index = order["first"] + local
-            own = {place.VARIABLES["index"]: str(index)} | ({place.LOCAL_DEVICES: devices} if devices else {})
+            own = {process_slot.VARIABLES["index"]: str(index)} | ({process_slot.LOCAL_DEVICES: devices} if devices else {})
             self._workers[index] = Worker(self._job.command, environment | own, index, relay=order["count"] > 1)
 
     def _look(self, *, excused: bool) -> None:
-        """Sees what became of the workers, and tells the controller; at least once a second."""
+        """Reports the workers' heartbeats and exits to the controller, at least once a second."""
         died, fewer, looked = [], 0, {**self._workers}
         for index, worker in [*self._workers.items()]:
             worker.read(excused=excused)
@@ -164,28 +165,28 @@ class Agent:
                 died.append((index, status, worker.sent))
                 fewer = fewer or worker.nodes
                 del self._workers[index]
-            elif not self._schedule_kills and (seconds := worker.silence(self._job.start, self._job.heartbeat)):
-                self._tell(silent=index, seconds=seconds)
+            elif not self._kill_is_near and (seconds := worker.silence(self._job.start, self._job.heartbeat)):
+                self._report(silent=index, seconds=seconds)
         beats = {index: worker.beat | {"age": time.monotonic() - worker.heard} for index, worker in looked.items() if worker.beat}
-        if died or time.monotonic() - self._told > min(1.0, self._job.heartbeat / 4):
-            self._tell(beats=beats, died=died, fewer=fewer, ended=not self._workers)
+        if died or time.monotonic() - self._reported > min(1.0, self._job.heartbeat / 4):
+            self._report(beats=beats, died=died, fewer=fewer, ended=not self._workers)
 
-    def _tell(self, **message: Any) -> None:
+    def _report(self, **message: Any) -> None:
         if self._peer:
-            self._told = time.monotonic()
+            self._reported = time.monotonic()
             self._peer.send(generation=self._generation, **message)
 
-    def _end(self, schedule: Schedule) -> None:
-        self._schedule, self._ordered = schedule, time.monotonic()
+    def _end(self, plan: SignalPlan) -> None:
+        self._plan, self._ordered = plan, time.monotonic()
 
     @property
-    def _schedule_kills(self) -> bool:
-        """Whether the workers are about to be killed anyway."""
-        return any(number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._schedule)
+    def _kill_is_near(self) -> bool:
+        """Returns whether the workers are about to be killed anyway."""
+        return any(number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._plan)
 
-    def _signal(self, schedule: Schedule) -> None:
-        """Sends each worker what is due by now, once."""
-        due = [number for after, number in schedule if time.monotonic() >= self._ordered + after]
+    def _signal(self, plan: SignalPlan) -> None:
+        """Sends each worker the signal that is due by now, once."""
+        due = [number for after, number in plan if time.monotonic() >= self._ordered + after]
         for worker in self._workers.values():
             if due and worker.sent != due[-1]:
                 worker.signal(due[-1])

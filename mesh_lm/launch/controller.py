@@ -1,76 +1,32 @@
-"""Node 0's view of a run: which nodes are there, when their workers start and stop, and whether to try again.
+"""Node 0's view of a run: which nodes are connected, when their workers start and stop, and whether to restart.
 
-A *generation* is one life of all workers: they start together, and when one of them is gone all others are ended, because JAX's processes
-cannot go on without each other. Nothing here touches a process: agents (`mesh_lm.launch.agent`) do, one on each node, this one included.
+All workers of a *generation* start together, and when one of them is gone all others are ended, because JAX's processes cannot continue
+without each other. Nothing here touches a process: agents (`mesh_lm.launch.agent`) do, one on each node, this one included.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import signal
 import socket
-import sys
 import time
-from collections import Counter
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED
-from mesh_lm.launch import messages as words
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, messages
+from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, UNKILLABLE, Generation, Node, SignalPlan, log
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.restarts import Restarts
 from mesh_lm.launch.wire import Peer, free_port
 
-Schedule = tuple[tuple[float, int], ...]
-"""Signals that a worker gets, each so many seconds after the order, as long as it lives."""
-# After a crash the others usually end by themselves with the same error, which is worth reading. JAX swallows SIGTERM.
-CRASHED: Schedule = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
-AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
-UNKILLABLE = 60.0
-"""Seconds after SIGKILL that a worker has to be gone; who hangs in the kernel, on a dead disk or GPU, stays."""
 _TICK = 0.05
 _HELLO = 5.0
-"""Seconds that a caller has to say who it is, and that an agent has to leave at the end."""
+"""Seconds within which a caller must introduce itself, and an agent must hang up at the end."""
 _LOOK = 60.0
-"""Seconds between two looks for stragglers."""
-_LONGEST_PAUSE = 60.0
-
-
-@dataclasses.dataclass
-class Node:
-    """An agent that is connected."""
-
-    peer: Peer
-    host: str
-
-
-@dataclasses.dataclass
-class Generation:
-    """One life of all workers, on the nodes `members`, in the order of their processes."""
-
-    number: int
-    members: list[int]
-    running: set[int]
-    """Members whose workers have not all ended."""
-    statuses: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Process -> its status, of those that ended by themselves."""
-    stopping: str = ""
-    """Why its end was ordered: crash, signal or grow."""
-    failure: int | None = None
-    """The status to fail with."""
-    culprit: int | None = None
-    """The node whose worker was the first to fail."""
-    deadline: float = math.inf
-    """When those that still run count as lost (time.monotonic)."""
-    fewer: int = 0
-    """Nodes that are enough, as its workers said."""
-    beats: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    looked: tuple[float, dict[int, dict[str, Any]]] = (0.0, {})
-    """When stragglers were looked for, and the heartbeats of then."""
+"""Seconds between two searches for stragglers."""
 
 
 class Controller:
-    """Runs a job to its end: `run` returns its status. It speaks with agents through `listener` only."""
+    """Runs a job to its end: `run` returns its status. It talks to agents through `listener` only."""
 
     def __init__(self, job: Job, listener: socket.socket) -> None:
         self._job, self._listener = job, listener
@@ -79,11 +35,9 @@ class Controller:
         self._now: Generation | None = None
         self._count = 0
         self._begun = 0  # generations that came as far as their checkpoints
-        self._vain = 0  # restarts in a row that brought no new checkpoint
-        self._failed = Counter[int]()  # node -> how often its workers failed first since there was a new checkpoint
-        self._newest = self._saved = -1  # the newest checkpoint, now and when the last generation ended
-        self._expected = job.nodes  # nodes to wait for: those that the last generation had
-        self._enough: tuple[int, int] = (job.nodes, job.nodes)  # with the first as many nodes as the second are enough
+        self._restarts = Restarts(job)
+        self._expected = job.nodes  # nodes to wait for: as many as the last generation had
+        self._enough: tuple[int, int] = (job.nodes, job.nodes)  # (a, b): when a nodes are connected, b are enough
         self._not_before, self._since, self._patience = 0.0, time.monotonic(), job.first_wait
         self._stop = False
         self._pinged, self._heard = 0.0, time.monotonic()
@@ -91,8 +45,9 @@ class Controller:
         self._listener.setblocking(False)
 
     def run(self) -> int:
+        """Runs until the job has ended, and returns its status."""
         if self._job.nodes > 1:
-            say(f"waits for {self._job.nodes} nodes at {self._job.rendezvous}, for {self._patience:g} s at most")
+            log(f"waiting for {self._job.nodes} nodes at {self._job.rendezvous}, for up to {self._patience:g} s")
         while self._status is None:
             self._hear()
             if self._now is None:
@@ -102,9 +57,10 @@ class Controller:
         self._leave()
         return self._status
 
-    # What comes in.
+    # Messages from agents.
 
     def _hear(self) -> None:
+        """Accepts connections, handles messages, drops nodes that are gone or silent, and sends heartbeats."""
         time.sleep(_TICK)
         before, self._heard = self._heard, time.monotonic()
         paused = self._heard - before > self._job.pause
@@ -117,50 +73,50 @@ class Controller:
             for message in node.peer.receive(excused=paused):
                 self._take(number, message)
             if not node.peer.open:
-                self._lose(number, "is gone: its launcher ended, or closed the connection")
+                self._lose(number, "is gone: its launcher exited, or closed the connection")
             elif node.peer.silence > self._job.heartbeat:
-                self._lose(number, f"was silent for {node.peer.silence:.0f} s: its machine, its launcher or the network is gone")
+                self._lose(number, f"sent no heartbeat for {node.peer.silence:.0f} s: its machine, its launcher or the network is down")
         if time.monotonic() - self._pinged > min(1.0, self._job.heartbeat / 4):
             self._pinged = time.monotonic()
             for node in self._nodes.values():
                 node.peer.send()
 
     def _welcome(self, caller: Peer) -> None:
-        """A new agent, or one that comes back; or a stranger."""
-        messages = caller.receive()
-        if not messages and caller.open and caller.silence < _HELLO:
+        """Admits a new agent, or one that reconnects; closes any other connection."""
+        received = caller.receive()
+        if not received and caller.open and caller.silence < _HELLO:
             return
         self._callers.remove(caller)
-        hello = messages[0] if messages else {}
+        hello = received[0] if received else {}
         number = hello.get("node")
-        mine, theirs = self._job.shared(), hello.get("job")
+        ours, theirs = self._job.shared(), hello.get("job")
         if not (isinstance(number, int) and 0 <= number < self._job.nodes and isinstance(theirs, dict) and hello.get("hello") == "mesh_lm"):
             return caller.close()
-        if differences := [f"{name} {theirs.get(name)}, not {value}" for name, value in mine.items() if theirs.get(name) != value]:
-            why = f"node {number} does not run what node 0 runs, but {'; '.join(differences)}"
+        if differences := [f"{name} {theirs.get(name)}, not {value}" for name, value in ours.items() if theirs.get(name) != value]:
+            why = f"node {number} was started differently from node 0: {'; '.join(differences)}"
             caller.send(exit=EXIT_CANNOT, why=why)
             caller.close()
-            return say(why)
+            return log(why)
         if number in self._nodes:
-            self._lose(number, "came a second time: its first connection counts as gone")
+            self._lose(number, "connected a second time: its first connection is dropped")
         self._nodes[number] = Node(caller, str(hello.get("host")))
         caller.send(**({} if self._status is None else {"exit": self._status}))
         if self._job.nodes > 1 and self._count:
-            say(f"node {number} ({hello.get('host')}) is back")
-        for message in messages[1:]:
+            log(f"node {number} ({hello.get('host')}) is back")
+        for message in received[1:]:
             self._take(number, message)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
-        """One message of a node. Those of an older generation are late, and nothing."""
+        """Handles one message of a node. Messages about an older generation are ignored."""
         if "stop" in message:
-            self._asked(message["stop"], at_once=message.get("at_once", False))
+            self._stop_all(message["stop"], at_once=message.get("at_once", False))
         now = self._now
         if now is None or message.get("generation") != now.number:
             return
         for process, beat in message.get("beats", {}).items():
             now.beats[int(process)] = beat | {"heard": time.monotonic() - beat["age"]}
-            if int(process) == 0 and beat["saved"] >= 0:  # it falls where a run goes back
-                self._newest = beat["saved"]
+            if int(process) == 0 and beat["saved"] >= 0:
+                self._restarts.newest = beat["saved"]
         now.fewer = message.get("fewer", 0) or now.fewer
         if "silent" in message:
             self._silent(now, number, message["silent"], message["seconds"])
@@ -169,31 +125,30 @@ class Controller:
         if message.get("ended"):
             now.running.discard(number)
 
-    # What it does about it.
+    # Reactions to failures and signals.
 
     def _lose(self, number: int, how: str) -> None:
         node, now = self._nodes.pop(number), self._now
         node.peer.close()
         if self._status is not None:
             return
-        say(f"node {number} ({node.host}) {how}")
+        log(f"node {number} ({node.host}) {how}")
         if now and number in now.members:
             now.running.discard(number)
             if now.failure is None:
-                now.failure = EXIT_STALLED
+                now.fail(EXIT_STALLED)
                 self._order(now, "crash", CRASHED)
-                first = now.members.index(number) * self._job.per_node
-                self._table(now, *range(first, first + self._job.per_node))
+                now.log_progress(*now.processes_of(number))
 
     def _silent(self, now: Generation, number: int, process: int, seconds: float) -> None:
         if now.failure is None:
-            say(f"process {process}{self._at(number)} was silent for {seconds:.0f} s: it is stopped, or hangs outside of Python")
-            now.failure, now.culprit = EXIT_STALLED, number
-            self._table(now, process)
+            log(f"process {process}{self._at(number)} sent no heartbeat for {seconds:.0f} s: it is stopped, or hangs outside of Python")
+            now.fail(EXIT_STALLED, number)
+            now.log_progress(process)
         self._order(now, "crash", AT_ONCE)
 
     def _died(self, now: Generation, number: int, process: int, status: int, sent: int) -> None:
-        """The first that dies is the cause, unless it was a victim of one that dies right after."""
+        """Records how a process ended. The first to die is the cause, unless it was a victim of one that dies right after."""
         # Slurm's SIGTERM may reach a worker before its launcher's does.
         asked = self._stop and now.stopping != "crash" and status == -signal.SIGTERM
         if sent and not asked and not (now.stopping in ("signal", "grow") and sent == signal.SIGTERM):
@@ -201,97 +156,98 @@ class Controller:
         now.statuses[process] = status
         if status in (0, EXIT_FEWER):
             return
+        what = f"process {process}{self._at(number)} {messages.describe_exit(status, now.n_processes)}"
         if asked or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
-                say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}; the others are to do so, too")
+                log(f"{what}; the others are asked to do the same")
                 self._order(now, "signal", self._farewell)
             return
         if now.failure is None:
-            say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}")
-            now.failure, now.culprit = status, number
-            self._table(now, stalled=status in (EXIT_STALLED, -signal.SIGABRT))
+            log(what)
+            now.fail(status, number)
+            now.log_progress(stalled=status in (EXIT_STALLED, -signal.SIGABRT))
             self._order(now, "crash", CRASHED)
         elif status != now.failure and status < 0 and status != -signal.SIGABRT:
-            say(f"process {process}{self._at(number)} {words.ended(status, self._processes(now))}, which may be the cause")
-            now.failure, now.culprit = status, number
-        elif now.failure == EXIT_CANNOT and status != EXIT_CANNOT:  # what a victim makes of it hides no accident
-            now.failure, now.culprit = status, number
+            log(f"{what}, which may be the cause")
+            now.fail(status, number)
+        elif now.failure == EXIT_CANNOT and status != EXIT_CANNOT:  # a victim's config error must not hide the crash that caused it
+            now.fail(status, number)
 
-    def _asked(self, how: str, *, at_once: bool) -> None:
-        """Somebody wants the run to end."""
+    def _stop_all(self, how: str, *, at_once: bool) -> None:
+        """Ends the run because a launcher got a signal."""
         if self._stop and not at_once:
             return
-        say(f"{how}: the workers {'end at once' if at_once else f'save and leave, in {self._job.grace:g} s at most'}")
+        log(f"{how}: the workers {'are killed' if at_once else f'save and exit, within {self._job.grace:g} s'}")
         self._stop = True
         if self._now and (at_once or self._now.stopping != "crash"):
             self._order(self._now, "signal", AT_ONCE if at_once else self._farewell)
 
     def _watch(self, now: Generation) -> None:
+        """Ends a generation that hangs or could be larger, and concludes one that has ended."""
         if now.fewer and not now.stopping:
-            self._order(now, "fewer", ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL)))
+            self._order(now, "fewer", FEWER)
         for number in [*now.running] if time.monotonic() > now.deadline else ():
-            self._lose(number, f"has workers that SIGKILL did not end in {UNKILLABLE:g} s: they hang in its kernel")
+            self._lose(number, f"has workers that SIGKILL did not end within {UNKILLABLE:g} s: they hang in its kernel")
         if not now.running:
             self._now = None
             self._conclude(now)
             return
         if not now.stopping and self._could_grow(now):
-            say(f"{len(self._nodes)} nodes are there, and {len(now.members)} run: the workers save, and start again on more")
+            log(f"{len(self._nodes)} nodes are connected and {len(now.members)} in use: the workers save, and restart on more nodes")
             self._order(now, "grow", self._farewell)
-        when, before = now.looked
-        if time.monotonic() - when > _LOOK:
-            for line in words.stragglers(before, now.beats):
-                say(line)
-            now.looked = (time.monotonic(), {process: beat for process, beat in now.beats.items() if beat["step"] > 0})
+        now.log_stragglers(_LOOK)
+
+    def _order(self, now: Generation, why: str, plan: SignalPlan) -> None:
+        """Has the agents end the generation's workers."""
+        now.stopping, now.deadline = why, time.monotonic() + plan[-1][0] + UNKILLABLE
+        for number in now.running:
+            if number in self._nodes:
+                self._nodes[number].peer.send(end=now.number, schedule=plan)
+
+    # After a generation, and before the next.
 
     def _conclude(self, now: Generation) -> None:
-        """All its workers are gone: done, or what next."""
+        """Decides, when all its workers are gone, whether the run has ended or what comes next."""
         self._begun += any(beat["phase"] != "start" for beat in now.beats.values())
         statuses = {*now.statuses.values()}
-        if statuses == {0} and len(now.statuses) == self._processes(now):
+        if statuses == {0} and now.all_ended:
             self._status = 0
         elif self._stop:
-            orderly = statuses <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
-            saved = now.failure is None and orderly and len(now.statuses) == self._processes(now)
-            self._status = EXIT_PREEMPTED if saved else words.exit_status(-signal.SIGKILL if now.failure is None else now.failure)
+            killed = messages.shell_status(-signal.SIGKILL if now.failure is None else now.failure)
+            self._status = EXIT_PREEMPTED if now.saved_and_left() else killed
         elif now.failure is None and now.stopping == "grow":
             self._again(0.0)
         elif now.fewer and EXIT_FEWER in statuses:
             self._enough, self._expected = (len(now.members), now.fewer), now.fewer
-            say(f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the others wait")
+            log(f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the others wait")
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
-        elif statuses == {now.failure} == {EXIT_CANNOT} and (len(now.statuses) == self._processes(now) or self._newest < 0):
-            self._status = EXIT_CANNOT  # a mistake; of one process, in a run that has worked, it is more likely an accident
+        elif statuses == {now.failure} == {EXIT_CANNOT} and (now.all_ended or self._restarts.newest < 0):
+            self._status = EXIT_CANNOT  # if only one process of a run that has worked says so, it is more likely an accident
         else:
             self._retry(now)
 
     def _retry(self, now: Generation) -> None:
-        """Another try, unless the last ones brought nothing."""
-        if self._newest != self._saved:
-            self._saved, self._vain = self._newest, 0
-            self._failed.clear()
-        if now.culprit is not None:
-            self._failed[now.culprit] += 1
-        if self._vain >= self._job.restarts:
-            say(f"gives up after {self._vain} restarts without a new checkpoint" if self._vain else "gives up: --restarts=0")
-            self._status = words.exit_status(EXIT_STALLED if now.failure is None else now.failure)
+        """Restarts, or gives up after too many restarts without a new checkpoint."""
+        pause = self._restarts.after_failure(now.culprit)
+        futile, newest = self._restarts.futile, self._restarts.newest
+        if pause is None:
+            log(f"giving up after {futile} restarts without a new checkpoint" if futile else "giving up: --restarts=0")
+            self._status = messages.shell_status(EXIT_STALLED if now.failure is None else now.failure)
             return
-        pause = min(_LONGEST_PAUSE, 2.0 ** (self._vain - 1)) if self._vain else 0.0
-        self._vain += 1
-        where = f"from step {self._newest}" if self._newest >= 0 else "from the start"
-        say(f"restart {self._vain} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'at once'}")
+        where = f"from step {newest}" if newest >= 0 else "from the start"
+        log(f"restart {futile} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'immediately'}")
         self._again(pause)
 
     def _again(self, pause: float) -> None:
         self._not_before = time.monotonic() + pause
         self._since, self._patience = self._not_before, self._job.rejoin
         if len(self._nodes) < self._expected:
-            say(f"waits for {self._absent}, for {self._patience:g} s at most")
+            log(f"waiting for {self._absent}, for up to {self._patience:g} s")
 
     def _gather(self) -> None:
-        """Starts a generation when enough nodes are there for it."""
+        """Starts a generation when enough nodes are connected."""
         if self._stop:
             self._status = EXIT_PREEMPTED
             return
@@ -300,78 +256,50 @@ class Controller:
         # JAX's coordinator is on node 0.
         if now < self._not_before or 0 not in self._nodes or there < (self._job.least if late else self._expected):
             if late:
-                say(f"gives up: {self._absent} did not come in {self._patience:g} s; {self._job.least} must be there, and node 0")
+                needed = f"at least {self._job.least} are needed, and node 0"
+                log(f"giving up: {self._absent} did not connect within {self._patience:g} s; {needed}")
                 self._status = EXIT_STALLED
             return
-        usable = self._usable
+        usable = self._restarts.usable(self._nodes)
         members = sorted(usable[: self._wanted(len(usable))])
         self._count, self._expected = self._count + 1, len(members)
-        self._now = Generation(self._count, members, {*members})
+        self._now = Generation(self._count, members, {*members}, self._job.per_node)
         self._now.looked = (now, {})
         host = self._job.address[0]
         coordinator = f"[{host}]" if ":" in host else host
         coordinator += f":{free_port('127.0.0.1' if self._job.nodes == 1 else '')}"
         if len(members) < self._job.nodes:
-            say(f"goes on with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
+            log(f"continuing with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
         for rank, number in enumerate(members):
             self._nodes[number].peer.send(
-                start=self._count, coordinator=coordinator, count=len(members) * self._job.per_node, first=rank * self._job.per_node,
+                start=self._count, coordinator=coordinator, count=self._now.n_processes, first=rank * self._job.per_node,
                 nodes=len(members), begun=self._begun,
             )  # fmt: skip
 
-    # Small questions.
-
-    @property
-    def _usable(self) -> list[int]:
-        """Nodes that are there, the best first. Those whose workers fail again and again are left out where the others are enough."""
-        bad = [number for number in sorted(self._nodes) if number and self._failed[number] > 1]
-        good = [number for number in sorted(self._nodes) if number not in bad]
-        return good if len(good) >= self._job.least else good + bad
-
     def _wanted(self, there: int) -> int:
-        """Nodes that a run with so many would use."""
+        """How many of `there` connected nodes a run would use."""
         most, enough = self._enough
         return enough if enough <= there <= most else there
 
     def _could_grow(self, now: Generation) -> bool:
-        return len(now.members) < self._wanted(self._job.nodes) <= len(self._usable)
+        return len(now.members) < self._wanted(self._job.nodes) <= len(self._restarts.usable(self._nodes))
 
     @property
     def _absent(self) -> str:
-        return words.some([number for number in range(self._job.nodes) if number not in self._nodes], "node", "nodes")
+        return messages.number_ranges([number for number in range(self._job.nodes) if number not in self._nodes], "node", "nodes")
 
     @property
-    def _farewell(self) -> Schedule:
+    def _farewell(self) -> SignalPlan:
         return ((0.0, signal.SIGTERM), (self._job.grace, signal.SIGKILL))
-
-    def _order(self, now: Generation, why: str, schedule: Schedule) -> None:
-        now.stopping, now.deadline = why, time.monotonic() + schedule[-1][0] + UNKILLABLE
-        for number in now.running:
-            if number in self._nodes:
-                self._nodes[number].peer.send(end=now.number, schedule=schedule)
-
-    def _processes(self, now: Generation) -> int:
-        return len(now.members) * self._job.per_node
 
     def _at(self, number: int) -> str:
         return f" on node {number} ({self._nodes[number].host})" if self._job.nodes > 1 else ""
 
-    def _table(self, now: Generation, *suspects: int, stalled: bool = True) -> None:
-        if self._processes(now) > 1 and now.beats:
-            beats = {process: beat | {"age": time.monotonic() - beat["heard"]} for process, beat in now.beats.items()}
-            say("\n".join(["who is where:", *words.where(beats, suspects or words.culprits(beats) if stalled else ())]))
-
     def _leave(self) -> None:
-        """Tells all agents, and waits until they have hung up: the last act of this node."""
+        """Tells all agents to exit, and waits until they have hung up."""
         for node in self._nodes.values():
             node.peer.send(exit=self._status)
         deadline = time.monotonic() + _HELLO
         while any(node.peer.open for node in self._nodes.values()) and time.monotonic() < deadline:
             self._hear()
         self._listener.close()
-
-
-def say(text: str) -> None:
-    """One event, on the launcher's stderr. A log that takes no more, on a full disk or without a reader, ends nothing."""
-    with contextlib.suppress(OSError):
-        print(f"[launch] {text}", file=sys.stderr, flush=True)

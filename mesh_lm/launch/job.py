@@ -1,107 +1,152 @@
-"""What the launchers of a run have to know, and where they learn it: options, variables, or Slurm."""
+"""The settings that the launchers of a run need, from options, environment variables or Slurm."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.place import gpus_here, host_and_port, share, slurm_address
+from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address
 
 VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
-"""Option -> the variable that stands for it."""
+"""Option -> the environment variable that can replace it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run and how it is to be kept alive. Times in seconds."""
+    """A run and how to keep it alive. Times are in seconds."""
 
     command: tuple[str, ...]
     """A script and its arguments, or -m and a module and its arguments."""
     nodes: int = 1
     node: int = 0
-    """This one's number; the controller is on node 0."""
+    """This node's number; the controller is on node 0."""
     rendezvous: str = "127.0.0.1:0"
-    """host:port of the controller; port 0: any, which only one node can find."""
+    """host:port of the controller; port 0 (any free port) works for a single node only."""
     per_node: int = 1
     """Workers of each node."""
     devices: int = 0
-    """CPU devices of each worker; 0: the hardware that is there."""
+    """CPU devices of each worker; 0: use the machine's hardware."""
     min_nodes: int = 0
-    """Nodes with which the run goes on when others are gone for good; 0: all of them."""
+    """The fewest nodes with which the run continues when others do not return; 0: all of them."""
     restarts: int = 3
-    """Restarts in a row that bring no new checkpoint, before giving up."""
+    """Restarts in a row without a new checkpoint before giving up."""
     heartbeat: float = 30.0
-    """Silence after which a worker, or a node, counts as dead."""
+    """Time without a heartbeat after which a worker, or a node, is declared dead."""
     start: float = 300.0
-    """Time that a node has to come, and a worker before its first heartbeat; 0: any."""
+    """Time allowed for a node to connect, and for a worker's first heartbeat; 0: no limit."""
     grace: float = 120.0
-    """Time to save and leave after SIGTERM."""
+    """Time to save and exit after SIGTERM."""
     rejoin: float = 300.0
-    """Time that a node has to come back."""
+    """Time allowed for a node to reconnect."""
 
     @property
     def least(self) -> int:
-        """Nodes without which nothing runs."""
+        """The fewest nodes that can run the job."""
         return self.min_nodes or self.nodes
 
     @property
     def first_wait(self) -> float:
-        """Time that nodes have to come."""
+        """Time allowed for all nodes to connect."""
         return self.start or math.inf
 
     @property
     def pause(self) -> float:
-        """Time between two looks around after which a launcher was itself stopped, and forgives others what it did not hear."""
+        """A launcher whose loop pauses for longer was itself stopped, and excuses heartbeats that it missed."""
         return min(1.0, self.heartbeat / 2)
 
     @property
     def address(self) -> tuple[str, int]:
+        """(host, port) of the controller."""
         return host_and_port(self.rendezvous)
 
     def shared(self) -> dict[str, Any]:
-        """What must be the same on all nodes, as JSON values."""
+        """Returns the settings that must be equal on all nodes, as JSON values."""
         return {"nodes": self.nodes, "per-node": self.per_node, "devices": self.devices, "command": " ".join(self.command)}
 
     def devices_of(self, local: int, environment: Mapping[str, str]) -> str:
-        """The GPUs of local worker number `local`, such as 0,1; empty: all that it sees. Raises as `gpus_here` and `share`."""
+        """Returns the GPUs of local worker number `local`, such as 0,1; empty: all that it sees. Raises as `gpus_here` and `share`."""
         gpus = 0 if self.devices or self.per_node == 1 else gpus_here(environment)
         return ",".join(map(str, share(local, self.per_node, gpus, "worker"))) if gpus else ""
 
     @classmethod
-    def of(cls, options: argparse.Namespace, command: list[str], environment: Mapping[str, str]) -> Job:
-        """Options win over variables, and these over Slurm. Raises ConfigError for what is incomplete or impossible."""
-        found = {name: getattr(options, name) for name in VARIABLES}
-        if all(value is None for value in found.values()):
-            found = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
-        if all(value is None for value in found.values()) and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
-            found = _slurm(environment)
+    def of(cls, options: Options, command: list[str], environment: Mapping[str, str]) -> Job:
+        """Options win over variables, and variables over Slurm. Raises ConfigError if they are incomplete or impossible."""
+        given = {name: getattr(options, name) for name in VARIABLES}
+        if all(value is None for value in given.values()):
+            given = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
+        if all(value is None for value in given.values()) and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
+            given = _slurm(environment)
         try:
-            nodes, node = int(found["nodes"] or 1), int(found["node"] or 0)
+            nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
         except ValueError:
-            raise ConfigError(f"nodes={found['nodes']} and node={found['node']} must be whole numbers") from None
-        rendezvous = found["rendezvous"]
+            raise ConfigError(f"nodes={given['nodes']} and node={given['node']} must be whole numbers") from None
+        rendezvous = given["rendezvous"]
         names = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
-        if nodes > 1 and (rendezvous is None or found["node"] is None):
-            raise ConfigError(f"several nodes need all of {names}: --nodes={nodes} --node={found['node']} --rendezvous={rendezvous}")
+        if nodes > 1 and (rendezvous is None or given["node"] is None):
+            raise ConfigError(f"several nodes need all of {names}: --nodes={nodes} --node={given['node']} --rendezvous={rendezvous}")
         if not 0 <= node < nodes:
             raise ConfigError(f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {names}")
         if rendezvous is not None and not re.fullmatch(r".+:\d+", rendezvous):
             raise ConfigError(f"rendezvous={rendezvous} must be host:port of node 0, such as node1:9876")
         if not options.heartbeat:
-            raise ConfigError("heartbeat=0 would count everybody as dead; the least that makes sense is a few seconds")
+            raise ConfigError("heartbeat=0 would declare every process dead; set at least a few seconds")
         if options.min_nodes > nodes:
             raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}")
         rest = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if f.name not in (*VARIABLES, "command")}
         return cls(tuple(command), nodes, node, rendezvous if nodes > 1 and rendezvous else cls.rendezvous, **rest)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The launcher's own options. Times are in seconds."""
+
+    nodes: int | None = None
+    """Launchers of the run, one per node; else MESH_LM_NODES, else from Slurm, else 1."""
+    node: int | None = None
+    """Index of this node, from 0; else MESH_LM_NODE, else from Slurm."""
+    rendezvous: str | None = None
+    """host:port of node 0, reachable from the others; else MESH_LM_RENDEZVOUS, else from Slurm."""
+    per_node: int = Job.per_node
+    """Processes on each node: 1, or one per GPU."""
+    devices: int = Job.devices
+    """CPU devices of each process; 0: the hardware that is there."""
+    min_nodes: int = Job.min_nodes
+    """Continue on a smaller mesh if at least this many nodes remain; 0: all are needed."""
+    restarts: int = Job.restarts
+    """Give up after this many restarts in a row without a new checkpoint."""
+    heartbeat: float = Job.heartbeat
+    """Seconds without a heartbeat before a process is declared dead."""
+    start: float = Job.start
+    """Seconds to wait for all nodes, and for each process's first heartbeat; 0: no limit."""
+    grace: float = Job.grace
+    """Seconds that processes have to save and exit after SIGTERM."""
+    rejoin: float = Job.rejoin
+    """Seconds that a lost node has to come back."""
+    template: Literal["", "slurm", "jobset", "dockerfile", "dockerfile-pip"] = ""
+    """Print a file that starts the command there, and do nothing else."""
+    gpus: int = 8
+    """GPUs of a node, for a template."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError with every value that is out of range."""
+        least = {"nodes": 1, "node": 0, "per_node": 1, "devices": 0, "min_nodes": 0, "restarts": 0, "gpus": 1}
+        least |= {"heartbeat": 0, "start": 0, "grace": 0, "rejoin": 0}
+        values = {name: getattr(self, name) for name in least}
+        wrong = [
+            f"--{name.replace('_', '-')}={value:g} must be at least {least[name]}{'' if value < math.inf else ', and finite'}"
+            for name, value in values.items()
+            if value is not None and not least[name] <= value < math.inf
+        ]
+        if wrong:
+            raise ConfigError("\n  - ".join(["bad command line", *wrong]))
+
+
 def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:
     nodes, tasks = environment["SLURM_STEP_NUM_NODES"], environment.get("SLURM_STEP_NUM_TASKS")
     if tasks != nodes:
-        raise ConfigError(f"srun starts {tasks} launchers on {nodes} nodes; give it --ntasks-per-node=1, and the launcher --per-node")
+        raise ConfigError(f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and use --per-node")
     return {"nodes": nodes, "node": environment["SLURM_NODEID"], "rendezvous": slurm_address(environment)}

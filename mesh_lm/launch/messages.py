@@ -1,4 +1,4 @@
-"""What the launcher says of processes: how they ended, where they are, and which of them holds up the others."""
+"""The launcher's messages about processes: how they ended, their progress, and which of them delay the others."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_UNEXPECTED
 
 Beats = Mapping[int, Mapping[str, Any]]
-"""Process -> its last heartbeat, with "age": seconds since it was heard."""
+"""Process -> its last heartbeat, with "age": seconds since it was received."""
 _STATUSES = {
-    EXIT_CANNOT: "it cannot run so; its error is above",
-    EXIT_UNEXPECTED: "an error that nobody foresaw; its traceback is above",
+    EXIT_CANNOT: "the run cannot start as configured; the error is above",
+    EXIT_UNEXPECTED: "an unexpected error; its traceback is above",
     EXIT_STALLED: "its watchdog saw no progress; the stacks are above",
     EXIT_FEWER: "fewer nodes are enough",
-    EXIT_PREEMPTED: "it saved, as it was asked to",
+    EXIT_PREEMPTED: "it was asked to stop, and saved",
 }
 _SIGNALS: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or killed by somebody",
-    signal.SIGBUS: "usual cause: a data file was cut short while it was mapped",
-    signal.SIGSEGV: "a bug in native code, or broken memory",
+    signal.SIGKILL: "out of memory, or killed from outside",
+    signal.SIGBUS: "usual cause: a memory-mapped data file was truncated",
+    signal.SIGSEGV: "a bug in native code, or faulty memory",
 }
-_ABORTED = "usual cause: JAX's coordination service ended it, because another process was gone or silent"
+_ABORTED = "usual cause: JAX's coordination service aborted it, because another process had died or stopped responding"
 _SILENT = 3.0
-"""Seconds without a heartbeat that are worth a word."""
+"""Seconds without a heartbeat that are reported."""
 _ONCE = ("step", "start", "data", "compile", "restore")
 """Phases that do not slow down every step, or in which a process waits for the others."""
 
 
-def ended(status: int, processes: int) -> str:
-    """How a process ended, as a verb and its reason. processes: of the whole run."""
+def describe_exit(status: int, processes: int) -> str:
+    """Returns how a process ended, as a verb phrase with the reason. processes: the number of processes in the run."""
     if status >= 0:
         return f"ended with status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else "")
     reason = _ABORTED if -status == signal.SIGABRT and processes > 1 else _SIGNALS.get(-status, "")
@@ -40,28 +40,28 @@ def ended(status: int, processes: int) -> str:
     return f"was killed by {name}" + (f": {reason}" if reason else "")
 
 
-def exit_status(status: int) -> int:
-    """What a shell makes of it."""
+def shell_status(status: int) -> int:
+    """Returns the status that a shell reports: 128 + N for a process killed by signal N."""
     return status if status >= 0 else 128 - status
 
 
-def where(beats: Beats, guilty: Collection[int] = ()) -> list[str]:
-    """Who is where, a line for all processes that are at the same place. guilty: those that are marked."""
+def progress_table(beats: Beats, marked: Collection[int] = ()) -> list[str]:
+    """Returns one line for each group of processes at the same step and phase. marked: the processes to mark as the likely cause."""
     groups: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
     for process, beat in sorted(beats.items()):
-        groups[beat["step"], beat["phase"], process in guilty].append(process)
+        groups[beat["step"], beat["phase"], process in marked].append(process)
     lines = []
-    for (step, phase, marked), members in sorted(groups.items()):
+    for (step, phase, is_marked), members in sorted(groups.items()):
         longest = max(beats[process]["since"] + beats[process]["age"] for process in members)
         silent = max(beats[process]["age"] for process in members)
-        unheard = f", unheard for {silent:.0f} s" if silent > _SILENT else ""
-        mark = "   <- likely the culprit" if marked else ""
-        lines.append(f"  {some(members)}: step {step}, {phase} for {longest:.0f} s{unheard}{mark}")
+        missing = f", no heartbeat for {silent:.0f} s" if silent > _SILENT else ""
+        mark = "   <- likely the cause" if is_marked else ""
+        lines.append(f"  {number_ranges(members)}: step {step}, {phase} for {longest:.0f} s{missing}{mark}")
     return lines
 
 
-def culprits(beats: Beats) -> set[int]:
-    """Those that are silent, else those at the lowest step, else in another phase than most; empty where nothing tells them apart."""
+def suspects(beats: Beats) -> set[int]:
+    """Returns the processes that are silent, else those at the lowest step, else those in another phase than most; empty if all agree."""
     silent = {process for process, beat in beats.items() if beat["age"] > _SILENT}
     if 0 < len(silent) < len(beats):
         return silent
@@ -75,24 +75,26 @@ def culprits(beats: Beats) -> set[int]:
 
 
 def stragglers(before: Beats, now: Beats) -> list[str]:
-    """The processes whose own time per step, between two moments, was more than twice the median of the others, and 5 % of a step more."""
-    own, took = {}, {}
+    """Returns a line for each process whose own time per step between the two heartbeats exceeded the median of the others twofold, and by
+    5 % of a step. Own time is the time outside of phases in which a process waits for others."""
+    own, total = {}, {}
     for process, beat in now.items():
         if process not in before or (steps := beat["step"] - before[process]["step"]) < 1:
             continue
         spent = {phase: value - before[process]["seconds"].get(phase, 0.0) for phase, value in beat["seconds"].items()}
         own[process] = sum(value for phase, value in spent.items() if phase not in _ONCE) / steps
-        took[process] = sum(spent.values()) / steps
+        total[process] = sum(spent.values()) / steps
     lines = []
-    for process, mine in own.items():
-        others = statistics.median([value for other, value in own.items() if other != process] or [mine])
-        if mine > 2 * others and mine - others > 0.05 * took[process]:
-            lines.append(f"process {process} keeps the others waiting: {mine:.3g} s a step outside of the step itself, they {others:.3g} s")
+    for process, seconds in own.items():
+        others = statistics.median([value for other, value in own.items() if other != process] or [seconds])
+        if seconds > 2 * others and seconds - others > 0.05 * total[process]:
+            spends = f"it spends {seconds:.3g} s per step outside of the step itself, the others {others:.3g} s"
+            lines.append(f"process {process} is a straggler: {spends}")
     return lines
 
 
-def some(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
-    """process 3; processes 0-6, 8 and so on."""
+def number_ranges(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
+    """Returns the numbers as ranges: "process 3", "processes 0-6, 8"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 
 from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED
-from mesh_lm.launch.job import Job
+from mesh_lm.launch.job import Job, Options
 
 _DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
 _SLURM = """\
 #!/bin/bash
 #SBATCH --job-name=mesh_lm
 #SBATCH --nodes={nodes}
-# One launcher a node; it starts {per_node} of the processes.
+# One launcher per node; each starts {per_node} processes.
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
 #SBATCH --exclusive
 #SBATCH --mem=0
-# It may be preempted, and continues; one log for all of its lives.
+# If preempted, the job is requeued and continues, and appends to the same log.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=mesh_lm-%j.log
-# So many seconds before its time is over it saves, and leaves with status {preempted}. scancel, preemption without GraceTime and
-# scontrol requeue leave it KillWait only, which is 30 s unless slurm.conf says more.
+# {warning} seconds before its time limit the run saves, and exits with status {preempted}. scancel, preemption without GraceTime and
+# scontrol requeue leave it only KillWait, which is 30 s unless slurm.conf sets more.
 #SBATCH --signal=TERM@{warning}
 {no_kill_job}
-# A launcher that ends must not end the others: it is for node 0 to say what becomes of them.
+# A launcher that ends must not end the others: the controller on node 0 decides that.
 srun --kill-on-bad-exit=0 --wait=0 {no_kill}{launch}
 status=$?
 
-# Saved (status {preempted}), or an accident: the same command continues. Accidents are not for ever.
+# After a save (status {preempted}) or a crash the same command continues the run. Requeues after crashes are limited.
 case $status in
     0|1|2) ;;
     *)
@@ -43,11 +42,11 @@ esac
 exit "$status"
 """
 _NO_KILL = """\
-# A node that dies does not end the job: it goes on with those that are left, {min_nodes} at least.
+# A node that dies does not end the job: it continues with the remaining nodes, at least {min_nodes}.
 #SBATCH --no-kill
 """
 _JOBSET = """\
-# Needs JobSet (https://jobset.sigs.k8s.io) in the cluster, which makes the headless service that the pods find node 0 by.
+# Needs JobSet (https://jobset.sigs.k8s.io) in the cluster. It makes the headless service through which the pods find node 0.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -58,9 +57,9 @@ spec:
     subdomain: mesh-lm
     publishNotReadyAddresses: true
   failurePolicy:
-    maxRestarts: 3                     # of all pods, beyond what the launchers mend by themselves
+    maxRestarts: 3                     # of all pods, in addition to the launchers' own restarts
     rules:
-      - name: mistake                  # status {cannot}: starting it again would change nothing
+      - name: mistake                  # status {cannot}: a restart would not help
         action: FailJobSet
         onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
@@ -71,19 +70,19 @@ spec:
           parallelism: {nodes}
           completions: {nodes}
           completionMode: Indexed
-          backoffLimit: {backoff}             # pods that may be lost and replaced; their launchers join the others again
+          backoffLimit: {backoff}             # pods that may be lost and replaced; their launchers reconnect
           podFailurePolicy:
             rules:
               - action: FailJob
                 onExitCodes: {{containerName: mesh-lm, operator: In, values: [{cannot}]}}
-              - action: Ignore         # preempted: saved, and a new pod continues
+              - action: Ignore         # preempted: the run has saved, and a new pod continues
                 onExitCodes: {{containerName: mesh-lm, operator: In, values: [{preempted}]}}
               - action: Ignore
                 onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
           template:
             spec:
               restartPolicy: Never
-              tolerations:             # of a node that does not answer; Kubernetes would wait for 5 minutes
+              tolerations:             # evict pods of an unreachable node after 30 s instead of 5 minutes
                 - {{key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
                 - {{key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
               terminationGracePeriodSeconds: {patience}
@@ -113,11 +112,11 @@ spec:
                   persistentVolumeClaim: {{claimName: mesh-lm-runs}}
 """
 _DOCKERFILE = """\
-# NVIDIA's image, every night's build; for a fixed one: ghcr.io/nvidia/jax:jax-YYYY-MM-DD, or nvcr.io/nvidia/jax:YY.MM-py3.
+# NVIDIA's nightly image. Fixed versions: ghcr.io/nvidia/jax:jax-YYYY-MM-DD, or nvcr.io/nvidia/jax:YY.MM-py3.
 FROM ghcr.io/nvidia/jax:jax
 WORKDIR /workspace
 COPY . .
-# Its own builds of JAX stay as they are.
+# The image's own builds of JAX are kept.
 RUN python -c "from importlib.metadata import version; [print(p, version(p), sep='==') for p in ('jax', 'jaxlib')]" > /tmp/jax.txt \\
     && pip install --no-cache-dir -c /tmp/jax.txt -e '.[data]'
 ENTRYPOINT ["python", "-m", "mesh_lm.launch"]
@@ -135,13 +134,13 @@ CMD {command}
 _TEMPLATES = {"slurm": _SLURM, "jobset": _JOBSET, "dockerfile": _DOCKERFILE, "dockerfile-pip": _DOCKERFILE_PIP}
 NAMES = tuple(_TEMPLATES)
 _MARGIN, _EARLIER = 30, 60
-"""Seconds more than the grace that Kubernetes gives a pod, and that Slurm tells of the end ahead."""
+"""Seconds on top of --grace: before Kubernetes kills a pod, and of Slurm's warning before the time limit."""
 _SLOW = {"start": 1800.0, "rejoin": 1800.0}
-"""Kubernetes has to find a node for a pod, and to pull its image."""
+"""Kubernetes needs time to find a node for a pod and to pull its image."""
 
 
-def fill(options: argparse.Namespace, command: list[str]) -> str:
-    """The file that --template names, for so many nodes and this command (default: Llama 3 8B on 8 nodes)."""
+def fill(options: Options, command: list[str]) -> str:
+    """Returns the file that --template names, filled in from the options and the command (default: Llama 3 8B on 8 nodes)."""
     nodes = options.nodes or 8
     own = {name: getattr(options, name) for name in ("per_node", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin")}
     own = {name: value for name, value in own.items() if value != getattr(Job, name)}

@@ -1,4 +1,4 @@
-"""What launchers say to one another: one JSON object a line over TCP, and nobody ever waits for a slow reader."""
+"""The launchers' protocol: one JSON object per line over TCP. Sending never blocks on a slow reader."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 from typing import Any
 
 _LONGEST = 2**20
-"""Bytes of a line; who sends more is a stranger."""
+"""Bytes of a line; a peer that sends more is not a launcher."""
 
 
 class Peer:
     """The other end of a connection.
 
     Attributes:
-      open: whether it is still there, as far as the system knows.
-      heard: when it last said anything (time.monotonic).
+      open: whether it is still connected, as far as the system knows.
+      heard: when its last bytes arrived (time.monotonic).
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -27,11 +27,11 @@ class Peer:
 
     @property
     def silence(self) -> float:
-        """Seconds since it last said anything."""
+        """Seconds since its last bytes arrived."""
         return time.monotonic() - self.heard
 
     def send(self, **message: Any) -> None:
-        """Sends it now, or with a later call where the other end does not keep up."""
+        """Sends a message now, or with a later call if the other end does not keep up."""
         self._outgoing += json.dumps(message).encode() + b"\n"
         try:
             while self.open and self._outgoing:
@@ -42,7 +42,7 @@ class Peer:
             self.open = False
 
     def receive(self, *, excused: bool = False) -> list[dict[str, Any]]:
-        """All messages that have come in since. Closes on what is none. excused: its silence until now does not count."""
+        """Returns all messages since the last call. Invalid data closes the connection. excused: do not count its silence until now."""
         if excused:
             self.heard = time.monotonic()
         try:
@@ -55,28 +55,29 @@ class Peer:
             self.open = False
         *lines, self._incoming = self._incoming.split(b"\n")
         try:
-            found: list[Any] = [json.loads(line) for line in lines]
+            messages: list[Any] = [json.loads(line) for line in lines]
         except ValueError:
-            found = [None]
-        if len(self._incoming) <= _LONGEST and all(isinstance(message, dict) for message in found):
-            return found
+            messages = [None]
+        if len(self._incoming) <= _LONGEST and all(isinstance(message, dict) for message in messages):
+            return messages
         self.open = False
         return []
 
     def close(self) -> None:
+        """Closes the connection."""
         self.open = False
         self._socket.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that nobody listens on. host: the address, empty for all of them."""
+    """Returns a free port of this machine. host: the address; empty for all of them."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
 def listen(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
-    """A server on all addresses of this machine, or on `host`. port 0: a free one. Raises OSError where it is taken."""
+    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. Raises OSError if it is taken."""
     if host or not socket.has_dualstack_ipv6():
         return socket.create_server((host, port), backlog=backlog)
     return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)

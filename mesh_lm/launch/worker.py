@@ -1,4 +1,4 @@
-"""One process of the run, as the launcher on its machine sees it: how it is started, what it says of itself, how it ended."""
+"""One process of the run, seen by the launcher on its machine: its start, its heartbeats, its output and how it ended."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from typing import IO, Any
 
 from mesh_lm.launch.environment import HEARTBEAT
 
-# Linux kills the worker when its launcher dies, however that happens; what it runs later need know nothing of it.
+# Linux kills the worker when its launcher dies, for any reason. The program itself needs no support for it.
 _START = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which lives on through exec
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _BEAT = {"step": -1, "phase": "start", "since": 0.0, "saved": -1, "seconds": {}}
 _FAREWELL = 2.0
-"""Seconds for what a process printed last to come through."""
+"""Seconds to wait for the last output of a process."""
 
 
 class Worker:
     """A process that is running or has ended.
 
     Attributes:
-      index: its number in the run.
-      beat: the last that it said of itself: step, phase, since, saved, seconds.
-      heard: when that was (time.monotonic); at first, when it was started.
-      nodes: the nodes that are enough for its mesh, where it said so; 0: it did not.
+      index: its index in the run.
+      beat: its last heartbeat: step, phase, since, saved, seconds.
+      heard: when that came (time.monotonic); at first, when it was started.
+      nodes: the number of nodes that is enough for its mesh, if it reported one; else 0.
       sent: the last signal that it was sent; 0: none.
     """
 
     def __init__(self, program: Sequence[str], environment: Mapping[str, str], index: int, *, relay: bool) -> None:
-        """Starts `program`, a script and its arguments or -m and a module. relay: its lines are marked; else it has this terminal."""
+        """Starts `program`: a script, or -m and a module, with arguments. relay: prefix its lines; else it inherits this terminal."""
         self.index, self.beat, self.heard = index, dict[str, Any](), time.monotonic()
         self.nodes = self.sent = 0
-        self._pipe, theirs = os.pipe()
+        self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
         self._text, self._reader = b"", None
         start = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid())]
-        # A session of its own, so that Ctrl-C reaches it once, through its launcher, and that it can be ended with all that it started.
+        # A new session, so that Ctrl-C reaches it only once, through its launcher, and its children can be killed with it.
         self._process = subprocess.Popen(
-            [*start, sys.executable, "-u", *program], env={**environment, HEARTBEAT: str(theirs)},
-            pass_fds=[theirs], start_new_session=True,
+            [*start, sys.executable, "-u", *program], env={**environment, HEARTBEAT: str(writer)},
+            pass_fds=[writer], start_new_session=True,
             stdout=subprocess.PIPE if relay else None, stderr=subprocess.STDOUT if relay else None,
         )  # fmt: skip
-        os.close(theirs)
+        os.close(writer)
         if self._process.stdout:
             self._reader = threading.Thread(target=_relay, args=(self._process.stdout, index), daemon=True)
             self._reader.start()
 
     def read(self, *, excused: bool = False) -> None:
-        """Takes in what it has said. excused: its silence until now does not count."""
+        """Reads its heartbeats. excused: do not count its silence until now."""
         if excused:
             self.heard = time.monotonic()
         if self._pipe < 0:
@@ -71,42 +71,43 @@ class Worker:
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, AttributeError):
-                said = json.loads(line)
-                self.nodes = said.get("nodes", self.nodes)
-                self.beat, self.heard = _BEAT | self.beat | said, time.monotonic()
+                message = json.loads(line)
+                self.nodes = message.get("nodes", self.nodes)
+                self.beat, self.heard = _BEAT | self.beat | message, time.monotonic()
 
     def silence(self, first: float, later: float) -> float:
-        """Seconds of silence, where they are more than allowed: `first` before its first word (0: any), `later` after that. Else 0."""
+        """Returns the seconds since its last heartbeat if they exceed the limit, else 0. The limit is `first` before the first heartbeat
+        (0: none), and `later` after it."""
         seconds = time.monotonic() - self.heard
         limit = later if self.beat else first
         return seconds if limit and seconds > limit else 0.0
 
     def status(self) -> int | None:
-        """-N after signal N; None while it runs."""
+        """Returns its exit status, -N after signal N; None while it runs."""
         if (status := self._process.poll()) is not None and self._pipe >= 0:
             self.read()
             os.close(self._pipe)
             self._pipe = -1
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+                os.killpg(self._process.pid, signal.SIGKILL)  # children that it left running
             if self._reader:
                 self._reader.join(_FAREWELL)
         return status
 
     def signal(self, number: int) -> None:
-        """SIGKILL reaches all that it started, too."""
+        """Sends a signal to the process. SIGKILL goes to its children, too."""
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
             self.sent = number
 
 
 def _relay(lines: IO[bytes], index: int) -> None:
-    """Prints what a process prints; lines of all but the first are marked, where they are not already."""
+    """Prints a process's output; lines of all but process 0 get a prefix, unless they have one already."""
     mark = f"[process {index}] ".encode()
     with contextlib.suppress(ValueError, OSError):  # the pipe is gone
         for line in lines:
-            if b"[Gloo] Rank" in line or b"peer ranks" in line:  # one for every group of devices, at times in pieces
+            if b"[Gloo] Rank" in line or b"peer ranks" in line:  # one for every group of devices, sometimes in pieces
                 continue
-            with contextlib.suppress(ValueError, OSError):  # a log that takes no more; the process must not wait for it
+            with contextlib.suppress(ValueError, OSError):  # the log cannot be written; the process must not block on it
                 sys.stdout.buffer.write(line if index == 0 or line.startswith(mark) else mark + line)
                 sys.stdout.buffer.flush()

@@ -1,6 +1,6 @@
-"""Models. `Model` is what the trainer asks of any of them; `DecoderConfig` describes this project's own.
+"""Models. `Model` is the interface that the trainer requires; `DecoderConfig` describes the decoder of this project.
 
-The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config costs no Flax import.
+The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config does not import Flax.
 """
 
 from mesh_lm.model.config import DecoderConfig as DecoderConfig
@@ -12,4 +12,4 @@ from mesh_lm.model.contract import Layer as Layer
 from mesh_lm.model.contract import Model as Model
 from mesh_lm.model.contract import Sums as Sums
 from mesh_lm.model.contract import positions_of as positions_of
-from mesh_lm.model.contract import whole_texts as whole_texts
+from mesh_lm.model.contract import token_batch as token_batch

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens read so far, so that generating one more token reads that token alone.
+"""The key-value cache: generating one more token reads that token alone.
 
 Sizes: L layers, B batch, S new tokens, T slots of the cache, K kv heads, H head width.
 """
@@ -12,16 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.contract import Context
 from sharding_rules import Shard
 
 Cache = dict[str, jax.Array]
-"""k, v [L, B, T, K, H] in the model's dtype, cut as activations are; segment_ids int32 [B, T]: only slots of a query's own are seen."""
+"""k, v [L, B, T, K, H] in the model's dtype, sharded like activations; segment_ids int32 [B, T]: a query sees slots of its own only."""
 
 _AXES = (None, "batch", "seq", "kv_heads", "head_dim")
 
 
 def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
-    """A cache with nothing in it, for `rows` texts of at most `length` tokens, padding included."""
+    """An empty cache for `rows` texts of at most `length` tokens, padding included."""
     shape = (config.n_layers, rows, length, config.kv_heads, config.d_head)
     dtype = jnp.result_type(*(config.within(run).dtype for run in config.runs()))  # the widest
     pair = {name: shard(jnp.zeros(shape, dtype), *_AXES) for name in ("k", "v")}
@@ -30,20 +31,25 @@ def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
 
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """What attention sees of the cache in one block: the new tokens take the slots from `start` on."""
+    """The view of the cache that the attention of one layer has: the new tokens take the slots from `start` on."""
 
     cache: Cache
     layer: int | jax.Array
     start: int | jax.Array
 
+    @classmethod
+    def of(cls, ctx: Context) -> Past | None:
+        """What the layer of this context sees; None outside of generation."""
+        return cls(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
+
     def put(self, k_BSKH: jax.Array, v_BSKH: jax.Array, shard: Shard) -> Past:
-        """With the new tokens' keys and values in place."""
+        """The same with the keys and values of the new tokens written to their slots."""
         at = (self.layer, 0, self.start, 0, 0)
         new = {"k": k_BSKH.astype(self.cache["k"].dtype), "v": v_BSKH.astype(self.cache["v"].dtype)}
         written = {name: shard(lax.dynamic_update_slice(self.cache[name], x[None], at), *_AXES) for name, x in new.items()}
         return dataclasses.replace(self, cache=self.cache | written)
 
     def keys_and_values(self) -> tuple[jax.Array, jax.Array]:
-        """Of every slot [B, T, K, H], those from the new tokens' on included: the causal mask hides what is not written yet."""
+        """Keys and values of all slots, [B, T, K, H] each. The causal mask hides slots that are not written yet."""
         k, v = (lax.dynamic_index_in_dim(self.cache[name], self.layer, keepdims=False) for name in ("k", "v"))
         return k, v

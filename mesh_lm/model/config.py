@@ -1,11 +1,11 @@
-"""The decoder's shape: GPT-2/3 or Llama by its fields."""
+"""The decoder's shape: its fields make it GPT-2, GPT-3, Llama or Qwen."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from mesh_lm.config import ModelConfig
+from mesh_lm.config import ModelConfig, expert
 from mesh_lm.errors import ConfigError
 from mesh_lm.model.kinds import kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
@@ -21,21 +21,23 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class SegmentConfig:
-    """A run of layers of one kind. Its name is the scope of its parameters and of its sharding rules, as in "late/mlp"."""
+    """Consecutive layers of one kind. The name is the scope of their parameters and sharding rules, as in "late/mlp"."""
 
     name: str
     n_layers: int
     kind: str = "dense"
-    """A kind of layer in mesh_lm.model.kinds."""
+    """The kind of layer: a name in mesh_lm.model.kinds, or module:class or FILE.py:class for one of your own."""
     remat: Remat | None = None
-    """None: as the model's."""
+    """None: the model's."""
     dtype: Dtype | None = None
-    """Type of this segment's matmuls; the residual stream keeps the model's. None: as the model's."""
+    """Type of this segment's matmuls; the residual stream keeps the model's type. None: the model's."""
 
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
-        """From name:layers[:kind[:remat[:dtype]]], as the command line spells it. Raises ValueError for another form."""
+        """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
         name, layers, *rest = word.split(":")
+        if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
+            rest[:2] = [":".join(rest[:2])]  # a kind of one's own: module:class
         kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
         if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)
@@ -47,77 +49,83 @@ class SegmentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """A decoder-only transformer. The defaults are GPT-2's choices."""
+    """A decoder-only transformer. The defaults are those of GPT-2."""
 
     n_layers: int = 4
-    """Transformer layers, of all segments."""
+    """Number of transformer layers, over all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Runs of unlike layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: one run of dense layers, called blocks."""
+    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: layers of one kind, in a segment "blocks"."""
+    block: str = "dense"
+    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one of your own (docs/own_block.py)."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int = 0
-    """Key and value heads (grouped-query attention, arXiv 2305.13245); 0: as many as query heads."""
+    """Number of key and value heads (grouped-query attention, arXiv 2305.13245); 0: n_heads."""
     head_dim: int = 0
-    """Width of a head; 0: d_model / n_heads."""
+    """Width of each head; 0: d_model / n_heads."""
     d_ff: int = 0
     """Width of the MLP; 0: 4 d_model."""
     positions: Literal["learned", "rotary"] = "learned"
-    """learned: a table of seq_len vectors; rotary: RoPE (arXiv 2104.09864)."""
+    """learned: a table of seq_len position embeddings; rotary: RoPE (arXiv 2104.09864)."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths."""
-    rope_scaling: float = 1.0
-    """Llama-3's context extension: long wavelengths are stretched by this factor; 1: off."""
-    rope_original_seq_len: int = 8192
-    """Context length before the extension, in tokens."""
+    """Base of the RoPE wavelengths."""
+    rope_scaling: float = expert(1.0)
+    """Factor by which Llama 3's context extension stretches long RoPE wavelengths; 1: off."""
+    rope_original_seq_len: int = expert(8192)
+    """Context length before that extension, in tokens."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each half block and before the head."""
-    norm_eps: float = 1e-5
-    """Added to the variance."""
+    """Normalisation before attention, before the MLP and before the head."""
+    norm_eps: float = expert(1e-5)
+    """Added to the variance in norms."""
     activation: Literal["gelu", "swiglu"] = "gelu"
-    """MLP nonlinearity (tanh GELU as in GPT-2; SwiGLU, arXiv 2002.05202)."""
+    """Activation of the MLP: the tanh GELU of GPT-2, or SwiGLU (arXiv 2002.05202)."""
     biases: bool = True
-    """Biases in the linear layers and in LayerNorm."""
+    """Whether linear layers and LayerNorm have biases."""
     tied: bool = True
-    """The head uses the embedding table."""
+    """Whether the head shares the embedding table."""
     window: tuple[int, ...] = ()
-    """Sliding-window width by layer, in tokens, repeated down the stack; 0: all earlier tokens; empty: all layers full."""
-    softcap: float = 0.0
-    """Attention logits are squashed to c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
-    head_softcap: float = 0.0
-    """The same for the vocabulary logits; 0: off."""
+    """Sliding-window widths in tokens, one per layer and repeated over the layers, as in 1024,0 (0: full attention); empty: none."""
+    softcap: float = expert(0.0)
+    """Soft cap c of the attention logits, c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
+    head_softcap: float = expert(0.0)
+    """Soft cap of the vocabulary logits; 0: off."""
     qk_norm: bool = False
-    """Each head's query and key are normalised before their positions go in (Qwen3, arXiv 2505.09388)."""
-    sinks: bool = False
-    """A learned logit per head that takes attention without a value (gpt-oss)."""
+    """Whether each head's query and key are normalised before RoPE (Qwen3, arXiv 2505.09388)."""
+    sinks: bool = expert(False)
+    """Attention sinks: a learned logit per head in the softmax, without a value (gpt-oss)."""
     dropout: float = 0.0
-    """Rate on the embedding and on each half block's output."""
-    z_loss: float = 0.0
-    """Weight of log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; outputs into the residual stream are divided by sqrt(2 n_layers) (GPT-2)."""
+    """Dropout rate of the embedding and of the outputs of attention and MLP."""
+    z_loss: float = expert(0.0)
+    """Weight of the z-loss, log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
+    init_std: float = expert(0.02)
+    """Standard deviation of initial weights. Projections into the residual stream are scaled by 1 / sqrt(2 n_layers) (GPT-2)."""
     dtype: Dtype = "bfloat16"
-    """Type of matmuls and activations; master weights, norms, softmax and the loss are fp32."""
+    """Type of matmuls and activations. Master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
-    """What the backward recomputes. full: each block; save_names: all but matmul and attention results; offload: those go to the host."""
+    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
+    host."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
-    """Attention implementation; auto: the fastest that can serve (see pallas_kernels)."""
-    loss_chunk: int = 1024
-    """Tokens whose vocabulary logits exist at once, per device."""
-    vocab_multiple: int = 128
-    """The vocabulary is padded to a multiple of this, so that it divides over tensor; padded ids have probability 0."""
+    """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
+    loss_chunk: int = expert(1024)
+    """Tokens per chunk of the loss: a device holds the vocabulary logits of this many tokens at a time."""
+    vocab_multiple: int = expert(128)
+    """The vocabulary is padded to a multiple of this, so that it can be sharded over `tensor`; padding ids have probability 0."""
 
     @property
     def kv_heads(self) -> int:
+        """Key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def d_head(self) -> int:
+        """Width of a head."""
         return self.head_dim or self.d_model // max(1, self.n_heads)
 
     @property
     def d_mlp(self) -> int:
+        """Width of the MLP."""
         return self.d_ff or 4 * self.d_model
 
     @property
@@ -126,21 +134,23 @@ class DecoderConfig(ModelConfig):
 
     @property
     def padded_vocab(self) -> int:
+        """Rows of the embedding table and of the head."""
         return -(-self.vocab_size // max(1, self.vocab_multiple)) * self.vocab_multiple
 
     def windows(self) -> tuple[int | None, ...]:
-        """One period of the per-layer window pattern (None: full attention); the stack is whole periods."""
+        """One period of the per-layer window pattern (None: full attention). Segments consist of complete periods."""
         return tuple(w or None for w in self.window) or (None,)
 
     def runs(self) -> tuple[SegmentConfig, ...]:
-        """The segments, with the default filled in."""
-        return self.segments or (SegmentConfig("blocks", self.n_layers),)
+        """The segments, with the default of one segment called blocks filled in."""
+        return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
-        """The config of a segment's layers; n_layers stays the whole model's."""
+        """The config of a segment's layers. Its n_layers is still that of the whole model."""
         return dataclasses.replace(self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
+        """Logical axis -> (config field, size) of the axes that rules may shard."""
         grouped = {"kv_heads": ("n_kv_heads", self.n_kv_heads)} if self.n_kv_heads else {}
         return {
             "seq": ("seq_len", self.seq_len),
@@ -153,53 +163,57 @@ class DecoderConfig(ModelConfig):
         }
 
     def problems(self) -> list[str]:
-        """Fields that contradict one another."""
+        """A sentence for each field with a wrong value and for each contradiction between fields."""
         least = {"n_layers": 1, "d_model": 1, "n_heads": 1, "n_kv_heads": 0, "head_dim": 0, "d_ff": 0, "vocab_size": 2, "seq_len": 1}
         least |= {"loss_chunk": 1, "vocab_multiple": 1, "softcap": 0, "head_softcap": 0, "z_loss": 0, "init_std": 0}
-        found = [f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low]
+        problems = [
+            f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low
+        ]
         if any(width < 0 for width in self.window):
-            found.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
-        if found:
-            return found
+            problems.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
+        if problems:
+            return problems
         if not self.head_dim and self.d_model % self.n_heads:
             fix = "set model.head_dim, or change one"
-            found.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
+            problems.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
         if self.n_heads % self.kv_heads:
-            found.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
-        found += self._segment_problems()
+            problems.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
+        problems += self._segment_problems()
         if self.positions == "rotary" and self.d_head % 2:
-            found.append(f"rotary positions need an even head width, not {self.d_head}")
+            problems.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:
-            found.append(f"model.dropout={self.dropout} must be in [0, 1)")
-        return found
+            problems.append(f"model.dropout={self.dropout} must be in [0, 1)")
+        return problems
 
     def _segment_problems(self) -> list[str]:
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
-        entries, found = len(self.windows()), []
+        entries, problems = len(self.windows()), []
         if not self.segments and self.n_layers % entries:
-            found.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
+            problems.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
         if self.segments and (total := sum(run.n_layers for run in self.segments)) != self.n_layers:
-            found.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
+            problems.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
         for run in self.segments:
             if run.n_layers % entries:
-                found.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
-            if run.name in _TAKEN or hasattr(Decoder, run.name):
-                found.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+                problems.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
+            if run.name in _RESERVED or hasattr(Decoder, run.name):
+                problems.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+        for run in self.runs():
             try:
-                kind(run.kind)
+                kind(run.kind, "model.segments" if self.segments else "model.block")
             except ConfigError as error:
-                found.append(str(error))
-        return found
+                problems.append(str(error))
+        return problems
 
     def n_params(self) -> int:
-        """Parameters, without the padding of the vocabulary."""
+        """The number of parameters, without the padding of the vocabulary."""
         norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
         layers = sum(run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs())
         tables = self.vocab_size * (1 if self.tied else 2) + (self.seq_len if self.positions == "learned" else 0)
         return layers + (norm + tables) * self.d_model
 
     def stack(self) -> Stack:
+        """The segments with their costs in FLOPs per token and layer."""
         segments = (
             Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own))
             for run in self.runs()
@@ -208,16 +222,18 @@ class DecoderConfig(ModelConfig):
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
-        """6 FLOPs per matmul weight (the head counted, the lookup not) and 12 n_heads d_head T_seen per layer for attention,
-        with T_seen the tokens a query sees on average (PaLM, arXiv 2204.02311, appendix B, there without the causal half)."""
+        """FLOPs of one token, forward and backward: 6 per matmul weight (including the head, excluding the lookup), and
+        12 n_heads d_head T_seen per layer for attention, where T_seen is the number of tokens that a query sees on average (PaLM,
+        arXiv 2204.02311, appendix B, which does not subtract the causal half)."""
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with initial weights."""
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
         return Decoder(self, shard, rngs)
 
 
-_TAKEN = ("config", "shard", "embedding", "positions", "norm", "head")
-"""Attributes of the decoder that are no segments."""
+_RESERVED = ("config", "shard", "embedding", "positions", "norm", "head")
+"""Attributes of the decoder that a segment cannot be named after."""

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mesh_lm.model.attention import rope_table
 from mesh_lm.model.cache import Cache, empty
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Batch, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import add_positions, lookup
 from mesh_lm.model.kinds import kind
-from mesh_lm.model.layers import Norm, Weights, rope_table
+from mesh_lm.model.layers import Norm, Weights
 from mesh_lm.model.loss import cross_entropy, label_scores
 from mesh_lm.model.stack import hidden_states
 from sharding_rules import Shard
 
 
 class Decoder(nnx.Module):
-    """GPT or Llama by its config, or one with segments of unlike layers; fulfils `mesh_lm.model.Model` and `Generative`."""
+    """A GPT or Llama, or a model with segments of different layers, by its config. Implements `mesh_lm.model.Model` and `Generative`."""
 
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
@@ -39,11 +40,11 @@ class Decoder(nnx.Module):
             self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True)
 
     def prepare(self, batch: Batch) -> jax.Array | None:
-        """Rotary angles, float32 [B, S, H/2] or [1, S, H/2], where positions are rotary."""
+        """Rotary angles, float32 [B, S, H/2] or [1, S, H/2]; None for learned positions."""
         return rope_table(self.config, positions_of(batch)) if self.config.positions == "rotary" else None
 
     def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
-        """From the output of the last block to the loss."""
+        """The sums of the loss, from the output of the last layer."""
         c, x_BSD = self.config, self._normed(x_BSD)
         with jax.named_scope("loss"):
             return cross_entropy(
@@ -52,11 +53,11 @@ class Decoder(nnx.Module):
             )  # fmt: skip
 
     def logits(self, batch: Batch) -> jax.Array:
-        """float32 [B, S, V] without the padding, whole in memory: for short texts."""
+        """Logits, float32 [B, S, V], without the padding of the vocabulary. All of them are in memory at once: for short texts."""
         return self._logits(self.hidden(batch))
 
     def scores(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Of each label: its log-probability, float32 [B, S], and whether it is the likeliest token, bool [B, S]."""
+        """Each label's log-probability, float32 [B, S], and whether it is the most likely token, bool [B, S]."""
         c = self.config
         x_BSD, head_VD = self.hidden(batch), self._head()
         return label_scores(
@@ -64,11 +65,11 @@ class Decoder(nnx.Module):
         )
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """For `rows` texts of at most `length` tokens, padding included."""
+        """A cache for `rows` texts of at most `length` tokens, padding included."""
         return empty(self.config, self.shard, rows, length)
 
     def extend(self, batch: Batch, cache: Cache, start: int | jax.Array) -> tuple[jax.Array, Cache]:
-        """Reads tokens into the slots from `start` on; returns the logits after the last of them, float32 [B, V], and the cache."""
+        """The logits after the last token, float32 [B, V], and the cache with these tokens in the slots from `start` on."""
         seen = lax.dynamic_update_slice_in_dim(cache["segment_ids"], batch["segment_ids"], start, axis=1)
         x_BSD, cache = self._hidden(batch, cache | {"segment_ids": seen}, start)
         return self._logits(x_BSD[:, -1:])[:, 0], cache
@@ -78,7 +79,7 @@ class Decoder(nnx.Module):
         return self._hidden(batch)[0]
 
     def _hidden(self, batch: Batch, cache: Any = None, start: int | jax.Array = 0) -> tuple[jax.Array, Any]:
-        """Also the cache, where there is one, with these tokens in the slots from `start` on."""
+        """(`hidden`, the cache, if there is one, with these tokens in the slots from `start` on)."""
         x_BSD, cache = hidden_states(self, self.config.stack().segments, batch, cache, start)
         return self._normed(x_BSD), cache
 
@@ -94,7 +95,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        """Token and, where learned, position vectors [B, S, D]."""
+        """Token embeddings plus, if positions are learned, position embeddings, [B, S, D]."""
         c, shard = self.config, self.shard
         x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), c.dtype)
         if c.positions == "learned":

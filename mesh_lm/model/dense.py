@@ -8,16 +8,18 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from mesh_lm.model.attention import Attention
 from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Context, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.layers import Attention, Mlp, Norm, Weights
+from mesh_lm.model.layers import Norm, Weights
+from mesh_lm.model.mlp import Mlp
 from sharding_rules import Shard
 
 
-class Layer(nnx.Module):
-    """Fulfils `mesh_lm.model.Layer`."""
+class DenseLayer(nnx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream; implements `mesh_lm.model.Layer`."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         self.shard, self.rate, self.windows = shard, config.dropout, config.windows()
@@ -26,7 +28,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
-        past = Past(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
+        past = Past.of(ctx)
         with jax.named_scope("attention"):
             h_BSD = self._enter(self.attention_norm(x_BSD))
             y_BSD, past = self.attention(h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past)
@@ -43,6 +45,10 @@ class Layer(nnx.Module):
         return x_BSD + (dropout.fold(site)(y_BSD, self.rate) if dropout and self.rate else y_BSD)
 
 
+Layer = DenseLayer
+"""What `mesh_lm.model.kinds.Kind` asks of this module."""
+
+
 def n_params(config: DecoderConfig) -> int:
     """Parameters of one layer."""
     d, h = config.d_model, config.d_head
@@ -54,7 +60,7 @@ def n_params(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig) -> float:
-    """Of one layer, forward and backward, as `DecoderConfig.flops_per_token` counts them; the mean over a period of windows."""
+    """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean over a period of windows."""
     S = config.seq_len
     windows = [min(window or S, S) for window in config.windows()]
     seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)

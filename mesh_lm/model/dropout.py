@@ -1,7 +1,4 @@
-"""Dropout whose masks depend on the step, the sample, the layer, the site and the position, and on nothing else.
-
-A key per device, shard, stage or microbatch would make the masks change with the mesh; these do not.
-"""
+"""Dropout whose masks depend on the step, the sample, the layer, the site and the position only, and so are the same on every mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class Dropout:
 
     keys: jax.Array
     indices: jax.Array
-    """int32 [B, S] or, the same for all sequences, [1, S]: the number of each token in its sequence."""
+    """The number of each token in its sequence: int32 [B, S], or [1, S] if it is the same for all sequences."""
 
     @classmethod
     def of(cls, key: jax.Array, sample_ids: jax.Array, indices: jax.Array) -> Dropout:

@@ -1,6 +1,6 @@
 """Vocabulary-parallel table lookup (Megatron-LM, arXiv 1909.08053): each device looks up the ids it holds, and the results are summed.
 
-Left to XLA, a lookup in a sharded table is a full rematerialisation, and inside a manual region it aborts the process.
+XLA would rematerialise a sharded table in full, and inside a manual region the lookup would abort the process.
 Sizes: B batch, S sequence, V rows of the table, D embed; lower-case v, d: this device's shard.
 """
 
@@ -11,88 +11,88 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding_rules import Shard, axes_of
-from sharding_rules.shard import part_of
+from sharding_rules.shard import local_block
 
 
 def lookup(table_VD: jax.Array, ids_BS: jax.Array, shard: Shard, axes: tuple[str, str], dtype: str) -> jax.Array:
-    """Rows of the table for ids int32 [B, S] in [0, V), as `dtype` [B, S, D] cut like the residual stream.
+    """Rows of the table for ids int32 [B, S] in [0, V), as `dtype` [B, S, D], sharded like the residual stream.
 
     axes: the table's logical axes, such as ("vocab", "embed"). The gradient is summed over the batch in fp32.
     """
-    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
-    rows_by = axes_of(stored.used[0])
-    rows = table_VD.shape[0] // shard.ways(rows_by)
+    sharding, seq_by = shard.table(*axes), shard.axes_for("seq_resid")
+    rows_by = axes_of(sharding.gathered_spec[0])
+    rows = table_VD.shape[0] // shard.n_shards(rows_by)
     ids_spec, out_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("batch", "seq_resid", "embed"))
 
-    def mine(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         local = ids - (lax.axis_index(rows_by) * rows if rows_by else 0)
         return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
     def forward(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
-        table = stored.gather(table_vd.astype(dtype))
-        local, held = mine(ids)
+        table = sharding.gather(table_vd.astype(dtype))
+        local, held = local_ids(ids)
         out = jnp.where(held[..., None], table[local], 0) if rows_by else table[local]
         return sum_into(out, rows_by, seq_by)
 
     def backward(ids: jax.Array, dout: jax.Array) -> jax.Array:
         dout = lax.all_gather(dout, seq_by, axis=1, tiled=True) if seq_by else dout
-        local, held = mine(ids)
+        local, held = local_ids(ids)
         dout = jnp.where(held[..., None], dout, 0).astype(jnp.float32)
-        return stored.scatter(jnp.zeros((rows, dout.shape[-1]), jnp.float32).at[local].add(dout))
+        return sharding.reduce_scatter(jnp.zeros((rows, dout.shape[-1]), jnp.float32).at[local].add(dout))
 
     @jax.custom_vjp
     def f(table: jax.Array, ids: jax.Array) -> jax.Array:
-        return shard.local(forward, (stored.spec, ids_spec), out_spec)(table, ids)
+        return shard.shard_map(forward, (sharding.spec, ids_spec), out_spec)(table, ids)
 
     def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, None]:
-        return shard.local(backward, (ids_spec, out_spec), stored.spec)(ids, dout).astype(table_VD.dtype), None
+        return shard.shard_map(backward, (ids_spec, out_spec), sharding.spec)(ids, dout).astype(table_VD.dtype), None
 
     f.defvjp(lambda table, ids: (f(table, ids), ids), f_bwd)
     return f(table_VD, ids_BS)
 
 
 def add_positions(x_BSD: jax.Array, table_VD: jax.Array, ids_1S: jax.Array, shard: Shard, axes: tuple[str, str]) -> jax.Array:
-    """x plus the table's rows for ids int32 [1, S], the same for all sequences and no two alike; each device gathers those of its part.
+    """x plus the table's rows for ids int32 [1, S], which are unique and the same for all sequences. Each device gathers its own rows only.
 
-    x: [B, S, D], sharded like the residual stream. axes: as for `lookup`. The gradient is summed over the batch in fp32. Left to XLA, every
-    device gathers the whole table in fp32, and all-reduces its gradient.
+    x: [B, S, D], sharded like the residual stream. axes: as for `lookup`. The gradient is summed over the batch in fp32. With plain XLA,
+    every device would gather the whole table in fp32, and all-reduce its gradient.
     """
-    stored, seq_by = shard.stored(*axes), shard.cut("seq_resid")
+    sharding, seq_by = shard.table(*axes), shard.axes_for("seq_resid")
     x_spec, ids_spec = (shard.spec("activations", names) for names in (("batch", "seq_resid", "embed"), (None, "seq")))
     rows = table_VD.shape[0]
-    if stored.spec[0]:  # a device does not have all rows of its part
+    if sharding.spec[0]:  # the rows themselves are sharded
         return x_BSD + lookup(table_VD, jnp.broadcast_to(ids_1S, x_BSD.shape[:2]), shard, axes, str(x_BSD.dtype))
 
-    # Where one axis cuts both, its devices gather columns of the same rows only before they part.
-    crossed = any(axis in seq_by for axis in stored.gathered[1])
+    # If one mesh axis shards both sequence and embedding, columns must be gathered before the sequence is divided.
+    gather_first = any(axis in seq_by for axis in sharding.gather_axes[1])
 
     def forward(x: jax.Array, table_Vd: jax.Array, ids: jax.Array) -> jax.Array:
         table_Sd = table_Vd[ids[0]].astype(x.dtype)
-        table_SD = stored.gather(table_Sd) if crossed else table_Sd
-        mine_Sd = sum_into(table_SD[None], (), seq_by)[0]
-        return x + (mine_Sd if crossed else stored.gather(mine_Sd))
+        table_SD = sharding.gather(table_Sd) if gather_first else table_Sd
+        local_Sd = sum_into(table_SD[None], (), seq_by)[0]
+        return x + (local_Sd if gather_first else sharding.gather(local_Sd))
 
     def backward(dout: jax.Array, ids: jax.Array) -> jax.Array:
-        mine_SD = dout.astype(jnp.float32).sum(0)
-        part = mine_SD if crossed else stored.scatter(mine_SD)
-        whole = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
-        whole_Sd = stored.scatter(whole) if crossed else whole
-        return jnp.zeros((rows, whole_Sd.shape[1]), jnp.float32).at[ids[0]].add(whole_Sd, unique_indices=True)
+        local_SD = dout.astype(jnp.float32).sum(0)
+        part = local_SD if gather_first else sharding.reduce_scatter(local_SD)
+        full = lax.all_gather(part, seq_by, axis=0, tiled=True) if seq_by else part
+        full_Sd = sharding.reduce_scatter(full) if gather_first else full
+        return jnp.zeros((rows, full_Sd.shape[1]), jnp.float32).at[ids[0]].add(full_Sd, unique_indices=True)
 
     @jax.custom_vjp
     def f(x: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
-        return shard.local(forward, (x_spec, stored.spec, ids_spec), x_spec)(x, table, ids)
+        return shard.shard_map(forward, (x_spec, sharding.spec, ids_spec), x_spec)(x, table, ids)
 
     def f_bwd(ids: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-        return dout, shard.local(backward, (x_spec, ids_spec), stored.spec)(dout, ids), None
+        return dout, shard.shard_map(backward, (x_spec, ids_spec), sharding.spec)(dout, ids), None
 
     f.defvjp(lambda x, table, ids: (f(x, table, ids), ids), f_bwd)
     return f(x_BSD, table_VD, ids_1S)
 
 
 def sum_into(x_BSD: jax.Array, over: tuple[str, ...], seq_by: tuple[str, ...]) -> jax.Array:
-    """Inside `Shard.local`: partial results summed over mesh axes, and cut along S like the residual stream, in the order of its spec."""
+    """Inside `Shard.shard_map`: partial results summed over mesh axes `over`, and sharded along S like the residual stream."""
     for axis in seq_by:
-        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in over else part_of(x_BSD, (axis,), 1)
+        x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=1, tiled=True) if axis in over else local_block(x_BSD, (axis,), 1)
     rest = tuple(axis for axis in over if axis not in seq_by)
     return lax.psum(x_BSD, rest) if rest else x_BSD

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mesh_lm.config import files
 from mesh_lm.errors import ConfigError
 from sharding_rules import did_you_mean
 
@@ -23,17 +26,38 @@ class Kind(Protocol):
         """A `mesh_lm.model.Layer`, made by Layer(config, weights, shard): of one segment, with all its layers stacked by `weights`."""
         ...
 
-    def n_params(self, config: DecoderConfig) -> int:
+    def n_params(self, config: DecoderConfig, /) -> int:
         """Parameters of one layer."""
         ...
 
-    def flops_per_token(self, config: DecoderConfig) -> float:
+    def flops_per_token(self, config: DecoderConfig, /) -> float:
         """Matmul FLOPs of one token in one layer, forward and backward."""
         ...
 
 
-def kind(name: str) -> Kind:
-    """Raises ConfigError for a name that is not in KINDS."""
-    if name not in KINDS:
-        raise ConfigError(f"model.segments: no kind of layer {name!r}{did_you_mean(name, KINDS)}")
-    return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
+@dataclasses.dataclass(frozen=True)
+class OwnKind:
+    """A kind of layer that is a class of the user's."""
+
+    Layer: Any
+    n_params: Callable[[DecoderConfig], int]
+    flops_per_token: Callable[[DecoderConfig], float]
+
+
+def kind(name: str, where: str = "model.segments") -> Kind:
+    """The kind of layer of this name: one of KINDS, or a layer class of the user's own as module:class or FILE.py:class.
+
+    Where such a class has no static methods n_params and flops_per_token, as in `Kind`, the counts are those of a dense layer.
+    where: the field that has the name, for errors. Raises ConfigError for a name that leads to no class.
+    """
+    if name in KINDS:
+        return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
+    what = f"{where}: no kind of layer {name!r}"
+    path, colon, own = name.rpartition(":")
+    if not colon:
+        near = did_you_mean(name, KINDS)
+        raise ConfigError(what + near + ("" if near.endswith("?") else ", or module:class for one of your own"))
+    module, dense = files.imported(path, what), importlib.import_module(KINDS["dense"])
+    if not isinstance(layer := getattr(module, own, None), type):
+        raise ConfigError(f"{what}: {path!r} has no class {own!r}")
+    return OwnKind(layer, *(getattr(layer, count, getattr(dense, count)) for count in ("n_params", "flops_per_token")))

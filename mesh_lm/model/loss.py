@@ -1,9 +1,9 @@
-"""Cross-entropy over a sharded vocabulary, a few tokens at a time.
+"""Cross-entropy over a sharded vocabulary, a chunk of tokens at a time.
 
-The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k. Here only `chunk` tokens' logits exist
-at once, forward and backward: the gradient is formed while the chunk's logits are there, so nothing is recomputed either (three matmuls in
-all). The head's weight is gathered once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are cut over tokens;
-cut over the vocabulary, tensor parallelism would put an all-to-all and an all-reduce into the loop.
+The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k. Here the logits of only `chunk` tokens
+exist at once. The gradient of a chunk is computed together with its logits, so nothing is recomputed (three matmuls in all). The head's
+weight is gathered once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are slices of the tokens: with slices of
+the vocabulary, tensor parallelism would add an all-to-all and an all-reduce to each iteration.
 
 Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a chunk of them.
 """
@@ -21,16 +21,16 @@ from jax import lax
 from mesh_lm.model.contract import Sums
 from mesh_lm.model.embedding import sum_into
 from sharding_rules import Shard, axes_of
-from sharding_rules.shard import StoredWeight
+from sharding_rules.shard import TableSharding
 
 
 def cross_entropy(
     x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array, shard: Shard, *,
     vocab_size: int, chunk: int = 1024, softcap: float = 0.0, z_loss: float = 0.0,
 ) -> Sums:  # fmt: skip
-    """Weighted sums over the labels: "loss" (nats), "weight", "z_loss" (log Z squared) where asked for, and the "objective" loss + z_loss.
+    """Weighted sums over the labels: "loss" (nats), "weight", "objective" = loss + z_loss, and "z_loss" (log Z squared) if it has a weight.
 
-    x: final activations [B, S, D] in the compute type, cut like the residual stream. head: fp32 [V, D] with logical axes ("vocab",
+    x: final activations [B, S, D] in the compute type, sharded like the residual stream. head: fp32 [V, D] with logical axes ("vocab",
     "embed"). labels: int32 [B, S] in [0, vocab_size); weights: float32 [B, S]. Rows of the head from vocab_size on are padding and get
     probability 0. Only "objective" is differentiable, with respect to x and head.
     """
@@ -48,13 +48,13 @@ def cross_entropy(
 
     def run(x: jax.Array, head: jax.Array, with_grads: bool):
         x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
-        row_spec, scalar, stored = shard.spec("activations", ("batch", "seq")), jax.P(), shard.stored("vocab", "embed")
+        row_spec, scalar, sharding = shard.spec("activations", ("batch", "seq")), jax.P(), shard.table("vocab", "embed")
         body = partial(
-            _local, stored=stored, batch_by=shard.cut("batch"), seq_by=shard.cut("seq_resid"), vocab_size=vocab_size, chunk=chunk,
-            softcap=softcap, z_loss=z_loss, with_grads=with_grads,
+            _local, sharding=sharding, batch_by=shard.axes_for("batch"), seq_by=shard.axes_for("seq_resid"), vocab_size=vocab_size,
+            chunk=chunk, softcap=softcap, z_loss=z_loss, with_grads=with_grads,
         )  # fmt: skip
-        in_specs, out_specs = (x_spec, stored.spec, row_spec, row_spec), ((scalar, scalar), (x_spec, stored.spec))
-        return shard.local(body, in_specs, out_specs)(x, head, labels_BS, weights_BS)
+        in_specs, out_specs = (x_spec, sharding.spec, row_spec, row_spec), ((scalar, scalar), (x_spec, sharding.spec))
+        return shard.shard_map(body, in_specs, out_specs)(x, head, labels_BS, weights_BS)
 
     f.defvjp(f_fwd, f_bwd)
     objective, sums = f(x_BSD, head_VD)
@@ -64,15 +64,15 @@ def cross_entropy(
 def label_scores(
     x_BSD: jax.Array, head_VD: jax.Array, labels_BS: jax.Array, shard: Shard, *, vocab_size: int, chunk: int = 1024, softcap: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each label: its log-probability, float32 [B, S], and whether it is the first of the likeliest tokens, bool [B, S].
+    """Each label's log-probability, float32 [B, S], and whether it is the first of the most likely tokens, bool [B, S].
 
     Arguments as in `cross_entropy`; not differentiable.
     """
-    stored, row_spec = shard.stored("vocab", "embed"), shard.spec("activations", ("batch", "seq"))
-    seq_by = shard.cut("seq_resid")
+    sharding, row_spec = shard.table("vocab", "embed"), shard.spec("activations", ("batch", "seq"))
+    seq_by = shard.axes_for("seq_resid")
 
     def local(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, head_VD, ids_V, vocab_by = _gathered(x, head, stored, seq_by)
+        x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by)
 
         def step(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             z, top, hit = _vocabulary(row[0], row[1], head_VD, ids_V, vocab_by, vocab_size, softcap)
@@ -83,15 +83,15 @@ def label_scores(
         scores = lax.map(step, _chunks((x, labels), chunk))
         return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in scores)  # pyright: ignore[reportReturnType]
 
-    in_specs = (shard.spec("activations", ("batch", "seq_resid", "embed")), stored.spec, row_spec)
-    return shard.local(local, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
+    in_specs = (shard.spec("activations", ("batch", "seq_resid", "embed")), sharding.spec, row_spec)
+    return shard.shard_map(local, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
 
 
-def _gathered(x: jax.Array, head: jax.Array, stored: StoredWeight, seq_by: tuple[str, ...]) -> tuple[Any, ...]:
-    """Inside `Shard.local`: whole sequences [B, S, D], this device's rows of the head as used [V, D], their ids, and what cuts the ids."""
-    vocab_by = axes_of(stored.used[0])
+def _gathered(x: jax.Array, head: jax.Array, sharding: TableSharding, seq_by: tuple[str, ...]) -> tuple[Any, ...]:
+    """Inside `Shard.shard_map`: (full sequences [B, S, D], this device's rows of the head [V, D], their ids, mesh axes of the ids)."""
+    vocab_by = axes_of(sharding.gathered_spec[0])
     x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
-    head_VD = stored.gather(head.astype(x.dtype))
+    head_VD = sharding.gather(head.astype(x.dtype))
     ids_V = jnp.arange(len(head_VD)) + (lax.axis_index(vocab_by) * len(head_VD) if vocab_by else 0)
     return x, head_VD, ids_V, vocab_by
 
@@ -107,7 +107,7 @@ def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:
 def _vocabulary(
     x_CD: jax.Array, label_C: jax.Array, head_VD: jax.Array, ids_V: jax.Array, vocab_by: tuple[str, ...], vocab_size: int, softcap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a chunk: logits over this device's rows of the head [C, V], each token's greatest over all rows [C], and where its label is."""
+    """For a chunk: logits over this device's rows of the head [C, V], each token's maximum over all rows [C], and a mask of the labels."""
     raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
     z = softcap * jnp.tanh(raw / softcap) if softcap else raw
     z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
@@ -120,12 +120,12 @@ def _over(vocab_by: tuple[str, ...], reduce: Callable[..., jax.Array], value: ja
 
 def _local(
     x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, *,
-    stored: StoredWeight, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
+    sharding: TableSharding, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
     chunk: int, softcap: float, z_loss: float, with_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:  # fmt: skip
-    """On one device's shards: (objective, sums) and the objective's gradients (dx like x, dhead like head), or a pair of None."""
+    """On one device's shards: ((objective, sums), (dx like x, dhead like head)), or None in place of both gradients."""
     dtype, out_shape = x.dtype, x.shape
-    x, head_VD, ids_V, vocab_by = _gathered(x, head, stored, seq_by)
+    x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by)
     V, D = head_VD.shape
     batch_shape, T = x.shape, labels.size
     rows = _chunks((x, labels, weights), chunk)
@@ -167,4 +167,4 @@ def _local(
     if not with_grads:
         return (objective, sums), (None, None)
     dx = sum_into(dx.reshape(-1, D)[:T].reshape(batch_shape), vocab_by, seq_by)
-    return (objective, sums), (dx.reshape(out_shape), stored.scatter(dhead))
+    return (objective, sums), (dx.reshape(out_shape), sharding.reduce_scatter(dhead))

@@ -1,4 +1,4 @@
-"""What the backward pass of a layer keeps of its forward pass, and what it computes again."""
+"""Rematerialisation: which activations of a layer are saved for its backward pass, and which are recomputed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 from mesh_lm.schedules.segments import Remat
 
 SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
-"""What remat=save_names keeps of a layer, and remat=offload moves to the host: the results of matmuls and of the attention kernel,
-everything that is expensive to recompute; norms and the nonlinearity are not kept."""
+"""The activations of a layer that remat=save_names saves, and that remat=offload moves to the host: the results of matmuls and of the
+attention kernel, which are expensive to recompute. Norms and the nonlinearity are recomputed."""
 
 
 def remat(policy: Remat) -> Callable[[Callable], Callable]:
-    """A transformation of a layer's function that recomputes in its backward pass by this policy (see `DecoderConfig.remat`)."""
+    """A function transformation: the backward pass of the result recomputes by this policy (see `DecoderConfig.remat`)."""
     policies = jax.checkpoint_policies
     if policy == "none":
         return lambda f: f
@@ -26,7 +26,7 @@ def remat(policy: Remat) -> Callable[[Callable], Callable]:
         named = policies.save_only_these_names(*SAVED_NAMES)
 
         def keep(primitive: Any, *args: Any, **params: Any) -> bool:
-            # cuDNN's residuals have no names of ours.
+            # The residuals of cuDNN have no checkpoint names.
             return primitive.name.startswith("dot_product_attention_fwd") or named(primitive, *args, **params)
 
         return partial(jax.checkpoint, prevent_cse=False, policy=keep)

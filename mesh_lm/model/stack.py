@@ -1,4 +1,4 @@
-"""The trainer's side of a model: the scan over the layers of a segment, and embed -> segments -> loss, in which no sum can be lost."""
+"""How the trainer runs a model: embed -> segments -> loss, with a scan over the layers of each segment. It adds up all sums."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
     scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
-    """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers in front: "moe/load" [L, E].
+    """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers as leading dimension: "moe/load" [L, E].
 
     Args:
-      bind: makes the module of its parameters and buffers, a dict by name.
-      segments: of the model, in order.
-      sinks: of stacked parameters, which then have no gradient: see `fold`.
-      shared: others, in place of those among `params`, that a gradient is taken of.
+      bind: makes the module from its parameters and buffers, a dict by name.
+      segments: those of the model, in order.
+      sinks: zeros that receive the gradients of stacked parameters, see `run_segment`.
+      shared: other parameters to differentiate, which replace those in `params`.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
-    below = bind({**params, **sinks}) if sinks else None
+    sink_model = bind({**params, **sinks}) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = fold(model, segment, x, ctx, first, sinks=below)
-        total, first = added(total, sums), first + segment.n_layers
-    total = added(total, loss_sums(model, x, batch, dropout))
+        x, _, sums = run_segment(model, segment, x, ctx, first, sinks=sink_model)
+        total, first = add_sums(total, sums), first + segment.n_layers
+    total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
 
 
 def used_outside(bind: Callable[[Any], Model], params: Any, layers: Collection[str], batch: Batch) -> list[str]:
-    """Those of the layers' parameters that the model uses in prepare, embed or loss, too."""
+    """The names of those parameters of layers that the model also uses in prepare, embed or loss."""
 
     def ends(inside: Any) -> Sums:
         model = bind({**params, **inside})
@@ -57,7 +57,7 @@ def used_outside(bind: Callable[[Any], Model], params: Any, layers: Collection[s
 
 
 def loss_sums(model: Model, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
-    """What the model's loss returns. Raises ConfigError for arrays, which layers alone may return."""
+    """The sums that the model's loss returns. Raises ConfigError for arrays, which only layers may return."""
     sums = model.loss(x, batch, dropout)
     if arrays := [name for name, value in sums.items() if value.ndim]:
         raise ConfigError(f"{type(model).__name__}.loss returns {arrays[0]!r} {sums[arrays[0]].shape}; its sums are scalars")
@@ -67,66 +67,66 @@ def loss_sums(model: Model, x: jax.Array, batch: Batch, dropout: Dropout | None)
 def hidden_states(
     model: Model, segments: Sequence[Segment], batch: Batch, cache: Any = None, start: int | jax.Array = 0
 ) -> tuple[jax.Array, Any]:
-    """(activations after the last layer, cache) without dropout, as text is generated and scored. cache, start: as in `Context`.
+    """(activations after the last layer, cache), without dropout, for generation and scoring. cache, start: as in `Context`.
 
-    Nothing is learnt from such a batch: where it has no weights, they are 0.
+    batch: its weights default to 0, since no loss is computed.
     """
     batch = {"weights": jnp.zeros(batch["tokens"].shape, jnp.float32), **batch}
     x, first, ctx = model.embed(batch, None), 0, Context(batch, None, model.prepare(batch), cache=cache, start=start)
     for segment in segments:
-        x, cache, _ = fold(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
+        x, cache, _ = run_segment(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
         first += segment.n_layers
     return x, cache
 
 
-def added(a: Sums, b: Sums) -> Sums:
-    """Entry by entry; what one of them lacks counts as zero."""
+def add_sums(a: Sums, b: Sums) -> Sums:
+    """The sum of two dicts of sums, entry by entry. A missing entry counts as zero."""
     return {name: a[name] + b[name] if name in a and name in b else (a | b)[name] for name in (a | b)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Which rows of a segment's stacked parameters are read, and which of those are layers; int32 where a stage decides."""
+class RowRange:
+    """The rows of a segment's stacked parameters that a pass reads, and which of them are its layers; int32 arrays in a pipeline."""
 
     start: int | jax.Array
     """The first row that is read."""
-    n: int
-    """How many are."""
+    size: int
+    """The number of rows that are read."""
     skip: int | jax.Array = 0
-    """So many of them belong to layers before."""
+    """The number of leading rows that belong to earlier layers."""
     count: int | jax.Array | None = None
-    """Then come so many layers; the rest is passed over. None: all rows are layers."""
+    """The number of layers after those; remaining rows are skipped. None: all rows are layers."""
 
 
 @jax.named_scope("layers")
-def fold(
-    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: Rows | None = None,
+def run_segment(
+    model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: RowRange | None = None,
     sinks: Model | None = None,
 ) -> tuple[jax.Array, Any, Sums]:  # fmt: skip
-    """(x, cache, sums) after the layers of a segment whose parameters the model holds, one after another.
+    """(x, cache, sums) after a segment: applies its layers, whose parameters the model holds, one after another.
 
     Args:
       x: [B, S, D], sharded like the residual stream.
-      first: number, in the whole model, of the first of the layers.
-      rows: of the stacked parameters; None: all are layers.
-      sinks: the model with float32 zeros, [rows.n, ...], in place of the segment's parameters. What would be their gradient is the
-        parameters', in float32 whatever type those have, and the parameters themselves have none.
+      first: the number of the first of these layers in the whole model.
+      rows: the rows of the stacked parameters to read; None: all, and all are layers.
+      sinks: the model with float32 zeros, [rows.size, ...], in place of the segment's parameters. The gradients of the parameters go
+        to these zeros, in float32 whatever type the parameters have; the parameters themselves then have no gradient.
     """
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
-    rows = rows or Rows(0, jax.tree.leaves(stacked)[0].shape[0])
-    n, period = rows.n, segment.period
+    rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
+    n, period = rows.size, segment.period
 
     def periods(tree: Any) -> Any:
         return tree if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), tree)
 
-    # Weights are read by row inside what remat repeats: read outside, they would become residuals, a copy of the model. Where nothing is
-    # repeated they are the scan's to slice, which gives the backward pass the stack itself.
-    by_row, held, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
+    # With remat, each layer reads its row of weights inside the rematerialised function: read outside, the weights would be saved as
+    # residuals, a copy of the model. Without remat the scan slices them, and the backward pass reads the stack itself.
+    by_row, stacks, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
     if not by_row:
-        held = periods(jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
-    added_to = periods(nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
+        stacks = periods(jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    sink_stacks = periods(nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
 
-    # The conditional lies inside what remat repeats for the same reason.
+    # The conditional is inside the rematerialised function for the same reason.
     def layer(x: jax.Array, cache: Any, stack: Any, sunk: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
         def of_layer(tree: Any) -> Any:
             return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, rows.start + row + i, keepdims=False), tree)
@@ -136,14 +136,14 @@ def fold(
 
         weights = of_layer(stack) if by_row else in_period(stack)
         if sunk is not None:
-            weights = jax.tree.map(partial(_attached, wide=wide), weights, in_period(sunk))
-        here = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
+            weights = jax.tree.map(partial(_with_sink, wide=wide), weights, in_period(sunk))
+        layer_ctx = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
         module = partial(nnx.merge, graph, weights, of_layer(buffers))
         if rows.count is None:
-            return module()(x, here)
+            return module()(x, layer_ctx)
 
         def run() -> tuple[jax.Array, Any, Sums]:
-            return pinned(*module()(x, here))
+            return pinned(*module()(x, layer_ctx))
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
@@ -154,26 +154,26 @@ def fold(
         return model.shard(x, "batch", "seq_resid", "embed"), cache, sums
 
     def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
-        (x, cache), (own, sunk, row), found = carry, scanned, []
+        (x, cache), (own, sunk, row), of_layers = carry, scanned, []
         for i in range(period):
             x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, sunk, row)
-            found.append(sums)
-        like = {name: jnp.zeros_like(value) for sums in found for name, value in sums.items()}
-        return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in found]) for name, zero in like.items()}
+            of_layers.append(sums)
+        like = {name: jnp.zeros_like(value) for sums in of_layers for name, value in sums.items()}
+        return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
 
-    (x, cache), found = lax.scan(step, (x, ctx.cache), (None if by_row else held, added_to, jnp.arange(0, n, period)))
-    scalars = {name: each.sum() for name, each in found.items() if each.ndim == 2}
-    arrays = {f"{segment.name}/{name}": each.reshape(n, *each.shape[2:]) for name, each in found.items() if each.ndim > 2}
+    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, sink_stacks, jnp.arange(0, n, period)))
+    scalars = {name: values.sum() for name, values in by_layer.items() if values.ndim == 2}
+    arrays = {f"{segment.name}/{name}": values.reshape(n, *values.shape[2:]) for name, values in by_layer.items() if values.ndim > 2}
     return x, cache, scalars | arrays
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _attached(weight: jax.Array, sink: jax.Array, wide: bool) -> jax.Array:
-    """The weight, as float32 if `wide`; its gradient becomes the sink's."""
+def _with_sink(weight: jax.Array, sink: jax.Array, wide: bool) -> jax.Array:
+    """The weight, as float32 if `wide`. Its gradient goes to the sink."""
     return weight.astype(jnp.float32) if wide else weight
 
 
-@_attached.defjvp
+@_with_sink.defjvp
 def _(wide: bool, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     out = primals[0].astype(jnp.float32) if wide else primals[0]
     return out, tangents[1].astype(out.dtype)

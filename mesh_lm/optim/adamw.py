@@ -9,21 +9,21 @@ import jax
 import optax
 
 from mesh_lm.config import OptimizerConfig
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """Two slots, both shaped like the parameter."""
+    """AdamW, with two slots shaped like the parameter."""
 
     config: OptimizerConfig
     elementwise: bool = True
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         return {"mu": dict(leaves), "nu": dict(leaves)}
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         c = self.config
         state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))

@@ -1,4 +1,4 @@
-"""What a step asks of an optimizer: a rule that turns gradients into directions. One file each, over optax; a line in `RULES`."""
+"""The interface of an optimizer: a rule that turns gradients into directions. Each is one file, based on optax, and a line in `RULES`."""
 
 from __future__ import annotations
 
@@ -9,85 +9,86 @@ from typing import Any, Literal, Protocol
 import jax
 
 Params = dict[str, jax.Array]
-"""By the name of the parameter: weights, gradients, or what an optimizer keeps beside them."""
+"""Arrays by the name of the parameter: weights, gradients, or optimizer state."""
 Slots = dict[str, Params]
-"""By the name of the slot ("mu"): what an optimizer keeps from step to step."""
+"""Optimizer state by the name of the slot, such as "mu"."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A named array of a run's state before it exists: all that initialises, places, saves, restores and plans it."""
+class ArraySpec:
+    """The description of an array of a run's state, from which it is initialised, sharded, saved, restored and planned."""
 
     shape: tuple[int, ...]
-    """In memory: a stacked parameter has its layers as the pipeline's stages have them."""
+    """The shape in memory, where a stacked parameter has its layers by pipeline stage."""
     dtype: Any
     axes: tuple[str | None, ...]
     """Logical axes, which the rules map to mesh axes."""
     form: Literal["weight", "flat"] = "weight"
-    """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a layer one after another in one padded
-    vector, cut over the replicas (`mesh_lm.optim.flat`)."""
+    """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a layer, concatenated into one padded
+    vector that is sharded over the replicas (`mesh_lm.optim.flat`)."""
 
     @property
     def stacked(self) -> bool:
-        """Whether its first dimension is that of the layers of a segment."""
+        """Whether its first dimension is the layers of a segment."""
         return self.axes[:1] == ("layers",)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole array, over all devices."""
         size = jax.numpy.dtype(self.dtype).itemsize
-        for side in self.shape:
-            size *= side
+        for length in self.shape:
+            size *= length
         return size
 
-    def like(self, dtype: Any) -> Leaf:
+    def like(self, dtype: Any) -> ArraySpec:
         """The same with another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
-    def without(self, *dims: int) -> Leaf:
-        """The same without some dimensions, as a mean over them has it."""
+    def without(self, *dims: int) -> ArraySpec:
+        """The same without some dimensions, as for a mean over them."""
         dropped = {dim % len(self.shape) for dim in dims}
         kept = [dim for dim in range(len(self.shape)) if dim not in dropped]
         return dataclasses.replace(self, shape=tuple(self.shape[d] for d in kept), axes=tuple(self.axes[d] for d in kept))
 
 
-Leaves = Mapping[str, Leaf]
+ArraySpecs = Mapping[str, ArraySpec]
 
 
 class Rule(Protocol):
-    """The arithmetic of one optimizer. Clipping, the learning rate and weight decay are the same for all (`mesh_lm.optim.Optimizer`)."""
+    """The update rule of one optimizer. Clipping, learning rate and weight decay are shared by all (`mesh_lm.optim.Optimizer`)."""
 
     elementwise: bool
-    """Whether what happens to an element depends on that element alone. Then the rule can be given flat vectors."""
+    """Whether the update of an element depends on that element only. Then the rule also works on flat vectors."""
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
-        """slot -> name of the parameter -> what is kept beside it; a parameter may have nothing in a slot. All begin as zeros."""
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        """Slot -> parameter -> the array that the slot keeps for it, which starts as zeros. A slot may omit parameters."""
         ...
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
-        """(directions, slots after the step). A parameter moves by minus the learning rate times its direction.
+        """(directions, updated slots). A parameter moves by minus the learning rate times its direction.
 
-        Pure, under jit. count: int32, updates made before this one. leaves: of the parameters, whose logical axes say what is a matrix.
-        Gradients and directions are float32; stacked parameters have layers in front, and rows of padding are zero.
+        It is traced under jit. count: int32, the number of earlier updates. leaves: the parameters, whose logical axes tell matrices from
+        other parameters. Gradients and directions are float32. Stacked parameters have layers as leading dimension; padding rows are zero.
         """
         ...
 
 
 FLAT = "flat"
-"""The last logical axis of a flat vector; and the row of rules.optimizer that has the mesh axes that cut those."""
+"""The last logical axis of a flat vector, and the row of rules.optimizer with the mesh axes that shard flat vectors."""
 UNDECAYED = ("bias", "scale", "sinks")
-"""Last parts of the names of parameters that are no matrices, whatever their shape."""
+"""Last parts of the names of parameters that are not matrices, whatever their shape."""
 
 
 def is_matrix(name: str, axes: Sequence[str | None]) -> bool:
-    """Whether a parameter with these logical axes is a matrix, which weight decay applies to. A stack of vectors is none.
+    """Whether a parameter with these logical axes is a matrix, to which weight decay applies. A stack of vectors is not a matrix.
 
-    A flat vector is: it holds nothing but matrices.
+    A flat vector counts as one, because it holds matrices only.
     """
     return FLAT in axes or (len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED)
 
 
-def decayed(leaves: Leaves) -> frozenset[str]:
+def decayed(leaves: ArraySpecs) -> frozenset[str]:
     """The parameters that weight decay applies to: matrices."""
     return frozenset(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))

@@ -9,22 +9,22 @@ import jax
 import optax
 
 from mesh_lm.config import OptimizerConfig
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 
 @dataclasses.dataclass(frozen=True)
 class Lion:
-    """One slot, shaped like the parameter. Every weight moves by the whole learning rate, so its authors divide AdamW's by 3 to 10 and
-    multiply weight_decay by as much; their betas are 0.9 and 0.99."""
+    """Lion, with one slot shaped like the parameter. Every weight moves by the full learning rate, so its authors divide AdamW's by 3 to
+    10 and multiply weight_decay by the same factor; their betas are 0.9 and 0.99."""
 
     config: OptimizerConfig
     elementwise: bool = True
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         return {"mu": dict(leaves)}
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         state = optax.ScaleByLionState(count, cast(Any, slots["mu"]))
         direction, after = optax.scale_by_lion(self.config.beta1, self.config.beta2).update(cast(Any, grads), state)

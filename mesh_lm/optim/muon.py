@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): the momentum of a matrix, made nearly orthogonal. AdamW for all else."""
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon): the momentum of a matrix, orthogonalised. AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim.adamw import AdamW
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Slots, is_matrix
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, is_matrix
 
 BATCHES = ("layers", "fused", "experts")
-"""Logical axes along which a parameter holds matrices side by side."""
+"""Logical axes that are batch dimensions: a parameter has a matrix for each index."""
 
 
-def sides(name: str, leaf: Leaf) -> MuonDimensionNumbers | None:
-    """The dimensions of each side of the matrices that a parameter of the stack holds: embed, and all else. None where it holds none."""
+def matrix_dims(name: str, leaf: ArraySpec) -> MuonDimensionNumbers | None:
+    """The dimensions of the two sides of a stacked parameter's matrices: embed, and all others. None: it does not have matrices."""
     axes = [axis and axis.rpartition("/")[2] for axis in leaf.axes]
     if not (leaf.stacked and leaf.form == "weight" and is_matrix(name, leaf.axes) and "embed" in axes):
         return None
@@ -29,23 +29,23 @@ def sides(name: str, leaf: Leaf) -> MuonDimensionNumbers | None:
 
 @dataclasses.dataclass(frozen=True)
 class Muon:
-    """Slots: the first moment of every parameter, and the second moment of those that AdamW updates.
+    """Muon, with the first moment of every parameter and the second moment of those that AdamW updates as slots.
 
-    Directions of matrices have the size 0.2 sqrt(longer side), as AdamW's usually have (Moonlight, arXiv 2502.16982), so that the
-    learning rate and the weight decay of AdamW fit both. beta1 and beta2 are AdamW's alone, momentum is the matrices'.
+    Directions of matrices have an RMS of about 0.2, as AdamW's usually have (a factor of 0.2 sqrt(longer side); Moonlight, arXiv
+    2502.16982), so that AdamW's learning rate and weight decay suit both. beta1 and beta2 apply to AdamW only, momentum to matrices only.
     """
 
     config: OptimizerConfig
     elementwise: bool = False
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
-        return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not sides(name, leaf)}}
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}}
 
     def direction(
-        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: Leaves
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
         rest = slots["nu"].keys()
-        numbers = {name: cast(MuonDimensionNumbers, sides(name, leaf)) for name, leaf in leaves.items() if name not in rest}
+        numbers = {name: cast(MuonDimensionNumbers, matrix_dims(name, leaf)) for name, leaf in leaves.items() if name not in rest}
         muon = scale_by_muon(beta=self.config.momentum, eps=self.config.eps, weight_dimension_numbers=cast(Any, numbers))
         state = cast(MuonState, muon.init({}))._replace(count=count, mu=cast(Any, {name: slots["mu"][name] for name in numbers}))
         orthogonal, after = muon.update(cast(Any, {name: grads[name] for name in numbers}), state)

@@ -1,19 +1,19 @@
-"""What every optimizer does around its rule: clipping, the schedule, decoupled weight decay."""
+"""What all optimizers share: clipping, the learning-rate schedule, and decoupled weight decay."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, files
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import Leaf, Leaves, Params, Rule, Slots, decayed
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Rule, Slots, decayed
 from sharding_rules import did_you_mean
 
 RULES = {
@@ -22,7 +22,7 @@ RULES = {
     "lion": "mesh_lm.optim.lion:Lion",
     "adafactor": "mesh_lm.optim.adafactor:Adafactor",
 }
-"""optimizer.name -> module:class. A rule is made from the config's section `optimizer`."""
+"""optimizer.name -> module:class. A rule is constructed from the config's section `optimizer`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,26 +31,28 @@ class Optimizer:
 
     config: OptimizerConfig
     steps: int
-    """Length of the schedule."""
+    """Length of the learning-rate schedule."""
+    own: Rule | None = None
+    """A rule object that was passed in; None: the rule that optimizer.name names."""
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises ConfigError as `rule` does."""
-        return rule(self.config)
+        """The update rule. Raises ConfigError as `make_rule` does."""
+        return self.own or make_rule(self.config)
 
-    def slots(self, leaves: Leaves) -> dict[str, dict[str, Leaf]]:
-        """What is kept beside parameters like these; see `Rule.slots`. Raises ConfigError for flat vectors where it takes matrices."""
+    def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        """The optimizer state of parameters, see `Rule.slots`. Raises ConfigError for flat vectors if the rule is not elementwise."""
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
             raise ConfigError(f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is kept as flat vectors")
         return self.rule.slots(leaves)
 
     def update(
-        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: Leaves
+        self, grads: Params, norm: jax.Array, slots: Slots, params: Params, step: jax.Array, count: jax.Array, *, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
-        """New parameters and slots.
+        """(updated parameters, updated slots).
 
-        norm: global L2 norm of grads; step: int32, for the schedule; count: updates made so far; leaves: of the parameters.
+        norm: global L2 norm of grads; step: int32, for the schedule; count: number of earlier updates; leaves: of the parameters.
         """
         c = self.config
         if c.clip_norm:
@@ -62,7 +64,7 @@ class Optimizer:
         return new, after
 
     def learning_rate(self, step: jax.Array | int) -> jax.Array:
-        """At the update made by step number `step` (0, 1, ...): linear from 0 over the warm-up, then the schedule."""
+        """The learning rate of step `step` (0, 1, ...): linear from 0 during the warm-up, then by the schedule."""
         c, warm = self.config, self.config.warmup_steps
         rest, end = max(1, self.steps - warm), self.config.final_fraction
         decay = min(rest, max(1, int(c.decay_fraction * self.steps)))
@@ -76,28 +78,37 @@ class Optimizer:
         return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
 
 
-def rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names, one of RULES or module:class.
+def make_rule(config: OptimizerConfig) -> Rule:
+    """The rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
 
-    Raises ConfigError where there is none, where its module cannot be imported, and where it lacks something that `Rule` has.
+    Raises ConfigError for an unknown name, a module that cannot be imported, and a class that does not implement `Rule`.
     """
     what, where = f"optimizer.name={config.name}", RULES.get(config.name, config.name)
     path, colon, name = where.rpartition(":")
     if not colon:
-        told = did_you_mean(name, list(RULES))
-        raise ConfigError(f"{what}: no such optimizer{told}" + ("" if told.endswith("?") else ", or module:class for one of your own"))
-    try:
-        module = importlib.import_module(path)
-    except Exception as error:
-        raise ConfigError(f"{what}: {path!r} cannot be imported ({type(error).__name__}: {error})") from error
+        hint = did_you_mean(name, list(RULES))
+        raise ConfigError(f"{what}: no such optimizer{hint}" + ("" if hint.endswith("?") else ", or module:class for a custom one"))
+    module = files.imported(path, what)
     if not hasattr(module, name):
         rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
         raise ConfigError(f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}")
+    return _made(getattr(module, name), config, what)
+
+
+def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
+    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `make_rule`."""
+    own = given if isinstance(given, type) else type(given)
+    name = f"{own.__module__}:{own.__qualname__}"
+    made = _made(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")
+    return dataclasses.replace(config, name=name), made
+
+
+def _made(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
     try:
-        made = getattr(module, name)(config)
+        instance = make(config)
     except Exception as error:
         raise ConfigError(f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})") from error
     fits = {"elementwise": bool, "slots": Callable, "direction": Callable}
-    if lacks := [each for each, kind in fits.items() if not isinstance(getattr(made, each, None), kind)]:
-        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; a rule has what mesh_lm.optim.Rule has")
-    return made
+    if lacks := [each for each, kind in fits.items() if not isinstance(getattr(instance, each, None), kind)]:
+        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; implement mesh_lm.optim.Rule")
+    return instance

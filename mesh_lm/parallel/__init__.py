@@ -1,1 +1,1 @@
-"""How a model lies on a mesh and how a step runs on it: layout, microbatch engine, pipeline stages and their ring."""
+"""A model on a mesh: its layout, the microbatch engine, and pipeline stages with the ring between them."""

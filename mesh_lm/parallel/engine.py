@@ -1,11 +1,11 @@
 """The microbatch engine: gradients of a global batch, by any schedule, on any mesh.
 
-It is manual over {pipeline, data, sequence, expert} and what the rules declare as manual, and leaves {fsdp, tensor} to XLA: what is not
-sharded over a manual axis is reduced over it exactly once per step, in fp32, after the last microbatch. Left to XLA, data-parallel
-gradients are all-reduced in bf16 at every layer of every microbatch.
+It is manual over {pipeline, data, sequence, expert} and the axes that the rules declare as manual, and leaves {fsdp, tensor} to XLA. A
+gradient is reduced over each manual axis that does not shard it exactly once per step, in fp32, after the last microbatch. XLA by itself
+would all-reduce data-parallel gradients in bf16 at every layer of every microbatch.
 
-A schedule is a table of integers (`mesh_lm.schedules.table`); the program is a scan over its ticks, the same on every stage. With one stage
-a tick is one microbatch through the whole model, which is gradient accumulation.
+A schedule is a table of integers (`mesh_lm.schedules.table`). The program, the same on every stage, is a scan over its ticks. With one
+stage, a tick is one microbatch through the whole model, which is gradient accumulation.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import forward, used_outside
 from mesh_lm.optim.contract import is_matrix
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.ring import Columns
-from mesh_lm.parallel.stage import Part
+from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
-from mesh_lm.schedules.table import Table, table
+from mesh_lm.schedules.table import Table, compile_table
 from sharding_rules import axes_of
 
 
-def manual(layout: ModelLayout) -> frozenset[str]:
+def manual_axes(layout: ModelLayout) -> frozenset[str]:
     """The mesh axes that the engine is manual over."""
     return layout.shard.rules.manual_axes() & set(layout.shard.mesh.axis_names)
 
 
 def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
-    """Of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading part, and a
-    dimension of size 1, which stands for all, is not sharded (`leaf_spec`)."""
+    """The sharding of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading
+    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`)."""
     return layout.shard.sharding("activations", (None, "batch", "seq"))
 
 
 def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], tuple[Sums, Params]]:
-    """(params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight).
+    """A function (params, batch of [M, B, S] leaves, the step's key) -> (sums over the global batch, gradients of objective / weight).
 
-    params: the model's buffers among them. Gradients are float32. Arrays among the sums have a segment's layers in front, in the rows that
-    its parameters have in memory.
+    params include the model's buffers. Gradients are float32. Arrays among the sums have a segment's layers as leading dimension, in the
+    order that its parameters have in memory.
     """
 
     def run(params: Params, batch: Batch, key: jax.Array) -> tuple[Sums, Params]:
@@ -64,18 +64,18 @@ def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], 
 
 
 def region(
-    layout: ModelLayout, batch: Batch, flat: Flat = Flat()
+    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
-    """`value_and_grad` for batches like this one; of the sums the scalars come first, then the arrays.
+    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays).
 
-    flat: of these parameters each replica gets its part of the gradients alone, as flat vectors.
+    flat: parameters whose gradients each replica gets one shard of, as flat vectors.
     """
-    specs, by_hand = _specs(layout), manual(layout)
+    specs, by_hand = _specs(layout), manual_axes(layout)
     table = training_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
     def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
         _require_layers_apart(layout, params, _first(batch))
-        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the whole batch
+        weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
@@ -85,8 +85,8 @@ def region(
             return _added(total, (sums, layout.constrain({**grads[0], **grads[1]}, "params"))), None
 
         if table is not None:
-            part = Part(layout, params, batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(part, table, _own(columns))
+            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(program, table, _own(columns))
         elif len(batch["tokens"]) == 1:
             sums, grads = microbatch(None, _first(batch))[0]
         else:
@@ -96,56 +96,57 @@ def region(
         return reduced, _reduced_gradients(grads, specs, layout, flat, reduced)
 
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
-    of_grads |= {vector.name: layout.shard.only(vector.spec, by_hand) for vector in flat.vectors}
+    of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
     run = _manual(gradients, layout, table, batch, (PartitionSpec(),), out_specs)
-    return _widened(run) if layout.shard.rules.reduction == "bfloat16" else run
+    return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
 
 
 def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
-    """(params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and without gradients."""
+    """A function (params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and gradients."""
 
     def run(params: Params, batch: Batch) -> Sums:
         table = evaluation_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
-        def local(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
+        def on_device(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
             def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
                 sums = forward(layout.bind, layout.segments, params, one)[1]
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
-                return _psum(ring.sums(Part(layout, params, batch, _own(stage)), table, _own(columns)), manual(layout), layout)
+                return _psum(ring.sums(StageProgram(layout, params, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
-            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual(layout), layout)
+            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 
-        return _manual(local, layout, table, batch, (), PartitionSpec())(params, dict(batch))
+        return _manual(on_device, layout, table, batch, (), PartitionSpec())(params, dict(batch))
 
     return run
 
 
 @functools.cache
 def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
-    """The schedule of a step. Raises ConfigError where there is none with so many microbatches, or it is not one of F and B."""
-    schedule = custom.find(pipeline.schedule, stages, microbatches, pipeline.chunks)
+    """The schedule of a step. Raises ConfigError for a number of microbatches that it does not support, and for ops other than F and B."""
+    schedule = custom.find_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
     if schedule.kinds != "FB":
-        fix = "weight gradients apart (W) are for study" if "W" in schedule.kinds else "gradients come from the B's"
-        raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; take 1f1b")
+        fix = "separate weight gradients (W) are for study" if "W" in schedule.kinds else "gradients need B"
+        raise ConfigError(f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F and B: {fix}; use 1f1b")
     return schedule
 
 
 @functools.cache
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
-    schedule = training_schedule(pipeline, stages, microbatches)
-    return table(schedule, pipeline.stash == "input"), table(custom.find("forward", stages, microbatches, pipeline.chunks))
+    training = training_schedule(pipeline, stages, microbatches)
+    evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
+    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:
-    """As the engine reads the schedule of a step. Raises as `training_schedule`."""
+    """The table of a step's schedule, as the engine reads it. Raises as `training_schedule` does."""
     return _tables(layout.pipeline, layout.n_stages, microbatches)[0]
 
 
 def evaluation_table(layout: ModelLayout, microbatches: int) -> Table:
-    """The same of an evaluation: forward passes alone."""
+    """The table of an evaluation: forward passes only."""
     return _tables(layout.pipeline, layout.n_stages, microbatches)[1]
 
 
@@ -162,63 +163,66 @@ def _added(total: Any, more: Any) -> Any:
 
 
 def _reduced(sums: Sums, layout: ModelLayout) -> tuple[Sums, Sums]:
-    """Scalars over all devices, and arrays over all but the stages, each of which has its own layers."""
+    """(scalars summed over all devices, arrays summed over all devices of a stage, since each stage has its own layers)."""
     scalars, arrays = ({name: x for name, x in sums.items() if bool(x.ndim) is wanted} for wanted in (False, True))
-    return _psum(scalars, manual(layout), layout), _psum(arrays, manual(layout) - {"pipeline"}, layout)
+    return _psum(scalars, manual_axes(layout), layout), _psum(arrays, manual_axes(layout) - {"pipeline"}, layout)
 
 
 def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> None:
-    """Raises ConfigError where the model uses a parameter of a layer outside of it: its gradient would not have that part."""
+    """Raises ConfigError if the model uses a parameter of its layers elsewhere: the gradient would miss that contribution."""
     if used := used_outside(layout.bind, params, layout.stacked - layout.buffers, one):
-        fix = "make it a parameter of the model itself, which layers do not have"
+        fix = "make it a parameter of the model itself"
         raise ConfigError(f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter of the layers; {fix}")
 
 
 def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]:
-    """What a gradient is taken of, float32: zeros for the stacked parameters (`mesh_lm.model.stack.fold`), and all others themselves."""
+    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves."""
     trained = {name: x for name, x in params.items() if name not in layout.buffers}
     sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in layout.stacked}
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
-def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: Flat, before: Any) -> Params:
-    """Summed over the manual axes along which a parameter is whole, once: all of a gradient, or of a flat one this replica's part.
+def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any) -> Params:
+    """The gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard.
 
-    before: what is summed before flat ones are.
+    before: arrays whose collectives come before those of flat vectors.
     """
-    held = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
-    out = {name: _summed(name, g, manual(layout) - held[name], layout) for name, g in grads.items() if name not in flat.names}
+    sharded_over = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
+    out = {name: _summed(name, g, manual_axes(layout) - sharded_over[name], layout) for name, g in grads.items() if name not in flat.names}
     dtype = jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
-    auto = frozenset(layout.shard.mesh.axis_names) - manual(layout)
+    auto = frozenset(layout.shard.mesh.axis_names) - manual_axes(layout)
     if not flat.vectors:
         return out
-    inside = {name: layout.shard.only(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
-    parts = {v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.cut if a in auto) or None) for v in flat.vectors}
-    local = {name: grads[name] if name in flat.names else out[name] for name in inside}
-    mine = layout.shard.local(partial(flat.reduced, dtype=dtype), (inside, PartitionSpec()), parts)(local, before)
+    matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
+    vector_specs = {
+        v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.shard_axes if a in auto) or None) for v in flat.vectors
+    }
+    local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
+    shards = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (matrix_specs, PartitionSpec()), vector_specs)(local, before)
     for vector in flat.vectors:
-        out[vector.name] = _psum(mine[vector.name], manual(layout) - held[vector.matrices[0].name] - {*vector.over}, layout)
+        axes = manual_axes(layout) - sharded_over[vector.matrices[0].name] - {*vector.replica_axes}
+        out[vector.name] = _psum(shards[vector.name], axes, layout)
     return out
 
 
 def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], layout: ModelLayout) -> jax.Array:
-    """A gradient summed over manual axes, in the type that the rules ask for."""
+    """A gradient summed over manual axes, in the type that the rules choose."""
     logical = layout.axes[name]
     if layout.shard.rules.reduction != "bfloat16" or not is_matrix(name, logical):
         return _psum(grad, axes, layout)
-    # On local shards: XLA:CPU aborts at an all-reduce in bf16 of an array that it cuts itself.
+    # On local shards, because XLA:CPU aborts at a bf16 all-reduce of an array that it partitions itself.
     spec = layout.shard.spec("params", logical)
-    return layout.shard.local(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
+    return layout.shard.shard_map(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
 
 
-def _widened(run: Callable) -> Callable:
-    """The same with gradients in float32. Cast inside of the region, what ZeRO-2 then cuts would be all-reduced, not reduce-scattered."""
+def _cast_to_float32(run: Callable) -> Callable:
+    """`run` with gradients cast to float32. A cast inside the region would turn ZeRO-2's reduce-scatters into all-reduces."""
 
-    def widened(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+    def cast(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
         sums, grads = run(params, batch, key)
         return sums, {name: g.astype(jnp.float32) for name, g in grads.items()}
 
-    return widened
+    return cast
 
 
 def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> Any:
@@ -227,33 +231,33 @@ def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> An
 
 
 def _specs(layout: ModelLayout) -> dict[str, PartitionSpec]:
-    return {name: layout.shard.only(s.spec, manual(layout)) for name, s in layout.shardings("params").items()}
+    return {name: layout.shard.restrict(s.spec, manual_axes(layout)) for name, s in layout.shardings("params").items()}
 
 
 def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
-    """The spec of one leaf of a batch, from that of its largest: the dimensions it has, but none of size 1, which stands for all."""
+    """The spec of one leaf of a batch, from the spec of [M, B, S] leaves: that of its dimensions, without those of size 1 (broadcast)."""
     return PartitionSpec(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=False)))
 
 
 def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, rest: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
-    """(params, batch, ...) -> f(columns of the table, numbers of the stage, params, batch, ...), its arrays local along the manual axes.
+    """A function (params, batch, ...) that calls f(table columns, stage numbers, params, batch, ...) inside a shard_map.
 
-    rest: specs of what follows the batch. Columns and numbers are [1, ...] of all stages' (`_own`); without a table they are empty.
+    rest: specs of the arguments after the batch. Columns and numbers are [1, ...], this stage's (`_own`); without a table they are empty.
     """
     shard, columns, numbers = layout.shard, {}, {}
     if table is not None:
         columns = {name: column.T for name, column in table.columns.items()}
         numbers = {"number": np.arange(table.stages, dtype=np.int32)}
         for name, stack in layout.stacks.items():
-            first = stack.first() + layout.config.stack().start(name)
-            found = {"first": first.astype(np.int32), "start": stack.start(), "skip": stack.skip(), "count": stack.count()}
-            numbers |= {f"{name}/{what}": x for what, x in found.items()}
-    by_stage, leaf = PartitionSpec("pipeline"), shard.only(batch_sharding(layout).spec, manual(layout))
+            first = stack.chunk_first_layers() + layout.config.stack().start(name)
+            numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
+            numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
+    by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual_axes(layout))
     in_specs = (by_stage, by_stage, _specs(layout), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
-    region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual(layout), check_vma=False)
+    region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(layout), check_vma=False)
     return partial(region, columns, numbers)
 
 
 def _own(by_stage: Columns) -> Columns:
-    """A stage's own numbers, of leaves with all stages in front."""
+    """This stage's entry of leaves with a leading stage dimension of size 1."""
     return {name: x[0] for name, x in by_stage.items()}

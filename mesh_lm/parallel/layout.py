@@ -1,10 +1,10 @@
-"""A model before it has weights: its parameters' names, shapes and logical axes, and how to make a module of a dict of arrays.
+"""A model without weights: its parameters' names, shapes, logical axes and shardings, and how to bind a dict of arrays to its module.
 
-Outside the model everything is a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
+Outside the model, parameters are a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
 
-The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk their layers are in model
-order. In memory each stage of a pipeline has its own (`mesh_lm.schedules.stages`); where that is another order, `shapes` and `in_memory`
-differ.
+The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk the layers are in model
+order. In memory each pipeline stage holds its own layers (`mesh_lm.schedules.stages`); where that order differs, so do `shapes` and
+`memory_shapes`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Model
 from mesh_lm.model.buffer import Buffer
-from mesh_lm.optim.contract import Leaf, Params
-from mesh_lm.optim.flat import Flat
+from mesh_lm.optim.contract import ArraySpec, Params
+from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide
@@ -30,36 +30,36 @@ from sharding_rules import Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
 
 MISFIT = "these rules do not fit the model"
-"""What a list of parameters begins with that no rule fits."""
+"""The first line of an error that lists parameters."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelLayout:
-    """The same module as `config.make` builds, with its arrays left out."""
+    """The module that `config.make` builds, without its arrays, on the mesh of `shard`."""
 
     config: ModelConfig
     shard: Shard
     pipeline: PipelineConfig
     stacks: dict[str, StackLayout]
-    """Where the layers of each segment lie."""
+    """The layers of each segment on the pipeline stages."""
     shapes: dict[str, jax.ShapeDtypeStruct]
-    """Of the parameters and buffers as on disk."""
+    """Shapes of the parameters and buffers on disk."""
     axes: dict[str, tuple[str | None, ...]]
     """Their logical axes, scoped where the rules have rows for the segment: "moe/mlp"."""
     buffers: frozenset[str]
-    """Those that have no gradient (`mesh_lm.model.buffer.Buffer`)."""
-    compute: dict[str, Any]
-    """The type that layers cast a parameter to before they use it; its own where they do not say."""
+    """Names of the buffers, which have no gradient (`mesh_lm.model.buffer.Buffer`)."""
+    compute_dtypes: dict[str, Any]
+    """The type that layers cast a parameter to before they use it; by default the type it is stored in."""
     _graph: Any
     _tree: Any
 
     @classmethod
     def of(cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()) -> ModelLayout:
-        """Traces the constructor; no memory is touched.
+        """The layout of a model, from a trace of its constructor; no memory is allocated.
 
-        Raises ShardingRuleError for a parameter whose dimensions are not all named and for rules of a scope that is no segment, and
-        ConfigError for NNX state that is neither nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stack that is
-        no segment's, and for a model that the pipeline cannot divide.
+        Raises ShardingRuleError for a parameter whose dimensions are not all named and for a scope in the rules that is not a segment.
+        Raises ConfigError for NNX state that is neither nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stacked
+        parameter outside of segments, and for a model that the pipeline cannot divide.
         """
         stacks, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, stack.names):
@@ -87,48 +87,49 @@ class ModelLayout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
+        """The segments of the model, in order."""
         return self.config.stack().segments
 
     @property
     def n_stages(self) -> int:
-        """Stages of the pipeline; 1: there is none."""
+        """Pipeline stages; 1: there is no pipeline."""
         return self.shard.mesh.shape["pipeline"]
 
     @property
-    def identity(self) -> bool:
-        """Whether all stacked parameters have their layers in model order in memory, too."""
-        return all(stack.identity for stack in self.stacks.values())
+    def is_contiguous(self) -> bool:
+        """Whether all stacked parameters have their layers in model order in memory, without padding."""
+        return all(stack.is_contiguous for stack in self.stacks.values())
 
     def stack_of(self, name: str) -> StackLayout:
-        """The layout of a stacked parameter, or of a sum that has a segment's layers in front."""
+        """The layout of a stacked parameter, or of a sum with a segment's layers as leading dimension."""
         return self.stacks[segment_of(name)]
 
     @property
     def stacked(self) -> frozenset[str]:
-        """Names of the parameters and buffers that a pipeline's stages divide."""
+        """Names of the parameters and buffers whose layers are divided among the pipeline stages."""
         return frozenset(name for name, axes in self.axes.items() if axes[:1] == ("layers",))
 
     @property
-    def in_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes as the engine has them: stacked parameters by stage, padded where stages have unequal numbers of layers."""
-        rows = {name: (self.stack_of(name).rows, *self.shapes[name].shape[1:]) for name in self.stacked}
+    def memory_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes in memory: stacked parameters are ordered by stage, and padded if stages have unequal numbers of layers."""
+        rows = {name: (self.stack_of(name).padded_rows, *self.shapes[name].shape[1:]) for name in self.stacked}
         return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
 
     @cached_property
-    def leaves(self) -> dict[str, Leaf]:
-        """The parameters and buffers as the engine has them."""
-        return {name: Leaf(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.in_memory.items()}
+    def leaves(self) -> dict[str, ArraySpec]:
+        """The parameters and buffers in memory."""
+        return {name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.memory_shapes.items()}
 
     @cached_property
-    def flat(self) -> Flat:
-        """Which parameters the optimizer has as flat vectors: those that the rules say."""
+    def flat(self) -> FlatLayout:
+        """The parameters that the optimizer keeps as flat vectors, by the rules."""
         parameters = {name: leaf for name, leaf in self.leaves.items() if name not in self.buffers}
-        return Flat.of(self.shard.rules, parameters, self.shardings("params"), self.compute, segment_of)
+        return FlatLayout.of(self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of)
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
 
-        Under jit with `canonical_shardings("params")` each device makes its own part, and the bits do not depend on the mesh.
+        Under jit with `canonical_shardings("params")` each device makes its own shards, and the bits do not depend on the mesh.
         """
         state = nnx.split(_make(self.config, self.shard, key))[1]
         return dict(zip(self.shapes, jax.tree.leaves(state), strict=True))
@@ -138,9 +139,9 @@ class ModelLayout:
         return cast(Model, nnx.merge(self._graph, jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])))
 
     def shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """Where each parameter (or its gradient, or its moments) lives. Raises ShardingRuleError with every parameter that no rule fits."""
+        """Shardings of the parameters, their gradients or moments. Raises ShardingRuleError with every parameter that no rule fits."""
         out, problems = {}, []
-        for name, shape in self.in_memory.items():
+        for name, shape in self.memory_shapes.items():
             try:
                 out[name] = self.shard.sharding(kind, self.axes[name], shape.shape, name)
             except ShardingRuleError as error:
@@ -150,32 +151,32 @@ class ModelLayout:
         return out
 
     def canonical_shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """The same of parameters whose layers are in model order: as they are initialised, saved and restored."""
-        shapes = self.in_memory
+        """`shardings` for parameters with layers in model order, as they are initialised, saved and restored."""
+        shapes = self.memory_shapes
         where = self.shardings(kind).items()
         return {n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s for n, s in where}
 
-    def by_stage(self, tree: Params, kind: Kind) -> Params:
-        """Parameters (gradients, moments) in model order -> as the engine has them. Takes them over: there is one twice at a time."""
-        return self._relaid(tree, kind, to_memory)
+    def to_memory_order(self, tree: Params, kind: Kind) -> Params:
+        """Parameters (gradients, moments) in model order -> the order in memory. Donates its input; the peak is one extra array."""
+        return self._reordered(tree, kind, to_memory)
 
-    def in_model_order(self, tree: Params, kind: Kind) -> Params:
-        """The inverse of `by_stage`."""
-        return self._relaid(tree, kind, to_canonical)
+    def to_model_order(self, tree: Params, kind: Kind) -> Params:
+        """The inverse of `to_memory_order`."""
+        return self._reordered(tree, kind, to_canonical)
 
-    def _relaid(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
-        if self.identity:
+    def _reordered(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
+        if self.is_contiguous:
             return tree
         where = self.shardings(kind)
         return {name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x for name, x in tree.items()}
 
     def constrain(self, tree: Params, kind: Kind) -> Params:
-        """Pins a dict of parameters, gradients or moments to its column of the rules."""
+        """A dict of parameters, gradients or moments, constrained to its column of the rules."""
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
-    """The layers of a model, by segment, on the stages of a mesh. Raises ConfigError where they do not fit or cannot be."""
+    """Segment -> its layers on the pipeline stages. Raises ConfigError for a wrong stack, and for layers that cannot be divided so."""
     stack = config.stack()
     if problems := stack.problems():
         raise ConfigError("\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems]))
@@ -186,37 +187,37 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
             f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its stack() has no segments); "
             "set mesh.pipeline=1"
         )
-    computed = stack.computed(stages * pipeline.chunks, pipeline.stash == "input")
+    computed = stack.with_recomputation(stages * pipeline.chunks, pipeline.stash == "input")
     return divide(computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance)
 
 
 def segment_of(name: str) -> str:
-    """The part of the module that a parameter belongs to, or a segment's sum: "moe" of "moe.mlp.up.weight" and of "moe/load"."""
+    """The segment (or other attribute) of a parameter or a sum: "moe" for "moe.mlp.up.weight" and for "moe/load"."""
     return name.replace("/", ".").partition(".")[0]
 
 
 def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
-    """The type that layers cast it to. Raises ConfigError where that is none, and for a parameter that is not stored in float32."""
-    told = variable.get_metadata().get("compute_dtype")
+    """The type that layers cast it to. Raises ConfigError for an unknown type, and for a parameter that is not stored in float32."""
+    declared = variable.get_metadata().get("compute_dtype")
     if not isinstance(variable, Buffer) and stored != "float32":
         raise ConfigError(f"model.{name} is {stored}; store it in float32, and set compute_dtype={str(stored)!r} of its nnx.Param")
     try:
-        return jax.numpy.dtype(told or stored)
+        return jax.numpy.dtype(declared or stored)
     except TypeError as error:
-        raise ConfigError(f"model.{name}: compute_dtype={told!r} is no type; write it as in compute_dtype='bfloat16'") from error
+        raise ConfigError(f"model.{name}: compute_dtype={declared!r} is not a type; write it as in compute_dtype='bfloat16'") from error
 
 
 def _check_stack(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], stack: Stack) -> None:
-    """Raises ConfigError where just one of them says that a parameter is stacked: its segment, or its first logical axis."""
+    """Raises ConfigError unless a parameter of a segment has the logical axis "layers" first, and no other parameter does."""
     layers = next((segment.n_layers for segment in stack.segments if segment.name == segment_of(name)), None)
     if layers is None and axes[:1] == ("layers",):
         has = f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
-        raise ConfigError(f"model.{name} has layers in front, but {segment_of(name)!r} is no segment: {has}")
+        raise ConfigError(f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a segment: {has}")
     if layers is not None and (axes[:1] != ("layers",) or shape[0] != layers):
-        found = f"{shape} with the logical axes {axes}"
-        raise ConfigError(f"model.{name} is {found}; parameters of the segment {segment_of(name)!r} have its {layers} layers in front")
+        what = f"{shape} with the logical axes {axes}"
+        raise ConfigError(f"model.{name} is {what}; parameters of the segment {segment_of(name)!r} have its {layers} layers first")
 
 
 def _make(config: ModelConfig, shard: Shard, key: jax.Array) -> nnx.Module:
-    with nnx.use_eager_sharding(False):  # our rules place the arrays, not Flax's
+    with nnx.use_eager_sharding(False):  # our rules shard the arrays, not Flax
         return config.make(shard, nnx.Rngs(params=key))

@@ -1,6 +1,6 @@
-"""A model that was trained in stages, without them, for what the ring cannot run: generating and scoring text.
+"""Merges the pipeline stages of a model into FSDP, for generation and scoring, which the ring of stages cannot run.
 
-The stages' devices go to FSDP. Each then holds a part of every layer, as large as its whole layers were, so that the weights still fit.
+Each device then holds a shard of every layer, as large as the layers of its stage were, so that the weights still fit.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ from sharding_rules.presets import product
 _AXIS = "pipeline"
 
 
-def folded(model: ModelConfig, shard: Shard) -> ModelLayout:
-    """The model on the devices of a mesh without its stages: the mesh with fsdp * pipeline, and rules that cut embed and batch over fsdp.
+def merged_layout(model: ModelConfig, shard: Shard) -> ModelLayout:
+    """The model on the same devices without stages: fsdp is multiplied by pipeline, and the rules shard embed and batch over fsdp.
 
-    Where FSDP cannot cut the weights so often, the devices become replicas (data * pipeline), which hold `pipeline` times as much.
-    Raises ShardingRuleError where the rules do not fit the model even so.
+    If the weights do not divide over that many devices, data is multiplied instead: replicas that hold `pipeline` times as much.
+    Raises ShardingRuleError if the rules do not fit the model that way either.
     """
     if shard.mesh.shape[_AXIS] == 1:
         return ModelLayout.of(model, shard)
     rules = _with_fsdp(shard.rules)
     try:
-        layout = ModelLayout.of(model, Shard(rules, _given_to("fsdp", shard.mesh)))
+        layout = ModelLayout.of(model, Shard(rules, _merged_into("fsdp", shard.mesh)))
         layout.shardings("params")
         return layout
     except ShardingRuleError:
-        return ModelLayout.of(model, Shard(rules, _given_to("data", shard.mesh)))
+        return ModelLayout.of(model, Shard(rules, _merged_into("data", shard.mesh)))
 
 
-def unpiped(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
-    """`folded`, with the weights moved there. It takes them over: memory grows by one of them at a time.
+def without_pipeline(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
+    """(`merged_layout`, the weights moved there). Donates the weights; the peak is one extra array.
 
-    Where there is one stage, both are what they were.
+    With one stage, both are returned unchanged.
     """
     shard = layout.shard
     if shard.mesh.shape[_AXIS] == 1:
         return layout, params
-    target = folded(layout.config, shard)
-    params, where = layout.in_model_order(params, "params"), target.shardings("params")
+    target = merged_layout(layout.config, shard)
+    params, where = layout.to_model_order(params, "params"), target.shardings("params")
     grown = next(axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis])
     return target, {name: _moved(x, where[name], grown) for name, x in params.items()}
 
 
 def _with_fsdp(rules: Rules) -> Rules:
-    """FSDP's cuts beside their own; weights that they already cut over fsdp keep their dimension."""
+    """The rules with FSDP added; weights that they already shard over fsdp keep that dimension."""
     fsdp = preset("hsdp")
     if any("fsdp" in axes_of(entry) for entry in rules.params.values()):
         fsdp = fsdp.replace(fsdp.name, params={"embed": None})
     return product(rules, fsdp)
 
 
-def _given_to(axis: str, mesh: Mesh) -> Mesh:
-    """The mesh with its stages inside another axis, innermost: tensor, inside a node, keeps its neighbours."""
+def _merged_into(axis: str, mesh: Mesh) -> Mesh:
+    """The mesh with its stages merged into another axis, as the inner part of it, so that tensor keeps its neighbours."""
     sizes = {**mesh.shape, _AXIS: 1, axis: mesh.shape[axis] * mesh.shape[_AXIS]}
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(_AXIS), mesh.axis_names.index(axis))
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _moved(x: jax.Array, where: jax.NamedSharding, grown: str) -> jax.Array:
-    """An array of the mesh in stages to the folded one, on which `grown` is what (grown, pipeline) was: one all-to-all at most."""
+    """An array of the mesh with stages, moved to the merged mesh, whose axis `grown` was (grown, pipeline): at most one all-to-all."""
     mesh: Mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     was = {axis: (axis,) for axis in mesh.axis_names} | {grown: (grown, _AXIS), _AXIS: ()}
     same = jax.NamedSharding(mesh, PartitionSpec(*(tuple(a for axis in axes_of(entry) for a in was[axis]) for entry in where.spec)))
     if not x.sharding.is_equivalent_to(same, x.ndim):
         old, x = x, jax.jit(lambda x: x, out_shardings=same)(x)
-        jax.block_until_ready(x)  # lest the next array be there twice as well
+        jax.block_until_ready(x)  # otherwise two arrays could exist twice at once
         old.delete()
     return jax.make_array_from_single_device_arrays(x.shape, where, [part.data for part in x.addressable_shards])

@@ -1,8 +1,8 @@
-"""One stage's part of the model: the embedding where it is the first, a chunk of the layers, the loss where it is the last.
+"""The program of one pipeline stage: the embedding on the first stage, chunks of layers on each, the loss on the last.
 
-Lives inside the manual region. Parameters outside the stack of layers are on every stage, because stages are one program; which of them a
-stage uses is decided by its number, which XLA does not know. Branches of a conditional must agree on their results' shardings: all are
-pinned to the rules.
+It runs inside the manual region. All stages run one program, so parameters outside the segments are replicated on every stage; a stage
+selects what to compute by its number, an array. Branches of a conditional must agree on the shardings of their results, so all of these
+are constrained to the rules.
 """
 
 from __future__ import annotations
@@ -18,89 +18,90 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import Rows, added, fold, loss_sums
+from mesh_lm.model.stack import RowRange, add_sums, loss_sums, run_segment
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 
 
 class Work(NamedTuple):
-    """What a slot works on, int32 each."""
+    """The microbatch and the chunk of a slot, int32 scalars."""
 
     microbatch: jax.Array
     chunk: jax.Array
 
 
 class Gradients(NamedTuple):
-    """Of one pass of one microbatch through one virtual stage."""
+    """The results of the backward pass of one microbatch through one virtual stage."""
 
     sums: Sums
-    """Scalars."""
+    """Scalar sums."""
     arrays: Sums
-    """Of each layer that the chunk has rows for: [width, ...]."""
+    """Arrays of sums, with one row for each row of parameters that the pass reads: [rows_per_pass, ...]."""
     layers: Params
-    """Of those layers' parameters."""
+    """Gradients of those layers' parameters."""
     shared: Params
-    """Of what layers use of the other parameters."""
+    """Gradients of the other parameters that layers use."""
     loss: Params
-    """Of what the loss uses, zero but on the last virtual stage. Apart from `shared`: XLA would copy what passes through a second
-    conditional."""
+    """Gradients of the parameters that the loss uses; zero except on the last virtual stage. They are separate from `shared`, because XLA
+    copies what passes through a second conditional."""
     embed: Params
-    """Of what the embedding uses, zero but on the first."""
+    """Gradients of the parameters that the embedding uses; zero except on the first virtual stage."""
     x: jax.Array
-    """Of what went into the chunk, [B, S, D]."""
+    """Gradient of the chunk's input, [B, S, D]."""
 
 
-class Part:
-    """What a stage computes for a microbatch."""
+class StageProgram:
+    """Forward and backward passes of one stage, for any microbatch and chunk."""
 
     def __init__(
         self, layout: ModelLayout, params: Params, batch: Batch, stage: Mapping[str, jax.Array], *,
         key: jax.Array | None = None, weight: jax.Array | float = 1.0,
     ) -> None:  # fmt: skip
-        """Raises ConfigError for layers that would wait for ever.
+        """Raises ConfigError for layers whose communication would deadlock.
 
         Args:
-          params: this stage's, as the engine has them.
-          batch: leaves [M, B, S], this device's.
-          stage: its "number" and, for each segment and chunk, of its rows "moe/start" and "moe/skip", and of its layers "moe/first", which
-            counts from the model's first layer, and "moe/count" (`mesh_lm.schedules.stages`).
-          key: the step's; None: without dropout.
-          weight: of all labels of the global batch, by which the objective is divided.
+          params: this stage's parameters, as in memory.
+          batch: this device's leaves [M, B, S].
+          stage: its "number" and, for each segment and chunk, the rows "moe/start" and "moe/skip" and the layers "moe/first" (a number in
+            the whole model) and "moe/count" (`mesh_lm.schedules.stages`).
+          key: the step's key; None: without dropout.
+          weight: the sum of label weights of the global batch, which divides the objective.
         """
         self.layout, self.batch, self.stage, self.key, self.seed = layout, batch, stage, key, 1.0 / weight
         self.layers = {name: x for name, x in params.items() if name in layout.stacked}
         self.shared = {name: x for name, x in params.items() if name not in layout.stacked}
-        some = Work(jnp.int32(0), jnp.int32(0))
-        embed, like = jax.make_jaxpr(partial(self._embed, some), return_shape=True)(self.shared)
+        any_work = Work(jnp.int32(0), jnp.int32(0))
+        embed, like = jax.make_jaxpr(partial(self._embed, any_work), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        layers, (_, more) = jax.make_jaxpr(partial(self.run, some, None), return_shape=True)(self.shared, self.zero_input)
-        loss, sums = jax.make_jaxpr(partial(self._loss, some), return_shape=True)(self.shared, self.zero_input)
+        layers, (_, more) = jax.make_jaxpr(partial(self.run, any_work, None), return_shape=True)(self.shared, self.zero_input)
+        loss, sums = jax.make_jaxpr(partial(self._loss, any_work), return_shape=True)(self.shared, self.zero_input)
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
-        self.of_layers, self.of_loss, self.of_embed = (self._trained(made.jaxpr) for made in (layers, loss, embed))
+        self.of_layers, self.of_loss, self.of_embed = (self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed))
         self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
-        self.kept = self._depends_on_x(some) if layout.pipeline.stash == "residuals" and key is not None else []
+        self.saved = self._depends_on_x(any_work) if layout.pipeline.stash == "residuals" and key is not None else []
 
-    def _trained(self, jaxpr: Any) -> Params:
-        """Those of the shared parameters that a jaxpr uses and a gradient is taken of."""
+    def _used_and_trained(self, jaxpr: Any) -> Params:
+        """The shared parameters that a jaxpr uses and that have a gradient."""
         return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.layout.buffers}
 
     # Forward.
 
     def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
-        """The chunk's output [B, S, D], and what its backward will be given: nothing, or the output, the sums and all residuals that depend
-        on x.
+        """(the chunk's output [B, S, D], what is saved for its backward pass).
 
-        stashed: what came from the stage before, which the first virtual stage does not look at.
+        That is nothing if the backward pass recomputes the forward pass; otherwise the output, the sums and all residuals that depend on x.
+
+        stashed: the output of the previous stage, which the first virtual stage ignores.
         """
         x = self._input(work, stashed)
         if self.layout.pipeline.stash == "input":
             return self._pin(self.run(work, None, self.shared, x)[0]), ()
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
-        left = [leaf for leaf, keep in zip(jax.tree.leaves(pull), self.kept, strict=True) if keep]
-        return self._pin(out[0]), (out, left)
+        residuals = [leaf for leaf, save in zip(jax.tree.leaves(pull), self.saved, strict=True) if save]
+        return self._pin(out[0]), (out, residuals)
 
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
-        """The chunk's output [B, S, D], and its scalar sums."""
+        """(the chunk's output [B, S, D], its scalar sums), without dropout."""
         y, more = self.run(work, None, self.shared, self._input(work, stashed))
         with jax.named_scope("loss"):
             sums = lax.cond(self._last(work), lambda: self._full(self._loss(work, self.shared, y)), lambda: self.zero_sums)
@@ -108,9 +109,12 @@ class Part:
 
     # Backward.
 
-    def backward(self, work: Work, stashed: jax.Array, left: Any, dy: jax.Array) -> Gradients:
-        """stashed: as in the forward pass, [B, S, D]. left: what that left. dy: of the output, not looked at where the loss is here."""
-        (y, more), pull = self._recalled(work, self._input(work, stashed), left)
+    def backward(self, work: Work, stashed: jax.Array, saved: Any, dy: jax.Array) -> Gradients:
+        """The gradients of a chunk.
+
+        stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on the last virtual stage.
+        """
+        (y, more), pull = self._forward_vjp(work, self._input(work, stashed), saved)
         with jax.named_scope("loss"):
             sums, d_loss, dy = lax.cond(
                 self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
@@ -122,38 +126,42 @@ class Part:
         layers, shared = self._pin_params(d_layers), self._pin_params(d_shared)
         return Gradients(sums, _arrays(more), layers, shared, d_loss, d_embed, self._pin(dx))
 
-    def nothing(self, dx: jax.Array) -> Gradients:
-        """Of no microbatch; dx stays."""
+    def zero_gradients(self, dx: jax.Array) -> Gradients:
+        """The gradients of an idle slot: zeros, and dx unchanged."""
         layers, shared, loss, embed = map(self._zeros, (jax.eval_shape(self._sinks), self.of_layers, self.of_loss, self.of_embed))
         return Gradients(self.zero_sums, self.zero_arrays, layers, shared, loss, embed, self._pin(dx))
 
-    def _recalled(self, work: Work, x: jax.Array, left: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
-        """The forward pass again, as `jax.vjp` gives it: computed, or from what it left."""
+    def _forward_vjp(self, work: Work, x: jax.Array, saved: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
+        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or restored from what `forward` saved.
+
+        A vjp function is a pytree whose leaves are its residuals. `jax.vjp` of the same function yields them in the same order each time,
+        so the saved ones replace their recomputed counterparts, and XLA removes the computations that made those.
+        """
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         if self.layout.pipeline.stash == "input":
             return out, pull
-        (out, residuals), (leaves, structure) = left, jax.tree.flatten(pull)
-        # What follows from weights alone is taken from this second pass, and XLA leaves out the rest of it.
-        kept = iter(residuals)
-        recalled = [next(kept) if keep else leaf for leaf, keep in zip(leaves, self.kept, strict=True)]
-        return out, jax.tree.unflatten(structure, recalled)
+        (out, residuals), (leaves, structure) = saved, jax.tree.flatten(pull)
+        from_forward = iter(residuals)
+        # Residuals that depend on weights only, such as casts of them, are recomputed rather than saved.
+        restored = [next(from_forward) if was_saved else leaf for leaf, was_saved in zip(leaves, self.saved, strict=True)]
+        return out, jax.tree.unflatten(structure, restored)
 
     def _differentiated(self) -> tuple[Params, Params]:
-        """What a gradient is taken of besides x: what stands for the layers' parameters, and the others that they use, as float32."""
+        """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and the other parameters they use."""
         return self._sinks(), _wide(self.of_layers)
 
     def _sinks(self) -> Params:
-        """Of the parameters of the layers that a pass reads: what stands for their gradients (`mesh_lm.model.stack.fold`)."""
+        """Zeros that receive the gradients of the layers that a pass reads (see `mesh_lm.model.stack.run_segment`)."""
         trained = {name: x for name, x in self.layers.items() if name not in self.layout.buffers}
-        return {name: jnp.zeros((self.layout.stack_of(name).width, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
+        return {name: jnp.zeros((self.layout.stack_of(name).rows_per_pass, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
 
-    def _depends_on_x(self, some: Work) -> list[bool]:
-        """Of each residual of a pass, whether it depends on x."""
+    def _depends_on_x(self, any_work: Work) -> list[bool]:
+        """For each residual of a pass, whether it depends on x."""
 
         def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(partial(self.run, work), *self._differentiated(), x)[1])
 
-        jaxpr = jax.make_jaxpr(residuals)(self.zero_input, some).jaxpr
+        jaxpr = jax.make_jaxpr(residuals)(self.zero_input, any_work).jaxpr
         reached = {id(jaxpr.invars[0])}
         for equation in jaxpr.eqns:
             if any(id(operand) in reached for operand in equation.invars):
@@ -168,33 +176,34 @@ class Part:
     def _embed_grad(self, work: Work, dx: jax.Array) -> Params:
         return self._pin_params(jax.vjp(partial(self._embed, work), _wide(self.of_embed))[1](dx)[0])
 
-    # The model's own methods. `used` are those of the shared parameters that a gradient is taken of, or all.
+    # The model's methods. `used` are the shared parameters to differentiate, or all of them.
 
     def run(self, work: Work, sinks: Params | None, used: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
-        """x through the chunk's layers: of each segment, in order, those that the virtual stage has."""
+        """(output, sums) of the chunk's layers: those of each segment, in order, that this virtual stage has."""
         params = {**self.shared, **used, **self.layers}
         model, (batch, dropout) = self._module(params), self._microbatch(work)
-        below = self._module({**params, **sinks}) if sinks else None
+        sink_model = self._module({**params, **sinks}) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.layout.segments:
             stack = self.layout.stacks[segment.name]
             first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
-            rows = Rows(start if stack.height > stack.width else 0, stack.width, *((skip, count) if stack.padded else ()))
-            x, _, sums = fold(model, segment, x, ctx, first, rows, below)
-            total = added(total, sums)
+            start = start if stack.rows_per_stage > stack.rows_per_pass else 0
+            rows = RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
+            x, _, sums = run_segment(model, segment, x, ctx, first, rows, sink_model)
+            total = add_sums(total, sums)
         return x, total
 
     def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
-        """Of a gradient or an array of sums the rows that a pass makes: [height, ...] to [width, ...]."""
-        width = self.layout.stack_of(name).width
+        """The rows that a pass writes in a gradient or array of sums: [rows_per_stage, ...] -> [rows_per_pass, ...]."""
+        width = self.layout.stack_of(name).rows_per_pass
         return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:
-        """One of this stage's numbers, for the chunk at work (see __init__)."""
+        """One of this stage's numbers for the current chunk (see __init__)."""
         return lax.dynamic_index_in_dim(self.stage[f"{segment}/{what}"], jnp.maximum(work.chunk, 0), keepdims=False)
 
     def _input(self, work: Work, stashed: jax.Array) -> jax.Array:
-        """What goes into the chunk, [B, S, D]: the embedding's output, or what came from the stage before."""
+        """The chunk's input, [B, S, D]: the embedding's output, or the previous stage's output."""
         with jax.named_scope("embed"):
             return lax.cond(self._first(work), lambda: self._pin(self._embed(work, self.shared)), lambda: self._pin(stashed))
 
@@ -225,20 +234,21 @@ class Part:
         return self.layout.constrain(grads, "params")
 
     def _zeros(self, like: Mapping[str, Any]) -> Params:
-        # Of plain zeros XLA would keep one copy outside the loop over ticks, as large as all gradients.
+        # XLA would keep a copy of plain zeros outside the loop over ticks, as large as all gradients.
         zero = lax.optimization_barrier(jnp.float32(0))
         return self._pin_params({name: jnp.broadcast_to(zero, x.shape) for name, x in like.items()})
 
     def _full(self, sums: Sums) -> Sums:
-        """With those of the auxiliary losses, or of the loss, that are not among them."""
+        """The sums with zeros for those of the loss or of auxiliary losses that are missing."""
         return {**self.zero_sums, **sums}
 
     def _seeds(self, sums: Sums) -> Sums:
+        """The cotangents of the sums: 1 / weight for the objective, zero for all others."""
         return {name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x) for name, x in sums.items()}
 
 
 def _wide(params: Params) -> Params:
-    """As float32, which their gradients are added up in. Made where it is used: a conditional or a loop would keep them."""
+    """The parameters as float32, the type in which gradients are summed. Cast where used, because a conditional or loop would save them."""
     return {name: x.astype(jnp.float32) for name, x in params.items()}
 
 
@@ -251,37 +261,37 @@ def _arrays(sums: Mapping[str, Any]) -> Sums:
 
 
 def _used(jaxpr: Any, params: Params) -> Params:
-    """Those of the parameters, which are the first that the jaxpr takes, that it does something with."""
+    """The parameters that a jaxpr uses. They are its first arguments."""
     used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
     return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=False) if id(taken) in used}
 
 
 def _permutes(stage: Any, ends: Sequence[Any], model: str) -> bool:
-    """Whether a stage sends arrays to neighbours. Raises ConfigError where it does so in a branch, as embedding and loss are.
+    """Whether a stage permutes arrays among devices. Raises ConfigError if it does so inside a branch, in its embedding or in its loss.
 
-    For a collective-permute XLA:CPU waits for every device, also for those of stages that are idle or have fewer layers.
+    For a collective-permute XLA:CPU waits for every device, including those of stages that are idle or have fewer layers.
     """
     always, in_branches = _primitives(stage)
     if "ppermute" in in_branches:
-        fix = "stages that do not take the branch would be waited for, for ever; give all stages as many layers"
+        fix = "it would deadlock on stages that do not take the branch; give all stages the same number of layers"
         raise ConfigError(f"{model} permutes arrays inside a conditional: {fix}")
     if any("ppermute" in set.union(*_primitives(end)) for end in ends):
-        fix = "only the first stage embeds and only the last computes the loss, and all would be waited for; gather instead"
+        fix = "only the first stage embeds and only the last computes the loss, so it would deadlock; gather instead"
         raise ConfigError(f"{model} permutes arrays in its embed or loss: {fix}")
     return "ppermute" in always
 
 
 def _primitives(jaxpr: Any) -> tuple[set[str], set[str]]:
-    """Names of what a jaxpr does always, in loops too, and of what it does in branches only."""
+    """(names of the primitives that always run, including those in loops; names of those that run in branches)."""
     always, in_branches = set(), set()
     for equation in jaxpr.eqns:
         always.add(equation.primitive.name)
-        for below, branches in map(_primitives, _inside(list(equation.params.values()))):
-            (in_branches if equation.primitive.name == "cond" else always).update(below)
+        for nested, branches in map(_primitives, _inside(list(equation.params.values()))):
+            (in_branches if equation.primitive.name == "cond" else always).update(nested)
             in_branches |= branches
     return always, in_branches
 
 
 def _inside(params: Sequence[Any]) -> list[Any]:
     jaxprs = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(params))
-    return [each for each in jaxprs if hasattr(each, "eqns")]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]

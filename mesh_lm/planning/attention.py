@@ -1,4 +1,4 @@
-"""The attention of a plan: what serves it on the target, whether that can be compiled here, and what the compiler made of it."""
+"""The attention of a plan: its implementation on the target, whether that can be compiled here, and the kernels in the compiled program."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ import jax.numpy as jnp
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
-from pallas_kernels import choose, describe
+from pallas_kernels import choose_attention, describe_attention
 from sharding_rules.lab import Report
 from sharding_rules.lab.hlo import Array, arrays
 from sharding_rules.lab.targets import TARGETS
 
 _KERNELS = {"mosaic_gpu": "mosaic", "__cudnn$fmha": "cudnn"}
-"""By how the target of the custom call begins."""
+"""Prefix of the custom call's target -> name."""
 
 
-def served_by(config: TrainConfig, target: str) -> set[str]:
-    """The implementations that attention=auto takes on the target, one for each kind of layer; else what the model asks for."""
-    model, asked = config.model, getattr(config.model, "attention", "")
-    if asked != "auto" or not isinstance(model, DecoderConfig):
-        return {asked}
+def attention_implementations(config: TrainConfig, target: str) -> set[str]:
+    """Returns the implementations that attention=auto chooses on the target, by kind of layer; else the one that the model names."""
+    model, wanted = config.model, getattr(config.model, "attention", "")
+    if wanted != "auto" or not isinstance(model, DecoderConfig):
+        return {wanted}
     S = model.seq_len
     q, k = (jax.ShapeDtypeStruct((1, S, heads, model.d_head), jnp.dtype(model.dtype)) for heads in (model.n_heads, model.kv_heads))
     ids = None if config.data.documents == "joined" else jax.ShapeDtypeStruct((1, S), jnp.int32)
     sinks = jax.ShapeDtypeStruct((model.n_heads,), jnp.float32) if model.sinks else None
     on = {"platform": "gpu", "capability": TARGETS[target].capability, "softcap": model.softcap or None, "segment_ids": ids, "sinks": sinks}
-    return {choose(describe(q, k, k, window=window, **on)).name for window in model.windows()}
+    return {choose_attention(describe_attention(q, k, k, window=window, **on)).name for window in model.windows()}
 
 
-def compilable(config: TrainConfig, target: str = "h100") -> TrainConfig:
-    """The config with an attention that can be compiled here: cuDNN's needs its library, which the extra `aot` leaves out."""
-    if _installed("nvidia", "nvidia.cudnn") or not {"cudnn", "auto"} & served_by(config, target):
+def with_compilable_attention(config: TrainConfig, target: str = "h100") -> TrainConfig:
+    """Returns the config with an attention that can be compiled here: cuDNN's needs a library that the extra `aot` does not install."""
+    if _installed("nvidia", "nvidia.cudnn") or not {"cudnn", "auto"} & attention_implementations(config, target):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))  # pyright: ignore[reportCallIssue]
 
 
 def _installed(*packages: str) -> bool:
-    """Outermost first: to look for one inside of a package that is absent is an error."""
+    """Returns whether all packages are installed. Parents first, because find_spec raises for a child of a missing package."""
     return all(importlib.util.find_spec(package) for package in packages)
 
 
-def facts(config: TrainConfig, report: Report, target: str) -> tuple[tuple[str, str], ...]:
-    """A line for the report: the kernel that the compiled program calls, on which shapes, and where the run will take another."""
-    if not (asked := getattr(config.model, "attention", "")):
+def report_facts(config: TrainConfig, report: Report, target: str) -> tuple[tuple[str, str], ...]:
+    """Returns a line for the report: the kernel that the compiled program calls, its shapes, and the run's own kernel if it differs."""
+    if not (wanted := getattr(config.model, "attention", "")):
         return ()
-    made = "; ".join(dict.fromkeys(_calls(report))) or "xla, no kernel"
-    if getattr(compilable(config, target).model, "attention", "") != asked:
-        made += f": cuDNN is not installed here; the run takes {' and '.join(sorted(served_by(config, target)))}"
-    return (("attention", made),)
+    text = "; ".join(dict.fromkeys(_calls(report))) or "xla, no kernel"
+    if getattr(with_compilable_attention(config, target).model, "attention", "") != wanted:
+        text += f": cuDNN is not installed here; the run will use {' and '.join(sorted(attention_implementations(config, target)))}"
+    return (("attention", text),)
 
 
 def _calls(report: Report) -> list[str]:
-    """Of fused attention, which has queries, keys and values of four axes before all else."""
-    found = []
+    """Describes the calls of fused attention, whose first operands are queries, keys and values with four axes."""
+    calls = []
     for called, shapes, where in report.kernels:
         name = next((name for begin, name in _KERNELS.items() if called.startswith(begin)), "")
         first = [array for shape in shapes[:3] for array in arrays(shape)]
         if name and where.phase != "backward" and len(first) == 3 and all(len(array.dims) == 4 for array in first):
-            found.append(f"{name} kernel, q {_dims(first[0])} k {_dims(first[1])} on each device")
-    return found
+            calls.append(f"{name} kernel, q {_dims(first[0])} k {_dims(first[1])} on each device")
+    return calls
 
 
 def _dims(array: Array) -> str:

@@ -13,13 +13,13 @@ from sharding_rules import axes_of
 from sharding_rules.lab import Report
 
 
-def largest(
+def largest_microbatch(
     config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report], *, say: Callable[[str], None], most: int = 4096
 ) -> tuple[tuple[str, str], ...]:
-    """How many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
+    """Returns how many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
 
-    Each try is compiled. It has as many microbatches as the config; without a pipeline two at most, because more change nothing in memory
-    but the tokens themselves.
+    Each attempt is compiled, with the config's number of microbatches; without a pipeline with at most two, because more need no further
+    memory except for their tokens.
     """
     config = check(config, n_devices)
     mesh = config.mesh.sizes()
@@ -47,13 +47,13 @@ def largest(
         low, high = (b, high) if fits(b) else (low, b)
     if high > most:
         return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
-    found = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
+    result = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
     each = config.train.global_batch // ways
     best = next((b for b in range(low, 0, -1) if each % b == 0 and _can_run(config, each // b, n_devices)), None)
     if best is None:
-        return (("largest microbatch", found),)
+        return (("largest microbatch", result),)
     advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
-    return (("largest microbatch", found), ("for this batch", advice))
+    return (("largest microbatch", result), ("for this batch", advice))
 
 
 def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
@@ -65,7 +65,8 @@ def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
 
 
 def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:
-    """Where a straight line meets the memory, inside (low, high): between the two, else through the last two that fit."""
+    """Returns where a line through two measured peaks reaches the memory's size, inside (low, high). The two are low and high, or the
+    largest two that fit if high has not been measured."""
     if len(peaks) == 1:
         return low + 1
     a, b = (low, high) if high in peaks else sorted(peaks)[-2:]

@@ -1,4 +1,4 @@
-"""A config's training step as a program for GPUs that are not here: exactly the one that `train.py` runs."""
+"""A config's training step, the same that `train.py` runs, as a program for GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from mesh_lm.data.abstract import abstract_batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.planning import stages
-from mesh_lm.planning import state_bytes as held
-from mesh_lm.planning.attention import compilable
+from mesh_lm.planning import stages, state_bytes
+from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
@@ -32,7 +31,7 @@ from sharding_rules.lab.targets import NODE, TARGETS
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
-    """How many devices to plan for: as asked, else what the mesh says; where one of its axes is -1, the fewest whole nodes."""
+    """Returns the number of devices to plan for: `devices`, else the mesh's size; if one of its axes is -1, the fewest full nodes."""
     sizes = config.mesh.sizes().values()
     fixed = math.prod(size for size in sizes if size != -1)
     return devices or (math.lcm(fixed, NODE) if -1 in sizes else fixed)
@@ -43,50 +42,57 @@ class Program:
     """A training step, before it is compiled."""
 
     config: TrainConfig
-    """Checked, and with an attention that can be compiled here."""
+    """The checked config, with an attention that can be compiled here."""
     mesh: Mesh
     layout: ModelLayout
 
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
-        """Raises ConfigError where the config cannot run on so many devices, LabError where the compiler for the target is missing."""
+        """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for the target is missing."""
         config = check(config, n_devices)
         try:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         except CompilerMissing as error:
             raise LabError(f"{error.what}; {INSTALL}") from error
-        config = compilable(config, target)
+        config = with_compilable_attention(config, target)
         return cls(config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline))
 
     @property
     def optimizer(self) -> Optimizer:
+        """The run's optimizer."""
         return Optimizer(self.config.optimizer, self.config.train.steps)
 
     @cached_property
     def declared(self) -> dict[str, StatePart]:
-        """What the run holds from step to step. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
+        """The parts of the training state. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
         return parts(self.layout, self.optimizer)
 
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing computed twice; 0 where unknown."""
+        tokens = self.config.train.global_batch * self.config.model.seq_len
+        return self.config.model.flops_per_token() * tokens / self.mesh.size
+
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
-        """What the compiler makes of it with these XLA options. Raises LabError where it fails."""
+        """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
         config, layout, optimizer = self.config, self.layout, self.optimizer
         arguments = abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout))
         step = train_step(layout, optimizer, config.seed, config.health.outlier)
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=held.kind_of(self.declared), slots=stages.slots(layout, config.train.microbatches),
-            vocabulary=VOCABULARY,
+            kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
+            vocabulary=VOCABULARY, model_flops=self.model_flops,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 
 
 def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
-    """What the compiler makes of one training step of this config. Raises as Program does."""
+    """Compiles one training step of this config, and returns the lab's report. Raises as Program does."""
     return Program.of(config, target, n_devices).compile(options)
 
 
 def flags_of(config: TrainConfig, target: str) -> str:
-    """The set of XLA's flags that a run of this config takes on such a GPU."""
+    """Returns the name of the set of XLA flags that a run of this config uses on such a GPU."""
     match config.launch.xla_flags:
         case "auto":
             return auto(TARGETS[target].capability, config.mesh.pipeline != 1)

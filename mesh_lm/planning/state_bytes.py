@@ -1,4 +1,4 @@
-"""What a device holds of a run's state from step to step, in bytes, part by part: of the declaration alone (`mesh_lm.state.parts`)."""
+"""The bytes of a run's training state on one device, part by part, computed from its declaration alone (`mesh_lm.state.parts`)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
-    """For `compile_report`: the lab's class of an argument of the training step, from its path."""
+    """Returns a function for `compile_report`: path of an argument of the training step -> the lab's class of memory."""
 
     def kind(name: str) -> str:
-        found = _PART.match(name)
-        part = declared.get(found[1]) if found else None
+        match = _PART.match(name)
+        part = declared.get(match[1]) if match else None
         return _KINDS[part.kind] if part else kind_of_argument(name)
 
     return kind
 
 
-def facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ...]:
-    """A line for the report: the bytes of each part on one device, and the types of its arrays."""
+def report_facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ...]:
+    """Returns a line for the report: the bytes of each part on one device, and the types of its arrays."""
     return (("state", ", ".join(f"{name} {size(part.nbytes)} {_types(part)}" for name, part in declared.items() if part.leaves)),)
 
 
 def _types(part: StatePart) -> str:
-    """Those with more bytes first."""
+    """The types of a part's arrays, joined by "+", the one with the most bytes first."""
     total: dict[str, int] = {}
     for leaf in part.leaves.values():
         name = jnp.dtype(leaf.dtype).name

@@ -23,7 +23,8 @@ VOCABULARY = Vocabulary(
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline); where the "
             "peak is above XLA's limit, 76 % of the memory, it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
         ),
-        "exposed-reduction": "more work per reduction (train.microbatches, train.global_batch), or a smaller mesh axis between nodes",
+        "exposed-communication": "a larger train.global_batch, for which as much is sent, or a smaller mesh axis between nodes",
+        "exposed-in-loops": "fewer train.microbatches, each of which sends it again, or a smaller mesh axis between nodes",
         "idle-axis": "set mesh.{axis}=1, or name it in rules {rules!r}: in activations['batch'], or in rows of params and activations",
         "leaves-nvlink": "mesh.tensor={node} at most; give the rest to mesh.fsdp",
         "rematerialization": f"pin that array (shard(x, ...)); {_LOOKUP}",

@@ -105,7 +105,7 @@ class Progress:
         finally:
             self._last += self._clock() - before
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """The run goes on from this step: what came after it is not counted."""
         self._began = self._last = self._clock()
         self._last_step, self._warm = step, None

@@ -13,6 +13,20 @@ from typing import Any
 from mesh_lm.errors import ConfigError
 
 
+def require_login(project: str) -> None:
+    """Raises ConfigError where the package is missing, or where nobody is logged in and W&B is not offline. Asks nothing, and no server."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"wandb={project} needs the package wandb: pip install 'mesh_lm[wandb]'") from error
+    try:
+        logged_in = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
+    except TypeError:  # a version that cannot tell without asking; it answers when the run begins
+        return
+    if not logged_in:
+        raise ConfigError(f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, or set WANDB_MODE=offline")
+
+
 class WeightsAndBiases:
     """One run of a project, the same one each time the output directory is continued: its id is kept there."""
 

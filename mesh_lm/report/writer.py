@@ -58,7 +58,7 @@ class Writer:
         self._events.write(step, numbers)
         self._lines.flush()  # a killed run keeps what it measured
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Takes back what was written past this step."""
         if self._lines is None or self._events is None:
             return

@@ -1,10 +1,10 @@
-"""How long a schedule takes under three clocks, how much of that is waiting, and what it keeps in memory. Imports no jax.
+"""The time of a schedule under three clocks, its bubble, and what it keeps in memory. Imports no jax.
 
 Clocks, from the least to the most coupled:
-  async      a stage waits for what its next op needs, and for nothing else
-  neighbour  a stage starts a tick when it and its neighbours in the ring have ended the last, as in send and receive
+  async      a stage waits only for the inputs of its next op
+  neighbour  a stage starts a tick when it and its neighbours in the ring have ended the last one, as with send and receive
   lockstep   all stages start a tick together
-One program on all devices that sends in each tick is between the last two. Transfers take no time here: compute is to hide them.
+An SPMD program that communicates in each tick is between the last two. Transfers take no time here: they are assumed to be hidden.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CLOCKS: tuple[Clock, ...] = get_args(Clock)
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-    """Time for one microbatch, in any unit. forward and backward are of one stage, which its chunks share evenly.
+    """Times for one microbatch, in any unit. forward and backward are those of one stage, divided evenly among its chunks.
 
     Raises ConfigError for times that are not positive, and for a weight_share outside of 0 to 1.
     """
 
     forward: float = 1.0
     backward: float = 2.0
-    """With the forward pass that it repeats, where there is remat or a stash of inputs only: 3 then, for matmuls alone."""
+    """The backward pass, including a recomputed forward pass (remat, or a stash of inputs only): then 3, counting matmuls only."""
     weight_share: float = 0.5
-    """The part of backward that is W in a schedule that splits it."""
+    """The fraction of backward that is W, in a schedule that splits it."""
     embed: float = 0.0
-    """What the first virtual stage does besides: in its F, and backward / forward times as long in its backward pass."""
+    """Additional time of the first virtual stage in F; its backward takes backward / forward times as long."""
     head: float = 0.0
-    """The forward pass of head and loss: in the last virtual stage's B, with its backward pass of twice that; without B, in its F."""
+    """Forward pass of head and loss, in the B of the last virtual stage, with a backward of twice that; in F if there is no B."""
 
     def __post_init__(self) -> None:
         for field in ("forward", "backward"):
@@ -49,7 +49,7 @@ class Durations:
                 raise ConfigError(f"{field}={value:g} must be at least 0" + (" and at most 1" if most == 1 else ""))
 
     def of(self, op: Op, schedule: Schedule) -> float:
-        """How long an op takes."""
+        """The time that an op takes."""
         kind, _, s = op
         first, last = s == 0, s == schedule.n_virtual - 1
         if kind == "F":
@@ -62,21 +62,21 @@ class Durations:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When each op starts and ends. `clock` is the one it was made with."""
+    """The start and end of each op of a schedule, under one clock."""
 
     schedule: Schedule
     clock: Clock
     spans: Mapping[Op, tuple[float, float]]
-    """In the unit of `Durations`, from 0; without the ops that are dropped."""
+    """(start, end) of each op in the unit of `Durations`, from 0; without dropped ops."""
 
     @property
     def span(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(end for _, end in self.spans.values())
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each stage computes."""
+        """Time that each stage computes."""
         total = [0.0] * self.schedule.stages
         for op, (start, end) in self.spans.items():
             total[op.virtual % len(total)] += end - start
@@ -84,14 +84,14 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Waiting over work, on the stage that has the most work: 0.1 means that the step takes 10 % longer than that stage computes."""
+        """Idle time divided by compute time, of the busiest stage: 0.1 means that the step takes 10 % longer than that stage computes."""
         return self.span / max(self.busy) - 1
 
 
 def timeline(schedule: Schedule, durations: Durations, clock: Clock = "lockstep", *, drop_last_forward: bool = False) -> Timeline:
-    """A valid schedule in time.
+    """The timeline of a valid schedule.
 
-    drop_last_forward: as in `table`: the last virtual stage has no F of its own where there is a B.
+    drop_last_forward: as in `compile_table`: the last virtual stage has no F if there is a B.
     """
     last = schedule.n_virtual - 1
     drop = drop_last_forward and "B" in schedule.kinds
@@ -127,7 +127,7 @@ def _by_tick(schedule: Schedule, lengths: Mapping[Op, float], clock: Clock) -> d
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most passes whose forward has begun and whose last backward op has not ended. 0 without backward."""
+    """For each stage, the maximum number of passes in flight: forward started, last backward op not ended. 0 without backward."""
     final = schedule.kinds[-1]
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for op, _ in schedule.in_order() if final != "F" else ():
@@ -138,5 +138,5 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def stash_bytes(table: Table, input_bytes: int) -> int:
-    """Bytes that inputs and gradients in the stashes take on each device, where one input of a stage takes `input_bytes` there."""
+    """Bytes of the stashes of inputs and gradients on each device, if one input of a stage takes `input_bytes`."""
     return (table.n_inputs + table.n_grads) * input_bytes

@@ -1,16 +1,16 @@
-"""A schedule of one's own, from a file. Imports no jax.
+"""Reads and writes custom schedules as files. Imports no jax.
 
-CSV: a row is a stage, a cell is a tick. A cell holds nothing, an op, or one op of each kind; lines that start with # are comments:
+CSV: a row is a stage, a cell is a tick. A cell is empty, or has at most one op of each kind. Lines that start with # are comments:
 
     # 2 stages, 2 microbatches
     0F0, 0F1, 0B0, 0B1
        , 1F0;1B0, 1F1;1B1,
 
-An op is its virtual stage, its kind and its microbatch, as in the tables of PyTorch (torch.distributed.pipelining), which can be read as
-they are: F forward, B backward; where the backward pass is split, B or I for the input's gradient and W for the weights'.
+An op is its virtual stage, its kind and its microbatch, as in the tables of PyTorch (torch.distributed.pipelining), which can be read
+unchanged: F forward, B backward; if the backward pass is split, B or I for the gradient of the input and W for that of the weights.
 
-JSON: {"ticks": rows of cells as above}, or {"order": each stage's ops in order}, which run as early as what they need allows; with
-"packed": false one op a tick.
+JSON: {"ticks": rows of cells as above}, or {"order": each stage's ops in order}, which run as early as their inputs allow; with
+"packed": false, one op a tick.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, place, schedule
+from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
 SUFFIXES = (".csv", ".json")
 _OP = re.compile(r"(\d+)([FBW])(\d+)")
@@ -30,25 +30,25 @@ _SPLIT_INPUT = re.compile(r"(?<=\d)I(?=\d)")
 _JSON = '{"ticks": [["0F0", "0F1;0B0", ...], ...]} with a list for each stage, or "order" for ops without ticks'
 
 
-def find(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The named schedule, or that of a .csv or .json file, which must be for the same sizes; 0 is any.
+def find_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The named schedule, or the one in a .csv or .json file, which must have these sizes; 0: any size.
 
-    Raises ConfigError as `schedule` and `load` do, and for a file of other sizes.
+    Raises ConfigError as `make_schedule` and `load` do, and for a file with other sizes.
     """
     if Path(name).suffix not in SUFFIXES:
-        return schedule(name, stages, microbatches, chunks)
-    found = load(name)
-    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    if other := [field for field, size in asked.items() if size not in (0, getattr(found, field))]:
-        has = " and ".join(f"{field}={getattr(found, field)}" for field in other)
-        raise ConfigError(f"{name} is a schedule for {has}; here: {' and '.join(f'{field}={asked[field]}' for field in other)}")
-    return found
+        return make_schedule(name, stages, microbatches, chunks)
+    schedule = load(name)
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    if other := [field for field, size in sizes.items() if size not in (0, getattr(schedule, field))]:
+        has = " and ".join(f"{field}={getattr(schedule, field)}" for field in other)
+        raise ConfigError(f"{name} is a schedule for {has}; here: {' and '.join(f'{field}={sizes[field]}' for field in other)}")
+    return schedule
 
 
 def load(file: str) -> Schedule:
-    """The schedule in a .csv or .json file, checked; its name is the file's, without directory and suffix.
+    """The schedule in a .csv or .json file, checked, named after the file without directory and suffix.
 
-    Raises ConfigError, which names file, line, tick and op, for what cannot be read and for a schedule that cannot run.
+    Raises ConfigError, which names file, line, tick and op, for a file that cannot be read and for a schedule that cannot run.
     """
     path = Path(file).expanduser()
     if path.suffix not in SUFFIXES:
@@ -66,15 +66,17 @@ def load(file: str) -> Schedule:
         raise ConfigError(f"{file}{_line(text, error.word)}: {error}") from error
 
 
-def write_csv(made: Schedule, file: str) -> None:
-    """Writes a schedule as `load` reads it, in columns that line up. Raises ConfigError where the file cannot be written."""
-    cells = [["" for _ in range(made.n_ticks)] for _ in range(made.stages)]
-    for op, tick in made.in_order():
-        stage = op.virtual % made.stages
+def write_csv(schedule: Schedule, file: str) -> None:
+    """Writes a schedule as `load` reads it, with aligned columns. Raises ConfigError if the file cannot be written."""
+    cells = [["" for _ in range(schedule.n_ticks)] for _ in range(schedule.stages)]
+    for op, tick in schedule.in_order():
+        stage = op.virtual % schedule.stages
         cells[stage][tick] = f"{cells[stage][tick]};{op}".lstrip(";")
-    widths = [max(len(row[tick]) for row in cells) for tick in range(made.n_ticks)]
-    sizes = f"{made.stages} stages, {made.microbatches} microbatches" + (f", {made.chunks} chunks" if made.chunks > 1 else "")
-    lines = [f"# {made.name}: {sizes}. A row is a stage, a cell a tick; an op is its virtual stage, F, B or W, and its microbatch"]
+    widths = [max(len(row[tick]) for row in cells) for tick in range(schedule.n_ticks)]
+    sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches" + (
+        f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    )
+    lines = [f"# {schedule.name}: {sizes}. A row is a stage, a cell a tick; an op is its virtual stage, F, B or W, and its microbatch"]
     lines += [", ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     try:
         Path(file).expanduser().write_text("\n".join(lines) + "\n")
@@ -85,7 +87,7 @@ def write_csv(made: Schedule, file: str) -> None:
 def _read(name: str, suffix: str, text: str) -> Schedule:
     if suffix == ".csv":
         lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
-        return _scheduled(name, [row for row in csv.reader(lines) if row], "tick")
+        return _schedule_of(name, [row for row in csv.reader(lines) if row], "tick")
     data = json.loads(text)
     kinds = [kind for kind in ("ticks", "order") if isinstance(data, dict) and kind in data]
     rows = data[kinds[0]] if len(kinds) == 1 else None
@@ -93,45 +95,47 @@ def _read(name: str, suffix: str, text: str) -> Schedule:
         raise ScheduleError(f"expected {_JSON}")
     if strays := sorted(data.keys() - {*kinds, "packed"}):
         raise ScheduleError(f"unknown key {strays[0]!r}; expected {_JSON}", f'"{strays[0]}"')
-    return _scheduled(name, rows, "tick" if kinds == ["ticks"] else "place", packed=bool(data.get("packed", True)))
+    return _schedule_of(name, rows, "tick" if kinds == ["ticks"] else "position", packed=bool(data.get("packed", True)))
 
 
-def _scheduled(name: str, rows: Sequence[Sequence[str]], unit: str, *, packed: bool = True) -> Schedule:
-    """The schedule of a row of cells for each stage. A `place` in a row is where an op comes in the stage's order; a `tick` is when."""
-    found = _ops(rows, unit)
-    if not found:
-        raise ScheduleError("no ops in it; write a row for each stage, as in 0F0, 0F1;0B0, 0B1")
-    stages, n_virtual = len(rows), 1 + max(op.virtual for op in found)
+def _schedule_of(name: str, rows: Sequence[Sequence[str]], unit: str, *, packed: bool = True) -> Schedule:
+    """The schedule of a row of cells for each stage. unit: what a cell's index in its row means, a `tick` or a `position` in the order."""
+    ops = _ops(rows, unit)
+    if not ops:
+        raise ScheduleError("the schedule has no ops; write a row for each stage, as in 0F0, 0F1;0B0, 0B1")
+    stages, n_virtual = len(rows), 1 + max(op.virtual for op in ops)
     if n_virtual % stages:
         near = f"{n_virtual // stages * stages} or {-(-n_virtual // stages) * stages}" if n_virtual > stages else str(stages)
-        raise ScheduleError(f"{stages} rows are {stages} stages, and each has as many virtual stages: {near} in all, not {n_virtual}")
-    ticks = found
-    if unit == "place":
-        ticks = place([[op for op in found if op.virtual % stages == stage] for stage in range(stages)], packed)
-    made = Schedule(name, stages, 1 + max(op.microbatch for op in found), n_virtual // stages, ticks)
-    made.check()
-    return made
+        raise ScheduleError(
+            f"{stages} rows are {stages} stages, which must have equally many virtual stages: {near} in all, not {n_virtual}"
+        )
+    ticks = ops
+    if unit == "position":
+        ticks = assign_ticks([[op for op in ops if op.virtual % stages == stage] for stage in range(stages)], packed)
+    schedule = Schedule(name, stages, 1 + max(op.microbatch for op in ops), n_virtual // stages, ticks)
+    schedule.check()
+    return schedule
 
 
 def _ops(rows: Sequence[Sequence[str]], unit: str) -> dict[Op, int]:
-    """Each op of a table, row by row, and the cell it is in."""
-    found: dict[Op, int] = {}
+    """Each op of a table -> the index of its cell, row by row."""
+    ops: dict[Op, int] = {}
     for stage, row in enumerate(rows):
         for index, word in ((index, word) for index, cell in enumerate(row) for word in re.split(r"[;\s]+", cell) if word):
             where = f"{unit} {index}, stage {stage}"
             if not (match := _OP.fullmatch(word)):
-                raise ScheduleError(f"{where}: {word!r} is no op; write virtual stage, F, B or W, and microbatch, as in 2F3", word)
+                raise ScheduleError(f"{where}: {word!r} is not an op; write virtual stage, F, B or W, and microbatch, as in 2F3", word)
             op = Op(match[2], int(match[3]), int(match[1]))
             if op.virtual % len(rows) != stage:
                 owner = f"virtual stage {op.virtual} is on stage {op.virtual % len(rows)} of {len(rows)}"
                 raise ScheduleError(f"{where}: {op} is in the wrong row: {owner}", op)
-            if op in found:
-                raise ScheduleError(f"{where}: {op} is there twice, first at {unit} {found[op]}", op)
-            found[op] = index
-    return found
+            if op in ops:
+                raise ScheduleError(f"{where}: {op} occurs twice, first at {unit} {ops[op]}", op)
+            ops[op] = index
+    return ops
 
 
 def _line(text: str, word: str) -> str:
-    """`:7` where the word stands last in line 7 of a file's text, and nothing where it is absent."""
+    """`:7` if the last occurrence of the word in a file's text is in line 7; empty if there is none."""
     places = list(re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)) if word else []
     return f":{text.count(chr(10), 0, places[-1].start()) + 1}" if places else ""

@@ -1,4 +1,4 @@
-"""A schedule in time as a Gantt chart: a row for each stage, in the terminal (rich) or as a PNG (matplotlib). Imports no jax.
+"""Gantt charts of schedules: a row for each stage, in the terminal (rich) or as a PNG (matplotlib). Imports no jax.
 
 Forward passes are blue, backward passes orange, weight gradients green; a later chunk is darker. Numbers are microbatches.
 """
@@ -24,37 +24,37 @@ INK, PALE = "#1f2933", "#7b8794"
 _RAMPS = {"F": ("#a5c8fd", "#1a3fae"), "B": ("#fcc48a", "#a83a08"), "W": ("#9be7b4", "#12652f")}
 """The colours of the first and of the last chunk."""
 _MOST = 4
-"""Characters that the shortest op may take: more make it no clearer."""
+"""The most characters for the shortest op: more would not make it clearer."""
 _GAP = " ⋯ "
 
 
 def title(schedule: Schedule) -> str:
-    """Its name, and its chunks where it has several."""
+    """The name of a schedule, with its chunks if it has several."""
     return schedule.name + (f", {schedule.chunks} chunks" if schedule.chunks > 1 else "")
 
 
 def lines(timeline: Timeline, width: int, *, colour: bool = True) -> list[Text]:
-    """The chart in at most `width` characters: stages, axis, legend. Where all of it does not fit, the middle is left out.
+    """The chart in at most `width` characters: stages, axis, legend. If it does not fit, its middle is left out.
 
-    colour: else letters stand for the kinds of op.
+    colour: False uses letters for the kinds of op.
     """
     stages = timeline.schedule.stages
     label = len(f"stage {stages - 1} ")
     windows, step = _windows(timeline, width - label, 2 if colour else 1)
-    rows = [_Row(timeline, stage) for stage in range(stages)]
-    made = []
+    rows = [_StageOps(timeline, stage) for stage in range(stages)]
+    chart = []
     for stage, row in enumerate(rows):
         text = Text(f"stage {stage}".ljust(label), style="bold")
         for number, (start, samples) in enumerate(windows):
             text.append(_GAP if number else "", style="dim")
             ops = [row.at(start + (i + 0.5) * step) for i in range(samples)]
             text.append_text(_coloured(ops, timeline.schedule, numbered=len(windows) == 1) if colour else _lettered(ops))
-        made.append(text)
-    return [*made, _axis(timeline, windows, step, label, 2 if colour else 1), *([_legend(timeline.schedule, label)] if colour else [])]
+        chart.append(text)
+    return [*chart, _axis(timeline, windows, step, label, 2 if colour else 1), *([_legend(timeline.schedule, label)] if colour else [])]
 
 
 def _windows(timeline: Timeline, width: int, per: int) -> tuple[list[tuple[float, int]], float]:
-    """Parts of the time that fit into `width` characters of `per` samples, as (start, samples), and the time of a sample."""
+    """(the parts of the time that fit into `width` characters of `per` samples, as (start, samples); the time of a sample)."""
     lengths = [end - start for start, end in timeline.spans.values()]
     unit = max(min(length for length in lengths if length), sum(lengths) / len(lengths) / 4)
     units = timeline.span / unit
@@ -65,8 +65,8 @@ def _windows(timeline: Timeline, width: int, per: int) -> tuple[list[tuple[float
     return [(0.0, half), (timeline.span - half * unit, half)], unit
 
 
-class _Row:
-    """The ops of one stage, asked for by time, which must not decrease."""
+class _StageOps:
+    """The ops of one stage by time; calls of `at` must have increasing times."""
 
     def __init__(self, timeline: Timeline, stage: int) -> None:
         stages = timeline.schedule.stages
@@ -80,7 +80,7 @@ class _Row:
 
 
 def _coloured(ops: Sequence[Op | None], schedule: Schedule, numbered: bool) -> Text:
-    """Two samples a character: a block in one colour, with the microbatch's number where it has room, or half a block in each of two."""
+    """Two samples a character: a block in one colour, with the microbatch's number if there is room, or half a block of each colour."""
     text = Text()
     pairs = list(zip(ops[::2], ops[1::2], strict=True))
     for (left, right), run in groupby(pairs):
@@ -126,7 +126,7 @@ def _legend(schedule: Schedule, label: int) -> Text:
 
 
 def colour_of(op: Op, schedule: Schedule) -> str:
-    """#rrggbb: by kind and chunk; odd microbatches a little paler, so that neighbours differ."""
+    """The colour #rrggbb of an op, by kind and chunk. Odd microbatches are a little paler, so that neighbours differ."""
     first, last = ([int(ramp[i : i + 2], 16) for i in (1, 3, 5)] for ramp in _RAMPS[op.kind])
     share = (op.virtual // schedule.stages + 0.5) / schedule.chunks
     mixed = [a + (b - a) * share for a, b in zip(first, last, strict=True)]
@@ -139,7 +139,7 @@ def _ink(back: str) -> str:
 
 
 def draw(timelines: Sequence[Timeline], png: str) -> None:
-    """One panel for each timeline, all on one scale of time, 2000 pixels wide. Raises ConfigError where the file cannot be written."""
+    """Writes a PNG, 2000 pixels wide, with a panel for each timeline on one time scale. Raises ConfigError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: 0.3 to 0.5 s that the terminal does not need
     from matplotlib.figure import Figure
 

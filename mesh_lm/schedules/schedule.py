@@ -1,12 +1,12 @@
 """Pipeline schedules: what each stage does at each tick. Imports no jax.
 
-The model is cut into stages * chunks *virtual stages*; virtual stage s is chunk s // stages of stage s % stages, so that what leaves one
-goes to the next stage of the ring. Time is cut into *ticks*: in one, a stage does at most one op of each kind, in the order F, B, W, and
-what an op sends is there one tick later. Who makes a schedule does not matter: `Schedule.check` holds for a user's own one, too.
+The model is divided into stages * chunks *virtual stages*. Virtual stage s is chunk s // stages of stage s % stages, so that the output of
+one goes to the next stage of the ring. Time is divided into *ticks*: in one tick, a stage does at most one op of each kind, in the order F,
+B, W, and the output of an op arrives one tick later. `Schedule.check` validates any schedule, including a user's own.
 
-With an F slot before a B slot in each tick, and the warm-up of interleaved 1F1B (Narayanan et al., arXiv 2104.04473), with one chunk too
-("eager 1F1B", Xhebraj et al., JaxPP, arXiv 2412.14374), stages that wait for one another at each tick are as fast as stages that wait for
-their inputs only: see `mesh_lm.schedules.cost`.
+Each tick has an F slot before a B slot, and 1f1b has the warm-up of interleaved 1F1B (Narayanan et al., arXiv 2104.04473) even with one
+chunk ("eager 1F1B", Xhebraj et al., JaxPP, arXiv 2412.14374). Then stages that wait for each other at each tick are as fast as stages that
+wait only for their inputs: see `mesh_lm.schedules.cost`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mesh_lm.errors import ConfigError
 
 KINDS = "FBW"
-"""Forward, backward, and weight gradient where a schedule splits it from the backward pass; in the order that they have in a tick."""
+"""Forward, backward, and weight gradient (if a schedule splits it from the backward pass), in their order in a tick."""
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
@@ -37,7 +37,7 @@ class Op(NamedTuple):
 
 
 class ScheduleError(ConfigError):
-    """A schedule that cannot run; `word` is the op at fault as it is written, where there is one."""
+    """Raised for a schedule that cannot run. `word` is the op at fault as written in a file, if there is one."""
 
     def __init__(self, message: str, word: object = "") -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class ScheduleError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When each op runs. `ticks` counts from 0 and says nothing of seconds."""
+    """The tick of each op, counted from 0."""
 
     name: str
     stages: int
@@ -61,20 +61,20 @@ class Schedule:
 
     @property
     def n_ticks(self) -> int:
-        """Ticks from the first op to the last."""
+        """The number of ticks."""
         return max(self.ticks.values()) + 1
 
     @functools.cached_property
     def kinds(self) -> str:
-        """The kinds of op that it has, in the order of `KINDS`: F in evaluation, FBW where the backward pass is split."""
+        """The kinds of op that occur, in the order of `KINDS`: F in evaluation, FBW if the backward pass is split."""
         return "".join(kind for kind in KINDS if any(op.kind == kind for op in self.ticks))
 
     def in_order(self) -> list[tuple[Op, int]]:
-        """(op, tick) by tick, then by slot in the tick, then by stage: each op after all that it needs."""
+        """(op, tick) sorted by tick, slot and stage: each op comes after those it needs."""
         return sorted(self.ticks.items(), key=lambda item: (item[1], KINDS.index(item[0].kind), item[0].virtual % self.stages))
 
     def check(self) -> None:
-        """Raises ScheduleError unless each op is there once, alone in its slot, and after all that it needs."""
+        """Raises ScheduleError unless each op occurs, alone in its slot, after the ops that it needs."""
         taken: dict[tuple[int, int, str], Op] = {}
         for op, tick in self.in_order():
             stage = op.virtual % self.stages
@@ -89,7 +89,7 @@ class Schedule:
                 if needed not in self.ticks:
                     raise ScheduleError(f"{where} needs {needed}, which the schedule lacks", op)
                 if tick < self.ticks[needed] + gap:
-                    why = "; what a stage sends is there one tick later" if gap else ""
+                    why = "; a stage's output arrives one tick later" if gap else ""
                     raise ScheduleError(f"{where} needs {needed}, which is at tick {self.ticks[needed]}{why}", op)
         kinds = self.kinds or "F"
         if absent := len(kinds) * self.microbatches * self.n_virtual - len(self.ticks):
@@ -100,7 +100,7 @@ class Schedule:
 
 
 def needs(op: Op, n_virtual: int) -> tuple[tuple[Op, int], ...]:
-    """What must be done before an op: (the other op, ticks from it to this one at least). A hop to another virtual stage takes one tick."""
+    """The ops that an op depends on, each with the least number of ticks between them: 1 if it is on another virtual stage."""
     kind, m, s = op
     if kind == "F":
         return ((Op("F", m, s - 1), 1),) if s else ()
@@ -112,17 +112,17 @@ def needs(op: Op, n_virtual: int) -> tuple[tuple[Op, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """How a named schedule is made: each stage runs its warm-up of forwards, then one forward and one backward in turn."""
+    """A named schedule: each stage runs its warm-up of forwards, then alternates one forward and one backward."""
 
     warmup: Callable[[int, int, int], int | None]
-    """(stage, stages, chunks) -> forwards before the first pair; None: all, for want of a backward to wait for."""
+    """(stage, stages, chunks) -> forwards before the first pair; None: all of them."""
     about: str
     packed: bool = True
-    """Whether a tick has one slot of each kind, or holds one op."""
+    """Whether a tick has one slot of each kind, or one op only."""
     chunked: bool = True
     backward: bool = True
     split: bool = False
-    """Weight gradients apart from the backward pass, each `stage` microbatches after it."""
+    """Whether weight gradients are separate ops, each `stage` microbatches after its backward."""
 
 
 NAMES: Mapping[str, _Named] = {
@@ -136,15 +136,15 @@ NAMES: Mapping[str, _Named] = {
     ),
     "forward": _Named(lambda p, P, V: None, "forwards only, for evaluation", backward=False),
 }  # fmt: skip
-"""The schedules that `schedule` makes."""
+"""The schedules that `make_schedule` makes."""
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, packed: bool | None = None) -> Schedule:
-    """The named schedule: each stage's ops in the order of its kind, each as early as what it needs allows.
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, packed: bool | None = None) -> Schedule:
+    """The named schedule: each stage runs its ops in the schedule's order, each op as early as its inputs allow.
 
-    packed: whether a tick has one slot of each kind, or holds one op only; None: what suits it where all stages wait for one another.
+    packed: whether a tick has one slot of each kind, or one op only; None: the default of the schedule, best under the lockstep clock.
 
-    Raises ConfigError for an unknown name and for sizes that the schedule cannot have.
+    Raises ConfigError for an unknown name and for sizes that the schedule does not support.
     """
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
@@ -162,13 +162,13 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *, pack
         fits = f"a multiple of stages={stages}, as {near} is"
         raise ConfigError(f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be {fits}")
     orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]
-    made = Schedule(name, stages, microbatches, chunks, place(orders, named.packed if packed is None else packed))
-    made.check()
-    return made
+    schedule = Schedule(name, stages, microbatches, chunks, assign_ticks(orders, named.packed if packed is None else packed))
+    schedule.check()
+    return schedule
 
 
 def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: int) -> Iterable[Op]:
-    """What one stage does, in order. Microbatches go through the chunks in groups of `stages` (arXiv 2104.04473)."""
+    """The ops of one stage, in order. Microbatches go through the chunks in groups of `stages` (arXiv 2104.04473)."""
     groups = [range(first, min(first + stages, microbatches)) for first in range(0, microbatches, stages)]
     passes = [(m, chunk) for group in groups for chunk in range(chunks) for m in group]
     forwards = deque(Op("F", m, chunk * stages + stage) for m, chunk in passes)
@@ -188,10 +188,10 @@ def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: in
     yield from weights
 
 
-def place(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
-    """Ticks for the ops of each stage, which run in the order given, each as early as what it needs allows.
+def assign_ticks(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
+    """The tick of each op. The ops of each stage run in the given order, each as early as its inputs allow.
 
-    Raises ScheduleError where ops wait for one another for ever.
+    Raises ScheduleError for orders that deadlock.
     """
     queues = [deque(order) for order in orders]
     n_virtual = 1 + max((op.virtual for queue in queues for op in queue), default=-1)
@@ -209,7 +209,7 @@ def place(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
         if len(ticks) == before:
             waiting = ", ".join(f"stage {stage} at {queue[0]}" for stage, queue in enumerate(queues) if queue)
             raise ScheduleError(
-                f"from tick {tick} on every stage waits for another: {waiting}", next(queue[0] for queue in queues if queue)
+                f"deadlock at tick {tick}: every stage waits for another: {waiting}", next(queue[0] for queue in queues if queue)
             )
         tick += 1
     return ticks

@@ -1,4 +1,4 @@
-"""A model's layers as data: which runs of alike layers follow one another, and what each of them costs. Imports no JAX."""
+"""A model's layers as data: its segments, each a run of layers of one kind, and their costs. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Remat = Literal["none", "full", "save_names", "offload"]
 class Segment:
     """A run of layers of one kind, which one scan executes.
 
-    The module has it as the attribute `name`: a module for one layer, whose parameters have all layers of the segment in front (logical
-    axis "layers"). The name is the scope of its parameters and of its sharding rules as well ("moe/mlp").
+    The model has it as the attribute `name`: a module for one layer, whose parameters have the segment's layers as leading dimension
+    (logical axis "layers"). The name is also the scope of its parameters and of its sharding rules ("moe/mlp").
     """
 
     name: str
     n_layers: int
     period: int = 1
-    """Layers that repeat as a pattern, such as one of windows: a pipeline stage holds whole patterns."""
+    """The number of layers in a repeating pattern, such as one of windows. A pipeline stage holds complete patterns."""
     remat: Remat = "none"
-    """What the backward pass of a layer computes again (`mesh_lm.model.remat`)."""
+    """What the backward pass of a layer recomputes (`mesh_lm.model.remat`)."""
     cost: float = 1.0
-    """Matmul FLOPs of one token in one layer, or any other unit: only ratios matter."""
+    """Matmul FLOPs of one token in one layer. Any other unit works: only ratios matter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Stack:
 
     segments: tuple[Segment, ...] = ()
     embed: float = 0.0
-    """What the embedding costs, in the segments' unit."""
+    """Cost of the embedding, in the unit of the segments."""
     head: float = 0.0
-    """What the loss costs."""
+    """Cost of the head and the loss."""
 
     @property
     def n_layers(self) -> int:
@@ -43,34 +43,35 @@ class Stack:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the segments, in order."""
         return tuple(segment.name for segment in self.segments)
 
     def start(self, name: str) -> int:
-        """The number, in the model, of a segment's first layer."""
+        """The number of a segment's first layer in the whole model."""
         return sum(segment.n_layers for segment in self.segments[: self.names.index(name)])
 
     def problems(self) -> list[str]:
-        """What no module could have, a sentence each."""
-        found = [f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1" for s in self.segments if s.n_layers < 1]
+        """A sentence for each fault of the stack."""
+        problems = [f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1" for s in self.segments if s.n_layers < 1]
         for segment in self.segments:
             if segment.period < 1:
-                found.append(f"model.segments: {segment.name!r} has a period of {segment.period} layers; it needs at least 1")
+                problems.append(f"model.segments: {segment.name!r} has a period of {segment.period} layers; it needs at least 1")
             elif segment.n_layers % segment.period:
                 fix = f"not a multiple of its period of {segment.period}"
-                found.append(f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}")
+                problems.append(f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}")
         for name in dict.fromkeys(self.names):
             if not name.isidentifier():
-                found.append(f"model.segments: {name!r} is not a name that a module's attribute can have")
+                problems.append(f"model.segments: {name!r} is not a name that a module's attribute can have")
             elif self.names.count(name) > 1:
                 fix = f"names are unique, as in '{name}_0' and '{name}_1'"
-                found.append(f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}")
-        return found
+                problems.append(f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}")
+        return problems
 
-    def computed(self, virtual: int, repeats: bool) -> Stack:
-        """With the costs of what so many virtual stages compute, not only of what the model needs.
+    def with_recomputation(self, virtual: int, repeats: bool) -> Stack:
+        """The stack with the costs of what `virtual` stages compute, including recomputed forward passes.
 
-        repeats: a backward slot repeats the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no forward slot of
-        its own, so its head costs only what exceeds that forward pass.
+        repeats: whether a backward slot recomputes the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no
+        forward slot, so its head costs only what exceeds that forward pass.
         """
         if not repeats:
             return self

@@ -1,11 +1,11 @@
-"""A schedule as the integers that the engine reads: what runs in each slot, and where in the stashes its inputs and outputs lie.
+"""A schedule as the integers that the engine reads: what runs in each slot, and the stash slots of its inputs and outputs.
 
 A tick of the engine, on every stage at once:
-  1. the gradient that the next stage sent in the last tick arrives: into slot `receive_grad`
+  1. the gradient that the next stage sent in the last tick arrives, in slot `receive_grad`
   2. F slot: reads input `forward_input`, writes residual `forward_residual`; sends its output to the next stage
   3. B slot: reads input `backward_input`, gradient `backward_grad`, residual `backward_residual`; sends its gradient to the previous stage
-  4. what the previous stage's F slot sent has arrived: into slot `receive_input`
-So an input slot that B reads can be written in the same tick, and the transfers of 1 and 4 have the F and the B slot to hide behind.
+  4. the output of the previous stage's F slot arrives, in slot `receive_input`
+So an input slot that B reads can be written in the same tick, and the transfers of 1 and 4 overlap with the F and the B slot.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ COLUMNS = (
     "backward_microbatch", "backward_chunk", "backward_input", "backward_grad", "backward_residual", "receive_grad",
 )  # fmt: skip
 _Intervals = dict[tuple[int, int], tuple[int, int]]
-"""(microbatch, virtual stage) -> the first and the last tick for which its slot is taken."""
+"""(microbatch, virtual stage) -> the first and the last tick in which its slot is in use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What the engine reads. Slots count from 0 on each stage; -1 is idle, or nothing to read or write there."""
+    """A compiled schedule. Slots are numbered from 0 on each stage; -1 means idle, or nothing to read or write."""
 
     stages: int
     microbatches: int
@@ -40,20 +40,20 @@ class Table:
     n_grads: int
     """Slots for gradients of outputs of virtual stages."""
     n_residuals: int
-    """Slots for what a forward pass leaves to its backward pass."""
+    """Slots for the residuals that a forward pass saves for its backward pass."""
     columns: Mapping[str, np.ndarray]
-    """`COLUMNS`, each int32 [ticks, stages]. forward_input and backward_input -1: from the embedding. backward_grad -1: from the head."""
+    """`COLUMNS`, each int32 [ticks, stages]. An input of -1 comes from the embedding, a backward_grad of -1 from the head."""
 
 
-def table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
-    """The table of a valid schedule, with as few slots as its ticks allow.
+def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
+    """The table of a valid schedule, with the fewest slots that its ticks allow.
 
-    drop_last_forward: the last virtual stage has no F where its B computes it again, as every B does with a stash of inputs only.
+    drop_last_forward: whether the last virtual stage has no F, since its B recomputes it, as each B does with a stash of inputs only.
 
     Raises ConfigError for a schedule that splits the backward pass: the engine has no slot for weight gradients.
     """
     if "W" in schedule.kinds:
-        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients apart (W); the engine runs F and B only")
+        raise ConfigError(f"pipeline schedule {schedule.name} computes weight gradients separately (W); the engine runs F and B only")
     at, last, stages = schedule.ticks, schedule.n_virtual - 1, schedule.stages
     backward = "B" in schedule.kinds
     if backward and drop_last_forward:
@@ -83,15 +83,15 @@ def table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
 
 
 def _without_idle_ticks(at: Mapping[Op, int]) -> dict[Op, int]:
-    """The same order without the ticks in which no stage does anything."""
+    """The same order without ticks in which all stages are idle."""
     number = {tick: new for new, tick in enumerate(sorted(set(at.values())))}
     return {op: number[tick] for op, tick in at.items()}
 
 
 def _allocate(intervals: _Intervals, stages: int) -> tuple[dict[tuple[int, int], int], int]:
-    """A slot for each interval, and how many slots the stage with the most needs.
+    """(a slot for each interval, the number of slots on the stage that needs the most).
 
-    Linear-scan register allocation (Poletto and Sarkar, 1999); on intervals that need no spilling it takes the fewest slots there are.
+    Linear-scan register allocation (Poletto and Sarkar, 1999); without spilling it uses the fewest slots possible.
     """
     slots: dict[tuple[int, int], int] = {}
     free: list[list[int]] = [[] for _ in range(stages)]

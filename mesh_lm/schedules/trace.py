@@ -1,4 +1,4 @@
-"""A schedule's predicted timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open. Imports no jax.
+"""Predicted timelines of schedules as traces for Perfetto (ui.perfetto.dev) and chrome://tracing. Imports no jax.
 
 The format is Chrome's Trace Event Format, JSON object form: complete events ("X") with times in microseconds.
 """
@@ -15,19 +15,19 @@ from mesh_lm.schedules.cost import Timeline
 from mesh_lm.schedules.schedule import WORDS
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "W": "thread_state_runnable"}
-"""Of chrome://tracing, which has names for them; Perfetto colours by the name of an event."""
+"""Names of colours in chrome://tracing; Perfetto colours events by their name."""
 
 
-def of(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:
-    """The trace of several timelines, a process each, with a thread for each stage. seconds: those in one unit of time."""
-    events = [event for number, one in enumerate(timelines) for event in _events(one, number, 1e6 * seconds)]
+def chrome_trace(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:
+    """The trace of several timelines: a process for each, a thread for each stage. seconds: length of one unit of time."""
+    events = [event for number, timeline in enumerate(timelines) for event in _events(timeline, number, 1e6 * seconds)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write(timelines: Sequence[Timeline], file: str, seconds: float = 1.0) -> None:
-    """Writes `of`. Raises ConfigError where the file cannot be written."""
+    """Writes `chrome_trace` to a file. Raises ConfigError if it cannot be written."""
     try:
-        Path(file).expanduser().write_text(json.dumps(of(timelines, seconds)))
+        Path(file).expanduser().write_text(json.dumps(chrome_trace(timelines, seconds)))
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 

@@ -6,7 +6,7 @@ from mesh_lm.state.parts import State as State
 from mesh_lm.state.parts import StatePart as StatePart
 from mesh_lm.state.parts import abstract_state as abstract_state
 from mesh_lm.state.parts import counters as counters
-from mesh_lm.state.parts import fresh_recent as fresh_recent
+from mesh_lm.state.parts import initial_statistics as initial_statistics
 from mesh_lm.state.parts import masters as masters
 from mesh_lm.state.parts import parts as parts
 from mesh_lm.state.parts import state_shardings as state_shardings

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from mesh_lm.optim import Optimizer
-from mesh_lm.optim.flat import Matrix, Vector
-from mesh_lm.optim.unflat import empty, matrix_of, spread, with_matrix
+from mesh_lm.optim.flat import FlatVector, Matrix
+from mesh_lm.optim.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.stages import StackLayout
@@ -45,7 +45,7 @@ class DiskArray:
     """Rows in memory; 0: the array is not stacked."""
     stack: StackLayout | None
     """The layout of a stacked array's layers."""
-    vector: Vector | None = None
+    vector: FlatVector | None = None
     matrix: Matrix | None = None
 
     @property
@@ -62,7 +62,7 @@ class DiskArray:
     def array(self, held: jax.Array) -> jax.Array:
         """Returns the array, layers in model order, from what holds it in memory. Donates `held` unless it is flat."""
         if self.vector and self.matrix:
-            held = matrix_of(self.vector, self.matrix, held, self.where)
+            held = extract_matrix(self.vector, self.matrix, held, self.where)
         return to_canonical(held, self.stack, self.where) if self.stack else held
 
     def held(self, array: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
@@ -70,7 +70,7 @@ class DiskArray:
         array = to_memory(array, self.stack, self.where) if self.stack else array
         if not (self.vector and self.matrix):
             return array
-        held = with_matrix(self.vector, self.matrix, empty(self.vector, self.dtype) if so_far is None else so_far, array)
+        held = insert_matrix(self.vector, self.matrix, zero_vector(self.vector, self.dtype) if so_far is None else so_far, array)
         jax.block_until_ready(held)
         array.delete()
         return held
@@ -86,8 +86,8 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
     def of_vector(part: str, source: str, name: str, dtype: Any) -> list[DiskArray]:
         vector, arrays = vectors[name], []
         for matrix in vector.matrices:
-            shape, in_memory = layout.shapes[matrix.name].shape, layout.in_memory[matrix.name].shape
-            where = spread(specs[matrix.name], in_memory, vector.over, first=bool(vector.rows))
+            shape, in_memory = layout.shapes[matrix.name].shape, layout.memory_shapes[matrix.name].shape
+            where = shard_over_replicas(specs[matrix.name], in_memory, vector.replica_axes, first=bool(vector.rows))
             stack = layout.stack_of(matrix.name) if vector.rows else None
             arrays.append(DiskArray(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
         return arrays
@@ -177,7 +177,7 @@ def with_used(layout: ModelLayout, state: State) -> State:
 @functools.lru_cache(maxsize=8)
 def _used(layout: ModelLayout) -> Any:
     where = layout.shardings("params")
-    return jax.jit(layout.flat.used, out_shardings={name: where[name] for name in layout.flat.names})
+    return jax.jit(layout.flat.compute_params, out_shardings={name: where[name] for name in layout.flat.names})
 
 
 def without_used(layout: ModelLayout, state: State) -> State:

@@ -13,7 +13,7 @@ from mesh_lm.state.disk_form import entries, with_used
 
 def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:
     """Returns the state at step 0, bit-identical on any mesh."""
-    if layout.identity and not layout.flat.vectors:
+    if layout.is_contiguous and not layout.flat.vectors:
         where = state_shardings(layout, optimizer)
 
         def create() -> State:

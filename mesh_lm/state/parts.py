@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mesh_lm.optim import Leaf, Optimizer
+from mesh_lm.optim import ArraySpec, Optimizer
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
-from mesh_lm.state import loss_statistics as recent
+from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
 
@@ -32,7 +32,7 @@ class StatePart:
 
     kind: Kind
     """The column of the rules that shards arrays that are not flat."""
-    leaves: dict[str, Leaf]
+    leaves: dict[str, ArraySpec]
     shardings: dict[str, jax.NamedSharding]
 
     @property
@@ -49,8 +49,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     buffers: parameters without gradients. Then the optimizer's slots.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
-    used = {name: leaf.like(flat.dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
-    declared: dict[str, tuple[Kind, dict[str, Leaf]]] = {"params": ("params", used)}
+    used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
+    declared: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
     if flat.vectors:
         declared[MASTER] = "optimizer", flat.leaves
     if buffers:
@@ -71,11 +71,11 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     return out
 
 
-def _where(layout: ModelLayout, kind: Kind, name: str, leaf: Leaf) -> jax.NamedSharding:
+def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
     return layout.flat.shardings[name] if leaf.form == "flat" else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
-def masters(layout: ModelLayout) -> dict[str, Leaf]:
+def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
     """Returns what the optimizer updates: flat vectors, and parameters that are not flat; all float32."""
     rest = {name: leaf for name, leaf in layout.leaves.items() if name not in layout.flat.names | layout.buffers}
     return {**layout.flat.leaves, **rest}
@@ -101,11 +101,11 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     return state
 
 
-def fresh_recent() -> np.ndarray:
+def initial_statistics() -> np.ndarray:
     """Returns "recent" at step 0, also for checkpoints without it (format 1): float32 zeros [2, 3]."""
-    return recent.fresh()
+    return loss_statistics.initial()
 
 
 def counters() -> State:
     """Returns the counters at step 0, on the host."""
-    return {"step": np.int32(0), "skipped": np.int32(0), "recent": fresh_recent()}
+    return {"step": np.int32(0), "skipped": np.int32(0), "recent": initial_statistics()}

@@ -1,4 +1,4 @@
-"""Whether a config can run on a number of devices: every contradiction at once, each with what would work."""
+"""Checks whether a config can run on a number of devices. All problems are reported at once, each with what would work."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean
 from sharding_rules.rules import Column, Kind
 
 
-def check(config: TrainConfig, n_devices: int) -> TrainConfig:
-    """The config with its mesh resolved. Raises ConfigError that lists every problem."""
-    problems = list(_fields(config))
+def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:
+    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem.
+
+    rule: the optimizer's rule if one was passed in; None: the rule that optimizer.name names.
+    """
+    problems = list(_fields(config, rule))
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
         problems.append(str(error))
-        mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # the rest can be checked all the same
+        mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _rows_that_cannot_be_cut, _flat, _sizes, _batch, _pipeline, _permuted):
+    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
 
 
-def _fields(config: TrainConfig) -> Iterator[str]:
-    """Each section by itself, and the pairs of fields that do not depend on the mesh."""
+def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
+    """Problems of single sections, and of pairs of fields that do not depend on the mesh."""
     yield from (problems := config.model.problems())
     if not problems:
         yield from (stack := config.model.stack()).problems()
@@ -58,28 +61,28 @@ def _fields(config: TrainConfig) -> Iterator[str]:
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     if config.health.rewinds and config.checkpoint.keep < 2:
-        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest one may be of the steps to leave"
-    yield from _optimizer(config)
+        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
+    yield from _optimizer(config, rule)
     yield from _data(config)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
-        yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids that model.vocab_size={config.model.vocab_size} does not have"
+        yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
 
 
-def _optimizer(config: TrainConfig) -> Iterator[str]:
-    """The section by itself, and whether its rule can be given what the rules of sharding keep."""
+def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
+    """Problems of the optimizer's section, and whether its update rule works with the layout that the sharding rules choose."""
     optimizer, rules = config.optimizer, config.rules
-    upto = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
-    for name, high in upto.items():
+    below = {"beta1": 1, "beta2": 1, "momentum": 1, "final_fraction": 1.0001, "decay_fraction": 1.0001}
+    for name, high in below.items():
         if not 0 <= (value := getattr(optimizer, name)) < high:
             yield f"optimizer.{name}={value} must be in [0, 1{')' if high == 1 else ']'}"
     for name in ("learning_rate", "weight_decay", "clip_norm"):
         if not 0 <= (value := getattr(optimizer, name)) < math.inf:
             yield f"optimizer.{name}={value} must be a number of at least 0"
-    if not 0 < optimizer.eps < math.inf:  # of a gradient of 0, as that of a padded row, 0 makes 0 / 0
+    if not 0 < optimizer.eps < math.inf:  # eps=0 gives 0 / 0 for zero gradients, such as those of padded rows
         yield f"optimizer.eps={optimizer.eps} must be a number above 0"
     try:
-        elementwise = optim.rule(optimizer).elementwise
+        elementwise = (rule or optim.make_rule(optimizer)).elementwise
     except ConfigError as error:
         yield str(error)
         return
@@ -87,22 +90,23 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     if flat and not elementwise:
         row, entry = flat[0]
         yield (
-            f"optimizer.name={optimizer.name} works on whole matrices, and rules {rules.name!r} keep them as flat vectors "
-            f"(rules.optimizer[{row!r}]={entry!r}); take optimizer adamw or lion, or rules without that row, such as zero2"
+            f"optimizer.name={optimizer.name} needs full matrices, but rules {rules.name!r} store its state as flat vectors "
+            f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules without that row, such as zero2"
         )
 
 
 def _local(config: TrainConfig) -> Iterator[str]:
-    """The local tier of checkpoints."""
+    """Problems of node-local checkpoints."""
     policy = config.checkpoint
     if policy.local_every > 0 and not policy.local:
-        yield f"checkpoint.local_every={policy.local_every} has no place to save to; set checkpoint.local to a directory of each node's own"
+        yield f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on each node's own disk"
     if policy.local and policy.local_every == 0:
-        yield f"checkpoint.local={policy.local} is never saved to; set checkpoint.local_every to the steps between two saves"
+        yield f"checkpoint.local={policy.local} is unused; set checkpoint.local_every to the steps between two saves"
     if "://" in policy.local:
         yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
     if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
-        yield f"checkpoint.local_every={policy.local_every} has a save to the output at each of its steps; set it below {policy.every}"
+        why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
+        yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
 
 
 def _data(config: TrainConfig) -> Iterator[str]:
@@ -116,11 +120,11 @@ def _data(config: TrainConfig) -> Iterator[str]:
         if not 0 <= (value := getattr(data, name)) <= 1:
             yield f"data.{name}={value} must be in [0, 1]"
     if data.fim_rate and data.documents == "packed":
-        yield f"data.fim_rate={data.fim_rate} makes documents longer, which packed ones have no room for; set data.documents=separate"
+        yield f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; set data.documents=separate"
 
 
 def _mesh_axes(config: TrainConfig) -> Iterator[str]:
-    """Names of mesh axes that only one of mesh and rules knows."""
+    """Mesh axes that only one of mesh and rules has."""
     rules, sizes = config.rules, config.mesh.sizes()
     for axis, size in sizes.items():
         if axis not in rules.order():
@@ -128,55 +132,55 @@ def _mesh_axes(config: TrainConfig) -> Iterator[str]:
             yield f"{setting(axis, size)}: rules {rules.name!r} declare no mesh axis {axis!r}; {fix}"
     for axis in rules.axes:
         if axis not in sizes:
-            yield f"rules {rules.name!r} declare the mesh axis {axis!r}, which this mesh does not have; give it a size: mesh.extra={axis}=2"
+            yield f"rules {rules.name!r} declare the mesh axis {axis!r}, which this mesh lacks; give it a size: mesh.extra={axis}=2"
     for axis in sorted(rules.mesh_axes() - set(rules.order())):
         kind, row = next((k, r) for k in get_args(Kind) for r, entry in rules.column(k).items() if axis in axes_of(entry))
         fix = did_you_mean(axis, rules.order())
-        yield f"rules.{kind}[{row!r}]: mesh axis {axis!r} is neither one of every mesh nor declared in rules.axes{fix}"
+        yield f"rules.{kind}[{row!r}]: mesh axis {axis!r} is neither a standard mesh axis nor declared in rules.axes{fix}"
 
 
 def _unused_axes(config: TrainConfig) -> Iterator[str]:
-    """A mesh axis that cuts no activation repeats the same work on each of its devices, and makes XLA permute arrays along it."""
+    """Mesh axes that shard no activation: their devices would repeat the same work, and XLA would permute arrays along them."""
     used = {axis for entry in config.rules.activations.values() for axis in axes_of(entry)}
     for axis, size in config.mesh.sizes().items():
         if axis == "pipeline" or axis not in config.rules.order():
-            continue  # the first cuts the layers, not an activation
+            continue  # pipeline shards the layers, not an activation
         if size > 1 and axis in ("expert", "sequence"):
-            yield f"mesh.{axis}={size}: no model of this version is cut along {axis}; set mesh.{axis}=1"
+            yield f"mesh.{axis}={size}: no model of this version is sharded over {axis}; set mesh.{axis}=1"
         elif size > 1 and axis not in used:
             fits = [name for name, rules in PRESETS.items() if axis in {a for e in rules.activations.values() for a in axes_of(e)}]
             names = " or ".join(f"{config.rules.name.removesuffix(' (changed)')}+{name}" for name in fits[:2])
-            problem = f"{setting(axis, size)}, but rules {config.rules.name!r} cut no activation along {axis}"
+            problem = f"{setting(axis, size)}, but rules {config.rules.name!r} shard no activation over {axis}"
             fix = f"rules such as {names}" if fits else f"a row of rules.activations to {axis!r}"
             yield f"{problem}; set {setting(axis, 1)} or {fix}"
 
 
-def _rows_that_cannot_be_cut(config: TrainConfig) -> Iterator[str]:
-    """What would be trained wrongly rather than slowly."""
+def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
+    """Rows that shard a dimension which must not be sharded that way: training would be wrong, not only slow."""
     manual = config.rules.manual_axes()
     for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
         for logical, entry in column.items():
             for axis in axes_of(entry):
                 if axis in manual and (logical, axis) != ("layers", "pipeline") and _name(logical) != FLAT:
-                    fix = "to cut them along the batch use the mesh axis 'fsdp'"
-                    yield f"rules.{kind}[{logical!r}]={entry!r}: weights are whole along {axis}; {fix}"
+                    fix = "to shard them over replicas use the mesh axis 'fsdp'"
+                    yield f"rules.{kind}[{logical!r}]={entry!r}: weights are replicated over {axis}; {fix}"
     reasons = {
-        "embed": "the residual stream is cut along batch and seq_resid only",
-        "seq": "attention needs all of a sequence",
-        "head_dim": "attention needs whole heads",
+        "embed": "the residual stream is sharded over batch and seq_resid only",
+        "seq": "attention needs the full sequence",
+        "head_dim": "attention needs full heads",
     }
     if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):
-        yield f"rules.activations['batch']={entry!r}: every stage needs the whole batch; leave 'pipeline' out"
+        yield f"rules.activations['batch']={entry!r}: every stage needs the full batch; remove 'pipeline'"
     for logical, entry in config.rules.activations.items():
         if entry and (reason := reasons.get(logical.rpartition("/")[2])):
             yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
         elif logical != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
-            alone = "no activation" if axis == "pipeline" else "the batch alone"
-            yield f"rules.activations[{logical!r}]={entry!r}: along {axis} {alone} is cut; leave {axis!r} out"
+            what = "no activation" if axis == "pipeline" else "only the batch"
+            yield f"rules.activations[{logical!r}]={entry!r}: {what} is sharded over {axis}; remove {axis!r}"
 
 
 def _flat(config: TrainConfig) -> Iterator[str]:
-    """Rows of flat vectors: in the column of the optimizer, along mesh axes of which each replica has whole matrices."""
+    """Rows of flat vectors belong in the optimizer's column, over mesh axes along which full matrices are replicated."""
     rules, manual = config.rules, config.rules.manual_axes()
     for kind in get_args(Kind):
         for row, entry in (getattr(rules, kind) or {}).items():
@@ -191,13 +195,13 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 yield f"{where}: has {twice[0]!r} twice"
             elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
                 over = ", ".join(axis for axis in rules.order() if axis in manual)
-                yield f"{where}: flat vectors are cut over replicas, which are along {over}; leave {auto[0]!r} out"
+                yield f"{where}: flat vectors are sharded over replicas, whose axes are {over}; remove {auto[0]!r}"
             elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
-                yield f"{where}: flat vectors are of one layer each, and rules.params['layers']={layers!r}; set that to 'pipeline'"
+                yield f"{where}: each flat vector holds one layer, but rules.params['layers']={layers!r}; set that to 'pipeline'"
 
 
 def _name(row: str) -> str:
-    """Without the scope."""
+    """The name of a row without its scope."""
     return row.rpartition("/")[2]
 
 
@@ -212,12 +216,12 @@ def _sizes(config: TrainConfig) -> Iterator[str]:
                 seen.add((field, axes))
                 product = " x ".join(setting(a, mesh[a]) for a in axes)
                 hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
-                hint += _whole_kv_heads(config, logical, ways)
+                hint += _replicate_kv_heads(config, logical, ways)
                 yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
 
 
-def _whole_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
-    """The other way out where kv heads do not divide: each device has all of them, and takes those of its query heads."""
+def _replicate_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
+    """The other fix if kv heads do not divide: each device holds all of them, and uses those of its query heads."""
     sizes = config.model.sizes()
     heads, kv_heads = (sizes.get(name, ("", 0))[1] for name in ("heads", "kv_heads"))
     if logical.rpartition("/")[2] != "kv_heads" or not kv_heads or heads % kv_heads or heads % ways:
@@ -226,11 +230,11 @@ def _whole_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
     if local % group and group % local:
         return ""
     given = [k for k in get_args(Kind) if getattr(config.rules, k) is not None and axes_of(config.rules.column(k).get(logical))]
-    return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device has all kv heads then"
+    return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device then has all kv heads"
 
 
 def _rows_with_sizes(column: Column, sizes: dict[str, tuple[str, int]]) -> Iterator[tuple[str, str, int]]:
-    """Every row of a logical axis whose size is known, scoped ones too, with the field of the size."""
+    """Yields (row, field, size) for each row, scoped or not, of a logical axis whose size is known."""
     for logical in dict.fromkeys([*sizes, *column]):
         known = sizes.get(logical, sizes.get(logical.rpartition("/")[2]))
         if known and (row := row_of(column, logical)):
@@ -256,7 +260,7 @@ def _pipeline(config: TrainConfig) -> Iterator[str]:
         return
     if pipeline.stash == "residuals" and (offloaded := [s.name for s in stack.segments if s.remat == "offload"]):
         whose = "model.remat=offload" if len(offloaded) == len(stack.segments) else f"remat=offload of segment {offloaded[0]!r}"
-        yield f"pipeline.stash=residuals keeps on the device what {whose} moves to the host; set one of them to another"
+        yield f"pipeline.stash=residuals keeps on the device what {whose} moves to the host; change one of them"
     for kind in ("params", "gradients", "optimizer"):
         if axes_of(rules.column(kind).get("layers")) != ("pipeline",):
             yield f"mesh.pipeline={stages}, but rules.{kind}['layers']={rules.column(kind).get('layers')!r}; set it to 'pipeline'"
@@ -268,33 +272,32 @@ def _pipeline(config: TrainConfig) -> Iterator[str]:
 
 
 def _permuted(config: TrainConfig) -> Iterator[str]:
-    """Rules by which XLA would permute weights among devices. In a pipeline it would do so in a branch that some stages do not take, and
-    wait for them for ever."""
+    """Rules with which XLA would permute weights among devices. In a pipeline this deadlocks, as some stages skip the branch."""
     rules, mesh = config.rules, config.mesh.sizes()
     if mesh["pipeline"] == 1:
         return
 
-    def cut(kind: Kind, logical: str) -> tuple[str, ...]:
+    def auto_axes(kind: Kind, logical: str) -> tuple[str, ...]:
         row, auto = rules.row(kind, logical), set(mesh) - rules.manual_axes()
         return tuple(a for a in axes_of(rules.column(kind)[row] if row else None) if a in auto and mesh[a] > 1)
 
     for logical in dict.fromkeys([*rules.params, *rules.column("gathered"), *rules.activations]):
-        stored, used, acts = (cut(kind, logical) for kind in ("params", "gathered", "activations"))
+        stored, used, acts = (auto_axes(kind, logical) for kind in ("params", "gathered", "activations"))
         if stored[: len(used)] != used:
-            pair = f"rules.params[{logical!r}]={stored} does not begin with rules.gathered[{logical!r}]={used}"
+            pair = f"rules.params[{logical!r}]={stored} does not start with rules.gathered[{logical!r}]={used}"
         elif acts[: len(used)] != used[: len(acts)]:
-            pair = f"rules.activations[{logical!r}]={acts} and rules.gathered[{logical!r}]={used} do not begin alike"
+            pair = f"rules.activations[{logical!r}]={acts} and rules.gathered[{logical!r}]={used} do not start with the same axes"
         else:
             continue
         yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
-    whole = cut("activations", "seq_resid")
+    default = auto_axes("activations", "seq_resid")
     for logical in rules.activations:
-        if logical.endswith("/seq_resid") and (part := cut("activations", logical))[: len(whole)] != whole[: len(part)]:
-            pair = f"rules.activations[{logical!r}]={part} and rules.activations['seq_resid']={whole} do not begin alike"
+        if logical.endswith("/seq_resid") and (scoped := auto_axes("activations", logical))[: len(default)] != default[: len(scoped)]:
+            pair = f"rules.activations[{logical!r}]={scoped} and rules.activations['seq_resid']={default} do not start with the same axes"
             yield f"mesh.pipeline={mesh['pipeline']}: {pair}; {_WAITS}"
 
 
-_WAITS = "XLA would permute arrays in a branch that some stages skip, and wait for ever"
+_WAITS = "XLA would permute arrays in a branch that some stages skip, and deadlock"
 
 
 def _divisors(n: int) -> list[int]:
@@ -302,7 +305,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _field(axis: str) -> str:
-    """Where a config has the size of a mesh axis."""
+    """The config field that has the size of a mesh axis."""
     return setting(axis, 0).removesuffix("=0")
 
 

@@ -1,4 +1,4 @@
-"""A run goes on with fewer devices than it began with: on the largest mesh that its config allows, with the same global batch."""
+"""Continues a run on fewer devices: on the largest mesh that its config allows, with the same global batch."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import ELASTIC, LEAST
 from mesh_lm.launch.job import VARIABLES
+from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
 
 _SHRINK = ("data", "fsdp")
 
 
-def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> TrainConfig:
-    """The config for the devices that are there, where the launcher may go on with fewer nodes (--min-nodes); else as it is.
+def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None) -> TrainConfig:
+    """Returns the config for the available devices if the launcher may continue with fewer nodes (--min-nodes); else the config itself.
 
-    Call it after `distributed.start`. Raises distributed.FewerNodes where fewer nodes are enough, after telling the launcher so, and
-    ConfigError where the nodes that are left, or the least that may be
-    left, cannot hold the run: at the first start, and not in some night.
+    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes, after reporting it to the launcher, if
+    fewer nodes are enough. Raises ConfigError, already at the first start, if the available nodes or the --min-nodes cannot hold the run.
     """
-    if not (whole := int(environment.get(ELASTIC, 0))):
+    if not (full := int(environment.get(ELASTIC, 0))):
         return config
     nodes = int(environment[VARIABLES["nodes"]])
     per_node = jax.device_count() // nodes
     try:
-        on_nodes(config, whole, least := int(environment.get(LEAST, nodes)), per_node)
+        on_nodes(config, full, least := int(environment.get(LEAST, nodes)), per_node, rule)
     except ConfigError as error:
         raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
-    found, enough = on_nodes(config, whole, nodes, per_node)
+    fitting, enough = on_nodes(config, full, nodes, per_node, rule)
     if enough < nodes:
         Heartbeat(Phases(), environment).send({"nodes": enough})
         raise distributed.FewerNodes
-    if nodes < whole:
-        distributed.say(f"elastic: {nodes} of {whole} nodes: {found.mesh}, train.microbatches={found.train.microbatches}")
-    return found
+    if nodes < full:
+        changes = f"{fitting.mesh}, train.microbatches={fitting.train.microbatches}"
+        distributed.print_on_process0(f"elastic: {nodes} of {full} nodes: {changes}")
+    return fitting
 
 
-def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int) -> tuple[TrainConfig, int]:
-    """The config for at most `nodes` of the `whole` nodes of `per_node` devices that it was written for, and how many of them it fills.
+def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Rule | None = None) -> tuple[TrainConfig, int]:
+    """Returns the config for at most `nodes` nodes of `per_node` devices, and how many nodes it fills. full: the nodes it was written for.
 
-    Raises ConfigError where none fits.
+    Raises ConfigError if no mesh fits.
     """
     try:
-        config = dataclasses.replace(config, mesh=config.mesh.resolve(whole * per_node))
+        config = dataclasses.replace(config, mesh=config.mesh.resolve(full * per_node))
     except MeshError as error:
         raise ConfigError(str(error)) from error
     devices = nodes * per_node
     while devices:
-        found = fitted(config, devices)
+        found = fitted(config, devices, rule)
         size = math.prod(found.mesh.sizes().values())
         if size % per_node == 0:
             return found, size // per_node
@@ -65,23 +66,23 @@ def on_nodes(config: TrainConfig, whole: int, nodes: int, per_node: int) -> tupl
     raise ConfigError(f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of {nodes}")
 
 
-def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
-    """The config on the largest mesh of at most n_devices that it allows, and of those the one with the most fsdp.
+def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
+    """Returns the config on the largest mesh of at most n_devices that it allows; among equal sizes, on the one with the largest fsdp.
 
-    pipeline, expert, sequence and tensor stay as they are; data and fsdp are at most as large as in the config (-1: any). The global batch
-    stays, and microbatches are raised so that a device has no more sequences of one at a time than before. Raises ConfigError where no
-    such mesh passes `mesh_lm.training.check.check`.
+    pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as large as in the config (-1: any). The global batch
+    is kept, and microbatches are raised so that a device has no more sequences per microbatch than before. Raises ConfigError if no such
+    mesh passes `mesh_lm.training.check.check`.
     """
     sizes = config.mesh.sizes()
     if wrong := [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]:
-        raise ConfigError(f"mesh.{wrong[0]}=-1 changes with the number of devices, which only data and fsdp may; give it a size")
+        raise ConfigError(f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and fsdp may do; give it a size")
     reason = ""
     for mesh in _meshes(config.mesh, n_devices):
         size = math.prod(mesh.sizes().values())
         for microbatches in _microbatches(config, mesh):
             candidate = dataclasses.replace(config, mesh=mesh, train=dataclasses.replace(config.train, microbatches=microbatches))
             try:
-                return check(candidate, size)
+                return check(candidate, size, rule)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)
@@ -90,7 +91,7 @@ def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
 
 
 def _meshes(mesh: MeshConfig, n_devices: int) -> Iterator[MeshConfig]:
-    """All that are small enough, from the largest, and of one size from the most fsdp."""
+    """Yields the meshes that are small enough, the largest first, and among equal sizes the one with the largest fsdp."""
     fixed = math.prod(size for axis, size in mesh.sizes().items() if axis not in _SHRINK)
     most = n_devices // fixed
     data, fsdp = (most if size == -1 else min(size, most) for size in (mesh.data, mesh.fsdp))
@@ -100,7 +101,7 @@ def _meshes(mesh: MeshConfig, n_devices: int) -> Iterator[MeshConfig]:
 
 
 def _microbatches(config: TrainConfig, mesh: MeshConfig) -> Iterator[int]:
-    """Numbers that divide the global batch over this mesh, from the least that needs no more memory than the config's own."""
+    """Yields numbers of microbatches that divide the global batch over this mesh, from the fewest that need no more memory than before."""
     batch, train = config.train.global_batch, config.train
     axes = axes_of(config.rules.activations.get("batch"))
     before, after = (math.prod(max(1, m.sizes().get(axis, 1)) for axis in axes) for m in (config.mesh, mesh))

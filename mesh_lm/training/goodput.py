@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its starts and restarts: <output>/goodput/ keeps one small file for each."""
+"""How a run spent its wall time, over all its starts and restarts: <output>/goodput/ has one small file for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from mesh_lm.distributed.phases import Phases
 
 _ORDER = {
-    "step": "steps", "lost": "steps done again", "down": "between restarts", "start": "start", "data": "preparing data",
+    "step": "steps", "lost": "repeated steps", "down": "between restarts", "start": "start", "data": "preparing data",
     "restore": "restoring", "compile": "first steps (compiling)", "batch": "waiting for data", "save": "saving", "evaluate": "evaluating",
 }  # fmt: skip
 
@@ -21,9 +21,9 @@ _EVERY = 2.0
 
 
 class Goodput:
-    """The record of one life of a run's process 0, written again and again so that a killed one leaves it behind.
+    """The record of one life of a run's process 0, rewritten every few seconds so that it survives a kill.
 
-    A life ends with its process, or where the run goes back to an earlier step: in both cases another one does its last steps again.
+    A life ends with its process, or when the run rolls back to an earlier step. In both cases the next life repeats its last steps.
     """
 
     def __init__(self, output: Path, phases: Phases, first: int) -> None:
@@ -35,20 +35,20 @@ class Goodput:
     def _begin(self, born: float, before: dict[str, float], *, went_back: bool) -> None:
         """before: seconds that this process spent in earlier lives."""
         self._born, self._before, self._went_back = born, before, went_back
-        self._kept = -_EVERY
+        self._written = -_EVERY
         self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
 
-    def go_back(self, step: int) -> None:
-        """The run goes on from this step: another life of the same process. To be called while the phases still have the last one."""
-        self.keep(now=True)
+    def roll_back(self, step: int) -> None:
+        """Starts another life of the same process, which continues from this step. Call it before the phases get the new step."""
+        self.write(now=True)
         self._first, spent = step, self._phases.seconds()
         self._begin(self._born + sum(spent.values()) - sum(self._before.values()), spent, went_back=True)
 
-    def keep(self, *, now: bool = False) -> None:
-        """Writes down where the time went so far, every few seconds unless `now`. What the disk does not take is not worth a run."""
-        if not now and self._phases.age - self._kept < _EVERY:
+    def write(self, *, now: bool = False) -> None:
+        """Writes the times so far, every few seconds unless `now`. Errors of the disk are ignored."""
+        if not now and self._phases.age - self._written < _EVERY:
             return
-        self._kept, step = self._phases.age, max(self._phases.step, self._first)
+        self._written, step = self._phases.age, max(self._phases.step, self._first)
         seconds = {phase: value - self._before[phase] for phase, value in self._phases.seconds().items()}
         life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
         with contextlib.suppress(OSError):
@@ -57,15 +57,15 @@ class Goodput:
             part.replace(self._path)
 
     def total(self) -> dict[str, Any]:
-        """{"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far."""
-        self.keep(now=True)
+        """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far."""
+        self.write(now=True)
         return total(self._directory)
 
 
 def total(directory: Path) -> dict[str, Any]:
-    """Adds up the lives in a run's `goodput` directory.
+    """Returns the totals over the lives in a run's `goodput` directory.
 
-    seconds: of each phase, and of "lost" (steps that a later life did again) and "down" (nobody ran). goodput: steps that count over all.
+    seconds: by phase, with "lost" (steps that a later life repeated) and "down" (no process ran). goodput: the share of steps that count.
     """
     lives = sorted((life for path in directory.glob("*.json") if (life := _read(path))), key=lambda life: life["born"])
     seconds, lost_steps = dict.fromkeys(_ORDER, 0.0), 0
@@ -86,13 +86,13 @@ def total(directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe(found: dict[str, Any]) -> str:
-    """A line for people."""
-    seconds = found["seconds"]
+def describe(totals: dict[str, Any]) -> str:
+    """Returns a line of text for what `total` returns."""
+    seconds = totals["seconds"]
     parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
-    starts = f", {found['starts']} starts" if found["starts"] > 1 else ""
-    starts += f", {found['lost_steps']} steps done again" if found["starts"] > 1 or found["lost_steps"] else ""
-    return f"goodput {found['goodput']:.1%} of {_clock(sum(seconds.values()))}{starts}: {', '.join(parts)}"
+    starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
+    starts += f", {totals['lost_steps']} steps repeated" if totals["starts"] > 1 or totals["lost_steps"] else ""
+    return f"goodput {totals['goodput']:.1%} of {_clock(sum(seconds.values()))}{starts}: {', '.join(parts)}"
 
 
 def _clock(seconds: float) -> str:

@@ -12,8 +12,7 @@ from types import TracebackType
 import jax
 
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
-from mesh_lm.data.corpus import TextCorpus
-from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import bits_per_byte
@@ -28,9 +27,7 @@ from mesh_lm.training.goodput import Goodput, describe
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
 
-    def __init__(
-        self, config: TrainConfig, layout: ModelLayout, corpus: TextCorpus | MegatronCorpus, phases: Phases, first_step: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -68,26 +65,29 @@ class Monitor:
         told, self._told = self._told, (step, metrics)
         self._phases.step = step
         if self._goodput:
-            self._goodput.keep()
+            self._goodput.write()
         self._profile.step(step, metrics, self._phases)
-        self._flush()
+        self.flush()
         self._late = self._told
         return told
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Forgets what came after this step: the run goes on from there."""
         if self._goodput:
-            self._goodput.go_back(step)
+            self._goodput.roll_back(step)
         self._told = self._late = None
         self._phases.step = step
-        self._progress.go_back(step)
+        self._progress.roll_back(step)
         try:
-            self._writer.go_back(step)
+            self._writer.roll_back(step)
         except OSError as error:
             self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 
-    def heldout(self, step: int, loss: float) -> None:
-        """Notes a held-out loss in nats per token; beside it, where all of the text was read, what compressors make of the same bytes."""
+    def heldout(self, step: int, loss: float) -> dict[str, float]:
+        """Notes a held-out loss in nats per token, and returns what goes on record.
+
+        Where all of the held-out text was read, the log also says what compressors make of the same bytes.
+        """
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
         if self.corpus.heldout_bytes:
@@ -96,6 +96,7 @@ class Monitor:
         self._write(step, row)
         part = f"{self.config.train.eval_sequences or 'all'} sequences"
         self.note(f"step {step}: held-out {shown} ({beside or part})")
+        return row
 
     def has_heldout(self, step: int) -> bool:
         """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
@@ -114,7 +115,7 @@ class Monitor:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
-        self._flush()
+        self.flush()
         before = self._phases.phase
         self._phases.at("evaluate")
         with self._progress.paused():
@@ -138,7 +139,8 @@ class Monitor:
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Reads and writes the metrics of the newest step, for which it waits."""
         late, self._late = self._late, None
         self._read(late)
 
@@ -169,7 +171,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self._flush()
+            self.flush()
         self._profile.stop()
         if kind is None and self._profile.missed:
             self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")

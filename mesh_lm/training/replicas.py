@@ -1,11 +1,11 @@
-"""Whether devices that should hold the same bits do.
+"""Checks that replicas of the state hold the same bits on all devices.
 
-What it finds: a bit that memory or a transfer changed in one of several copies, and an update that one device computed wrongly. Copies are
-those of a sharding: all weights under DDP, those of the other `data` groups under HSDP, and the scalars everywhere.
+It finds a bit that memory or a transfer flipped in one replica, and an update that one device computed wrongly. Replicas are those of a
+sharding: all weights under DDP, those of the other `data` groups under HSDP, and the scalars everywhere.
 
-What it does not find. What only one device holds (a checkpoint's digests are for that). A gradient that one device computed wrongly: all of
-them add it up. Under ZeRO, more than one step back: each step gathers every weight anew from the device that updates it, so that a flipped
-bit is gone after it, or everywhere.
+It does not find errors in shards that only one device holds (a checkpoint's digests do), nor a wrong gradient of one device, which all of
+them sum. Under ZeRO it does not find an error that is more than one step old: each step gathers every weight from the device that updates
+it, so a flipped bit is overwritten, or copied to all replicas.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from mesh_lm.state.digest import digest, leaf_name
 
 
 class ReplicasDiffer(RuntimeError):
-    """Devices that should hold the same bits do not: the state is not to be trusted, nor saved."""
+    """Replicas of the state differ: it must be neither trusted nor saved."""
 
 
 def require_equal(state: Mapping[str, Any]) -> None:
-    """Raises ReplicasDiffer, with the leaves and devices, where `differing` finds any. Every process of a run calls it."""
+    """Raises ReplicasDiffer with the leaves and devices that `differing` finds. Every process must call it."""
     if lines := differing(state):
-        told = listed("copies of the state are not the same bits; a device, its memory or a link computes wrongly", lines)
+        problem = listed("replicas of the state differ; a device, its memory or a link is faulty", lines)
         raise ReplicasDiffer(
-            f"{told}\nnothing of it was saved: continue from the newest checkpoint, without that device if it is named again"
+            f"{problem}\nthis state was not saved: continue from the newest checkpoint, without that device if it is named again"
         )
 
 
 def differing(state: Mapping[str, Any]) -> list[str]:
-    """A line for each part of a leaf whose copies are not the same bits, with the devices in the minority; empty where all is well.
+    """Returns a line for each shard whose replicas differ, with the devices in the minority; empty if all replicas are equal.
 
-    state: nested dicts of arrays on one mesh. Every process of a run calls it, and gets the same. Each device digests what it holds, by
-    one program without collectives; only digests travel. Where two copies disagree, or as many on either side, all are named.
+    state: nested dicts of arrays on one mesh. Every process must call it, and gets the same result. Each device computes digests of its
+    shards, in one program without collectives; only digests are gathered. Without a majority all devices are named.
     """
-    leaves = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if _parts(x.sharding, x.shape).copied]
+    leaves = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if _shards(x.sharding, x.shape).replicated]
     if not leaves:
         return []
     arrays = [x for _, x in leaves]
     mesh = arrays[0].sharding.mesh
-    found = program(mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
-    rows = np.asarray(multihost_utils.process_allgather(found, tiled=True))  # [devices, leaves, 2]
+    digests = program(mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
+    rows = np.asarray(multihost_utils.process_allgather(digests, tiled=True))  # [devices, leaves, 2]
     values = rows[..., 0].astype(np.uint64) << np.uint64(32) | rows[..., 1]
     devices = mesh.devices.reshape(-1)
     return [
         f"{leaf_name(path)}{line}"
         for (path, x), column in zip(leaves, values.T, strict=True)
-        for line in _minorities(_parts(x.sharding, x.shape), column, devices)
+        for line in _minorities(_shards(x.sharding, x.shape), column, devices)
     ]
 
 
 @functools.lru_cache(maxsize=8)
 def program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.Array]:
-    """Jitted: arrays with these specs -> uint32 [devices, arrays, 2], by device in the mesh's order, digests of its own blocks."""
+    """Returns a jitted function: arrays with these specs -> uint32 [devices, arrays, 2], digests of each device's shards in mesh order."""
 
     def own(*blocks: jax.Array) -> jax.Array:
         return jnp.stack([digest(block) for block in blocks])[None]
@@ -71,34 +71,34 @@ def program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.A
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False))
 
 
-class _Parts:
-    """Which part of an array each device of its mesh holds."""
+class _Shards:
+    """The number of the shard of an array that each device of its mesh holds."""
 
     def __init__(self, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
-        held = sharding.devices_indices_map(shape)
-        indices = [tuple((s.start, s.stop) for s in held[device] or ()) for device in cast(Mesh, sharding.mesh).devices.flat]
+        by_device = sharding.devices_indices_map(shape)
+        indices = [tuple((s.start, s.stop) for s in by_device[device] or ()) for device in cast(Mesh, sharding.mesh).devices.flat]
         numbers = {index: number for number, index in enumerate(dict.fromkeys(indices))}
         self.of_device = np.array([numbers[index] for index in indices])
-        self.copied = len(numbers) < len(indices)
+        self.replicated = len(numbers) < len(indices)
 
 
-_parts = functools.lru_cache(maxsize=1024)(_Parts)
+_shards = functools.lru_cache(maxsize=1024)(_Shards)
 
 
-def _minorities(parts: _Parts, values: np.ndarray, devices: np.ndarray) -> list[str]:
-    """Of one leaf: a line for each part whose copies differ. values: the digests, by device."""
-    _, firsts = np.unique(parts.of_device, return_index=True)
-    wrong = values != values[firsts][parts.of_device]
+def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> list[str]:
+    """Returns a line for each shard of one leaf whose replicas differ. values: the digests, by device."""
+    _, firsts = np.unique(shards.of_device, return_index=True)
+    wrong = values != values[firsts][shards.of_device]
     lines = []
-    for part in np.unique(parts.of_device[wrong]):
-        holders = np.flatnonzero(parts.of_device == part)
+    for shard in np.unique(shards.of_device[wrong]):
+        holders = np.flatnonzero(shards.of_device == shard)
         (top, votes), *others = Counter(values[holders].tolist()).most_common()
         tie = any(count == votes for _, count in others)
         named = [_name(devices[i]) for i in holders if tie or values[i] != top]
         lines.append(
-            f": {', '.join(named)} hold different bits, and no majority tells which are right"
+            f": {', '.join(named)} hold different bits, and no majority shows which are right"
             if tie
-            else f": {', '.join(named)} {'holds' if len(named) == 1 else 'hold'} other bits than the {votes} other copies"
+            else f": {', '.join(named)} {'differs' if len(named) == 1 else 'differ'} from the {votes} other replicas"
         )
     return lines
 

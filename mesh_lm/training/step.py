@@ -14,20 +14,20 @@ from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
 from mesh_lm.parallel.engine import region
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import MASTER, State, masters, parts, state_shardings, weights_of
-from mesh_lm.state import loss_statistics as recent
+from mesh_lm.state import MASTER, State, loss_statistics, masters, parts, state_shardings, weights_of
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
 
-_STEPS = 0x73746570  # "step": no model has so many parameters
+_STEPS = 0x73746570  # "step": larger than any parameter's number, which initialisation folds into the same key
 
 
 def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
-    """(state, batch) -> (state, metrics). A step with sick numbers changes nothing but the counters: one whose loss or gradient is not
-    finite or, where `outlier` is not 0, whose loss or log gradient norm is so many standard deviations above what they were of late.
+    """Returns the jitted step (state, batch) -> (state, metrics). It donates the state.
 
-    Raises ConfigError where the model has buffers and its config does not say how they change.
+    A step whose loss or gradient is not finite changes only the counters. So does one whose loss or log gradient norm is more than
+    `outlier` standard deviations above its recent mean, unless `outlier` is 0. Raises ConfigError if the model has buffers and its config
+    does not define how they are updated.
     """
     if layout.buffers and type(layout.config).updated is ModelConfig.updated:
         which = f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
@@ -42,20 +42,20 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
-            now = recent.step_statistics(sums["loss"] / sums["weight"], norm)
+            now = loss_statistics.observe(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:
-                good &= ~recent.is_outlier(state["recent"], now, outlier)
-            # The update runs where the moments live, so that ZeRO gathers each new weight once.
+                good &= ~loss_statistics.is_outlier(state["recent"], now, outlier)
+            # The update uses the moments' sharding, so that ZeRO gathers each new weight once.
             held = layout.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
             old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"]
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
             buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
-            new = *new, buffers, recent.update(state["recent"], now)
+            new = *new, buffers, loss_statistics.update(state["recent"], now)
             held, new_slots, buffers, lately = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
             master = {name: held[name] for name in flat.leaves}
-            params = {name: held[name] for name in plain} | flat.used(master)
+            params = {name: held[name] for name in plain} | flat.compute_params(master)
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}
         after = {**counters, "params": params, **new_slots}
         after |= ({MASTER: master} if master else {}) | ({"buffers": buffers} if buffers else {})
@@ -67,19 +67,19 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
 
 
 def _updated(config: ModelConfig, buffers: Params, sums: Params) -> Params:
-    """The buffers after a step. Raises ConfigError where they are others than before."""
+    """Returns the buffers after a step. Raises ConfigError if their names, shapes or types change."""
     new, which = config.updated(buffers, sums), f"{type(config).__name__}.updated returns"
     for name in sorted({*buffers, *new}):
         if name not in new:
             raise ConfigError(f"{which} no {name!r}, a buffer of the model")
         if name not in buffers:
-            raise ConfigError(f"{which} {name!r}, which is no buffer of the model")
-        found, was = (f"{x.dtype} {x.shape}" for x in (new[name], buffers[name]))
-        if found != was:
-            raise ConfigError(f"{which} {name!r} as {found}, and the buffer is {was}")
+            raise ConfigError(f"{which} {name!r}, which is not a buffer of the model")
+        now, before = (f"{x.dtype} {x.shape}" for x in (new[name], buffers[name]))
+        if now != before:
+            raise ConfigError(f"{which} {name!r} as {now}, but the buffer is {before}")
     return new
 
 
 def step_key(seed: int, step: jax.Array | int) -> jax.Array:
-    """The key of a step's dropout. Initialisation folds each parameter's number into the seed's key, so steps fold a tag in first."""
+    """Returns the key of a step's dropout. Initialisation folds each parameter's number into the seed's key, so a step folds in a tag."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)

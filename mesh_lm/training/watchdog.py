@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress. JAX itself waits for a stuck peer for ever."""
+"""Ends a process that makes no progress. JAX itself waits for a stuck peer without a time limit."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from mesh_lm.config import HealthConfig
 from mesh_lm.distributed.phases import Phases
 
 _BUSY = ("batch", "step")
-"""Phases of the loop, in which a sign of life is due every step."""
+"""Phases of the training loop, in which every step is a sign of life."""
 _MARGIN = 30.0
-"""Seconds after which the stacks are dumped from outside Python, where something holds its lock and no thread of it runs."""
+"""Seconds after which faulthandler dumps the stacks, in case native code holds the GIL and no Python thread can run."""
 
 _STDERR = 2
-"""The file descriptor: sys.stderr may have been replaced by something that has none."""
+"""The file descriptor, because sys.stderr may have been replaced by an object without one."""
 
 
 class Watchdog:
     """A context in which a process ends with status 75, after dumping the stacks of all threads, when a phase takes too long.
 
-    The limit is max(health.stall, 10 median steps) between two signs of life in the loop, and health.patience for all else: data, restore,
-    compile, save, evaluate. health.stall=0 is no watchdog.
+    The limit between two signs of life is max(health.stall, 10 median steps) in the training loop, and health.patience in all other phases:
+    data, restore, compile, save, evaluate. health.stall=0 turns the watchdog off.
     """
 
     def __init__(self, config: HealthConfig, phases: Phases, prefix: str = "") -> None:
-        """prefix: what the lines of this process start with."""
+        """prefix: the prefix of this process's log lines."""
         self._config, self._phases, self._prefix = config, phases, prefix
         self._over = threading.Event()
 
     @property
     def limit(self) -> float:
-        """Seconds that the present phase may take."""
+        """Seconds that the current phase may take."""
         if self._phases.phase not in _BUSY or not self._phases.median_step:
             return max(self._config.patience, self._config.stall)
         return max(self._config.stall, 10 * self._phases.median_step)
 
     def __enter__(self) -> Watchdog:
         if not faulthandler.is_enabled():
-            faulthandler.enable(_STDERR)  # so that a bus error, as of a data file cut short, says where
+            faulthandler.enable(_STDERR)  # prints the stack of a bus error, such as that of a truncated data file
         if self._config.stall:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -52,7 +52,7 @@ class Watchdog:
         while not self._over.wait(min(1.0, self._config.stall / 4)):
             phases, limit = self._phases, self.limit
             late = max(1.0, limit - phases.idle + _MARGIN)
-            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)  # with status 1: Python offers no other
+            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)  # always exits with status 1
             if (idle := phases.idle) > limit:
                 self._end(idle, limit)
         faulthandler.cancel_dump_traceback_later()
@@ -69,7 +69,7 @@ class Watchdog:
             )  # fmt: skip
             faulthandler.dump_traceback(_STDERR, all_threads=True)
             sys.stdout.flush()
-        finally:  # also where the log takes no more
+        finally:  # also if the log cannot be written
             os._exit(launch.EXIT_STALLED)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

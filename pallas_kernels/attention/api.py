@@ -11,7 +11,7 @@ from jax import Array
 
 from pallas_kernels.attention import cudnn, mosaic, xla
 from pallas_kernels.attention.block_mask import BlockMask
-from pallas_kernels.attention.problem import Problem, describe
+from pallas_kernels.attention.problem import AttentionProblem, describe_attention
 
 # In the order of preference. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
@@ -29,12 +29,12 @@ class Choice:
     rejected: Mapping[str, str]
 
 
-def choose(problem: Problem) -> Choice:
+def choose_attention(problem: AttentionProblem) -> Choice:
     """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons of those that cannot. Pure.
 
-    To ask without arrays: `choose(describe(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
+    To ask without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
     """
-    reasons = {name: implementation.why_not(problem) for name, implementation in IMPLEMENTATIONS.items()}
+    reasons = {name: implementation.unsupported_reason(problem) for name, implementation in IMPLEMENTATIONS.items()}
     name = next(name for name, reason in reasons.items() if reason is None)
     return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
 
@@ -95,8 +95,8 @@ def flash_attention(
         arXiv 2508.10925). Give it to one only of the calls that `merge` puts together.
       block_mask: which blocks of queries and keys see each other at all, static; the masks above cut what it leaves.
       return_lse: return the log-sum-exp too.
-      implementation: None lets `choose` decide.
-      platform, capability: as in `describe`.
+      implementation: None lets `choose_attention` decide.
+      platform, capability: as in `describe_attention`.
 
     Returns:
       out [B, S, N, Hv] in q's dtype; with `return_lse` also the log-sum-exp of all logits of a query, its sink included,
@@ -107,7 +107,7 @@ def flash_attention(
 
     Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
     """
-    problem = describe(
+    problem = describe_attention(
         q,
         k,
         v,
@@ -126,7 +126,7 @@ def flash_attention(
     )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    choice = choose(problem)
+    choice = choose_attention(problem)
     name = implementation or choice.name
     if name in choice.rejected:
         raise Unsupported(f"flash_attention: implementation={name!r} cannot serve this call: {choice.rejected[name]}")

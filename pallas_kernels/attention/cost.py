@@ -14,7 +14,7 @@ from pallas_kernels.attention.block_mask import BlockMask
 
 
 @contextlib.contextmanager
-def counted(kernel: str, *, flops: int, bytes_accessed: int) -> Iterator[None]:
+def cost_metadata(kernel: str, *, flops: int, bytes_accessed: int) -> Iterator[None]:
     """Around the call of a kernel. flops: of its matmuls; bytes_accessed: of device memory, each operand and result once."""
     with set_xla_metadata(kernel=kernel, kernel_flops=int(flops), kernel_bytes=int(bytes_accessed)):
         yield

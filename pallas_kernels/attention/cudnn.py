@@ -9,10 +9,10 @@ Read from the sources of jax 0.10.2 and 0.11.2 and from cuDNN's support matrix (
 import jax
 from jax import Array
 
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.problem import AttentionProblem
 
 
-def why_not(problem: Problem) -> str | None:
+def unsupported_reason(problem: AttentionProblem) -> str | None:
     """Every reason why cuDNN cannot serve this problem, in one line; None if it can."""
     (_, S, _, H), T, Hv = problem.q_shape, problem.k_shape[1], problem.v_shape[3]
     widest = 256 if problem.capability >= (9, 0) else 128
@@ -33,8 +33,8 @@ def why_not(problem: Problem) -> str | None:
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 
 
-def attend(q: Array, k: Array, v: Array, problem: Problem, **_: object) -> tuple[Array, None]:
-    """Serves a problem for which `why_not` is None: out [B, S, N, H] and no log-sum-exp. Arrays as in `flash_attention`."""
+def attend(q: Array, k: Array, v: Array, problem: AttentionProblem, **_: object) -> tuple[Array, None]:
+    """Serves a problem for which `unsupported_reason` is None: out [B, S, N, H] and no log-sum-exp. Arrays as in `flash_attention`."""
     window = None if problem.window is None else (problem.window - 1, 0)
     out = jax.nn.dot_product_attention(
         q, k, v, scale=problem.scale, is_causal=problem.causal, local_window_size=window, implementation="cudnn"

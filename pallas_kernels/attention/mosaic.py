@@ -2,7 +2,7 @@
 
 from jax import Array
 
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.problem import AttentionProblem
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Widths of a query's and of a value's head that the kernel has tiles for."""
@@ -12,7 +12,7 @@ GRID = 65_535
 """CUDA's limit of a grid's second and third dimension."""
 
 
-def why_not(problem: Problem) -> str | None:
+def unsupported_reason(problem: AttentionProblem) -> str | None:
     """Every reason why the kernel cannot serve this problem, in one line; None if it can."""
     (B, _, N, H), Hv, mask = problem.q_shape, problem.v_shape[3], problem.block_mask
     widths = ", ".join(f"{h}" if h == hv else f"{h} with values of {hv}" for h, hv in HEAD_DIMS)
@@ -34,14 +34,14 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    problem: Problem,
+    problem: AttentionProblem,
     *,
     segment_ids: Array | None = None,
     kv_segment_ids: Array | None = None,
     q_offset: int | Array = 0,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Serves a problem for which `why_not` is None. Arrays as in `flash_attention`.
+    """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`.
 
     Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32.
     """

@@ -19,8 +19,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call without its arrays. Make it with `describe`, which checks it."""
+class AttentionProblem:
+    """One call without its arrays. Make it with `describe_attention`, which checks it."""
 
     platform: str
     """Platform the program is compiled for: cpu, gpu, ..."""
@@ -42,7 +42,7 @@ class Problem:
     block_mask: BlockMask | None = None
 
 
-def describe(
+def describe_attention(
     q: Array | jax.ShapeDtypeStruct,
     k: Array | jax.ShapeDtypeStruct,
     v: Array | jax.ShapeDtypeStruct,
@@ -59,8 +59,8 @@ def describe(
     return_lse: bool = False,
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
-) -> Problem:
-    """The arguments of `flash_attention` as a `Problem`; arrays may be `jax.ShapeDtypeStruct`s.
+) -> AttentionProblem:
+    """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be `jax.ShapeDtypeStruct`s.
 
     `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
     `capability`: None means that of the first GPU here, and (8, 0) without one, as jax itself assumes; see `capability_of`.
@@ -74,7 +74,7 @@ def describe(
     if faults:
         raise ValueError("flash_attention: " + "; ".join(faults))
     platform, capability = target_of(platform, capability)
-    return Problem(
+    return AttentionProblem(
         platform=platform,
         capability=capability,
         dtype=str(q.dtype),
@@ -101,7 +101,7 @@ def capability_of(device: Any) -> tuple[int, int]:
 
 
 def target_of(platform: str | None, capability: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
-    """Both as a `Problem` has them; what is None is this process's own, as `describe` says."""
+    """Both as a `AttentionProblem` has them; what is None is this process's own, as `describe_attention` says."""
     here = jax.default_backend()
     if capability is None:
         capability = capability_of(jax.local_devices()[0]) if here == "gpu" else (8, 0)

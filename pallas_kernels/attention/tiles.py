@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.attention.block_mask import BlockMask
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.problem import AttentionProblem
 
 _PAD_POSITION = 2**30
 
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """All that is static about one call: the features, and the cut into chunks.
 
     `unrolled`: S and T fit one chunk each; then the rows are cut into a few blocks, each against its own range of keys.
@@ -51,7 +51,7 @@ class Plan:
     block_mask: BlockMask | None = None
 
     @classmethod
-    def of(cls, problem: Problem, q_chunk: int, kv_chunk: int) -> "Plan":
+    def of(cls, problem: AttentionProblem, q_chunk: int, kv_chunk: int) -> "TilePlan":
         S, T, mask = problem.q_shape[1], problem.k_shape[1], problem.block_mask
         features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
         if mask is not None:
@@ -141,7 +141,7 @@ class Side(NamedTuple):
         return Side(take(self.position, i)[..., start:stop], segment)
 
 
-def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array) -> tuple[Side, Side]:
+def sides(plan: TilePlan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array) -> tuple[Side, Side]:
     """Rows and keys of all chunks; `q_offset` counts where the plan has none."""
 
     def cut(x: Array, n: int, chunk: int, fill: int) -> Array:
@@ -161,7 +161,7 @@ def sides(plan: Plan, G: int, q_segments: Array | None, kv_segments: Array | Non
     return Side(row_positions, rows(q_segments)), Side(key_positions, keys(kv_segments))
 
 
-def visible(plan: Plan, tile: Tile, K: int, rows: Side, keys: Side) -> Array | None:
+def visible(plan: TilePlan, tile: Tile, K: int, rows: Side, keys: Side) -> Array | None:
     """Mask of one tile, broadcastable to [B, K, R, C]; None: everything is visible."""
     r, c = rows.position[:, None], keys.position
     conditions = [r >= c] if plan.causal else [c < plan.T] if plan.T % plan.kv_chunk else []

@@ -16,13 +16,13 @@ import jax
 
 from pallas_kernels.attention.hopper.differentiable import Tiling
 from pallas_kernels.attention.hopper.spec import Tiles
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.problem import AttentionProblem
 
 PATH = Path(__file__).with_name("tuning.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TuningEntry:
     """One line of the table."""
 
     head_dims: tuple[int, int]
@@ -35,7 +35,7 @@ class Row:
     length: int = 0
     """Serves from this many keys on."""
 
-    def serves(self, problem: Problem, device: str) -> bool:
+    def serves(self, problem: AttentionProblem, device: str) -> bool:
         return (
             self.head_dims == (problem.q_shape[3], problem.v_shape[3])
             and (self.device is None or self.device in device)
@@ -45,7 +45,7 @@ class Row:
         )
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> Row:
+    def of(cls, row: dict[str, Any]) -> TuningEntry:
         """From a row of the file."""
         tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")})
         about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
@@ -53,19 +53,19 @@ class Row:
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def entries() -> tuple[TuningEntry, ...]:
     """The table, in its order."""
-    return tuple(Row.of(row) for row in json.loads(PATH.read_text())["rows"])
+    return tuple(TuningEntry.of(row) for row in json.loads(PATH.read_text())["rows"])
 
 
-def tiling(problem: Problem, device: str | None = None) -> Tiling:
+def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:
     """The tiles for `problem`. device: its name; None: the first GPU of this process, or none in particular.
 
-    Raises LookupError where no row serves; `mosaic.why_not` has said so before.
+    Raises LookupError where no row serves; `mosaic.unsupported_reason` has said so before.
     """
     if device is None:
         device = jax.local_devices()[0].device_kind if jax.default_backend() == "gpu" else ""
-    found = next((row for row in rows() if row.serves(problem, device)), None)
+    found = next((row for row in entries() if row.serves(problem, device)), None)
     if found is None:
         raise LookupError(f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}")
     return found.tiling

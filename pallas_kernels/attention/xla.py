@@ -23,15 +23,15 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention.problem import Problem
-from pallas_kernels.attention.tiles import Plan, Side, Tile, from_rows, sides, take, to_rows, visible
+from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.tiles import Side, Tile, TilePlan, from_rows, sides, take, to_rows, visible
 
 # Below every logit, yet finite: a maximum that starts here never makes inf - inf, even in rows that see no key.
 _FLOOR = -1e30
 _T = TypeVar("_T")
 
 
-def why_not(problem: Problem) -> str | None:
+def unsupported_reason(problem: AttentionProblem) -> str | None:
     """The reason why this implementation cannot serve a valid problem: there is none."""
     return None
 
@@ -40,7 +40,7 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    problem: Problem,
+    problem: AttentionProblem,
     *,
     segment_ids: Array | None = None,
     kv_segment_ids: Array | None = None,
@@ -53,7 +53,7 @@ def attend(
 
     Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32 (fp64 for fp64).
     """
-    plan = Plan.of(problem, q_chunk, kv_chunk)
+    plan = TilePlan.of(problem, q_chunk, kv_chunk)
     sinks = None if sinks is None else sinks.astype(_accum(q))
     return _attention(plan, q, k, v, sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32))
 
@@ -85,7 +85,7 @@ class _State(NamedTuple):
         return self.acc / l[..., None], jnp.where(self.l == 0, -jnp.inf, self.m + jnp.log(l))
 
 
-def _start(plan: Plan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
+def _start(plan: TilePlan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
     """A sink is a key without a value: the state that its rows start from."""
     B, K, R, _ = q_BKRH.shape
     acc = jnp.zeros((B, K, R, H), _accum(q_BKRH))
@@ -96,7 +96,7 @@ def _start(plan: Plan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
     return _State(m, jnp.exp(sink - m), acc)
 
 
-def _logits(plan: Plan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
+def _logits(plan: TilePlan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
     """Masked logits [B, K, R, C], and the slope of the soft cap where there is one."""
     s, slope = _dot("bkrh,bkch->bkrc", q_BKRH, k_BKCH) * plan.scale, None
     if plan.softcap is not None:
@@ -106,7 +106,7 @@ def _logits(plan: Plan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side, ke
     return s if mask is None else jnp.where(mask, s, -jnp.inf), slope
 
 
-def _walk(plan: Plan, add: Callable[[Tile, _T], _T], sums: _T) -> _T:
+def _walk(plan: TilePlan, add: Callable[[Tile, _T], _T], sums: _T) -> _T:
     """Adds every tile to `sums` in a loop."""
     tiles = np.array([(tile.i, tile.j) for tile in plan.tiles()], np.int32).reshape(-1, 2)
     return jax.lax.scan(lambda y, ij: (add(Tile(ij[0], ij[1], 0, plan.kv_chunk), y), None), sums, tiles)[0]
@@ -119,7 +119,7 @@ def _after(x: _T, previous: object) -> _T:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    plan: Plan,
+    plan: TilePlan,
     q: Array,
     k: Array,
     v: Array,
@@ -132,7 +132,7 @@ def _attention(
 
 
 def _forward(
-    plan: Plan,
+    plan: TilePlan,
     q: Array,
     k: Array,
     v: Array,
@@ -167,7 +167,7 @@ def _forward(
     return (out, lse), (q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse)
 
 
-def _backward(plan: Plan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
+def _backward(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
     q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse = residuals
     # Without it XLA would keep the logits of the forward pass rather than compute equal ones here.
     q, lse = jax.lax.optimization_barrier((q, lse))

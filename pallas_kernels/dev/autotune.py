@@ -1,7 +1,7 @@
 """Makes the tables of tiles: which tiles compile well, found without a GPU, and which of those are fastest, found with one.
 
-    python -m pallas_kernels.attention.autotune             # compiles every candidate for a GPU that is not here: candidates.json
-    python -m pallas_kernels.attention.autotune --measure   # on a Hopper GPU: times those that passed, puts the best into tuning.json
+    python -m pallas_kernels.dev.autotune             # compiles every candidate for a GPU that is not here: candidates.json
+    python -m pallas_kernels.dev.autotune --measure   # on a Hopper GPU: times those that passed, puts the best into tuning.json
 
 The first needs the extra `aot`. A candidate passes when it fits shared memory, spills no register, and keeps its wgmmas asynchronous,
 with no feature and with all of them.

@@ -122,6 +122,10 @@ def _catching(compile: Callable[..., Any]) -> Callable[..., Any]:
 # The server.
 
 
+TURN = threading.RLock()
+"""Held by a thread that traces, where several threads compile: JAX is not made to trace in two. A wait for a child gives it up."""
+
+
 class _Server:
     """A process that forks a child for each folder that it is told of."""
 
@@ -135,7 +139,7 @@ class _Server:
         assert self._process.stdin and self._process.stdout
         self._requests: IO[str] = self._process.stdin
         self.owner = os.getpid()
-        self._lock, self._changed = threading.Lock(), threading.Condition()
+        self._lock, self._changed = threading.Lock(), threading.Condition(TURN)
         self._done: dict[str, int] = {}
         self._ended = False
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_rules.lab import hlo
@@ -26,15 +27,18 @@ from sharding_rules.lab.assembler import gpu_in_use, unassembled
 from sharding_rules.lab.child import Aborted, compile_in_child, server
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
+from sharding_rules.lab.origins import used_in_part, with_origins
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS, request_of
-from sharding_rules.lab.timeline import estimates, replay
+from sharding_rules.lab.timeline import estimates, priced, replay
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
-_MAKERS = ("compile", "groups", "hlo", "ledger", "lineage", "memory", "provenance", "report", "targets", "timeline", "vocabulary")
+_MAKERS = (
+    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "report", "targets", "timeline", "vocabulary",
+)  # fmt: skip
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
 _ONE_AT_A_TIME = threading.Lock()
@@ -65,12 +69,16 @@ def compile_report(
     kind_of: Callable[[str], str] = kind_of_argument,
     slots: Sequence[Slot] = (),
     vocabulary: Vocabulary = NEUTRAL,
+    kwargs: Mapping[str, Any] | None = None,
+    model_flops: float = 0.0,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
     Args:
-      step: a function, jitted or not.
+      step: a function, jitted or not. Static arguments are named as always: `jax.jit(step, static_argnames="mode")`.
       args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
+      kwargs: its keyword arguments.
+      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
@@ -85,7 +93,8 @@ def compile_report(
     if request_of(mesh.devices.flat[0]):
         server()  # gets ready while the program is traced
     jitted = step if hasattr(step, "lower") else jax.jit(step)
-    lowered = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+    kwargs = dict(kwargs or {})
+    lowered, names = _lower(jitted, args, kwargs)
     options = dict(options or {})
     device = mesh.devices.flat[0]
     about = {
@@ -95,8 +104,9 @@ def compile_report(
         "options": options,
         "slots": tuple(slots),
         "vocabulary": vocabulary,
+        "model_flops": float(model_flops),
     }
-    arguments = _arguments(step, args, kind_of)
+    arguments = _arguments(step, args, kwargs, kind_of, names)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
     if kept:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, torn, or of another version of the lab
@@ -109,6 +119,14 @@ def compile_report(
                 beside.write(report.to_json())
             Path(beside.name).replace(kept)
     return report
+
+
+def _lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[str] | None]:
+    """The lowered program, and the names of its parameters where the jitted function tells them."""
+    if not hasattr(jitted, "trace"):
+        return jitted.lower(*args, **kwargs), None
+    traced = jitted.trace(*args, **kwargs)
+    return traced.lower(), getattr(traced.jaxpr.jaxpr.debug_info, "arg_names", None)
 
 
 def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
@@ -134,22 +152,24 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
     module = hlo.parse(text, about["slots"])
     provenance = Provenance(module, about["vocabulary"])
-    sent = collectives(module, provenance, mesh)
+    sent = with_origins(module, arguments, collectives(module, provenance, mesh))
     target = TARGETS.get(about["target"])
+    line = replay(module, provenance, sent, target) if target else None
     return Report(
         **about,
         hbm=target.usable if target else 0,
+        peak_flops=target.flops["bf16"] if target else 0.0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
-        collectives=sent,
+        collectives=priced(sent, line, target) if line and target else sent,
         memory=memory(module, provenance, stats, assignment, live, arguments),
-        arguments=arguments,
+        arguments=used_in_part(module, arguments),
         flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),
         kernels=kernels(module, provenance),
         warnings=(*(line for line in log if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
-        timeline=replay(module, provenance, sent, target) if target else None,
+        timeline=line,
         instructions=sum(map(len, module.computations.values())),
         text_bytes=len(text),
         compile_seconds=seconds,
@@ -179,19 +199,35 @@ def _useless_slots(module: hlo.Module) -> Iterator[str]:
     yield from (f"slot {scope!r} fits no conditional in a loop, and counts nothing" for scope in sorted(useless))
 
 
-def _arguments(step: Callable[..., Any], args: tuple[Any, ...], kind_of: Callable[[str], str]) -> tuple[Argument, ...]:
-    """Named as JAX names the parameters of the program."""
-    found = []
-    for parameter, arg in zip(inspect.signature(step).parameters, args, strict=False):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+def _arguments(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    kind_of: Callable[[str], str],
+    names: Sequence[str] | None = None,
+) -> tuple[Argument, ...]:
+    """The arrays among the arguments, named as JAX names the parameters of the program: params['w'], args[0], rest['z'].
+
+    names: those of the parameters that the program has, which leaves out static arguments; None: all.
+    """
+    try:
+        given = inspect.signature(step).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # no signature, as some callables of C++ have none
+        given = {"args": args, **kwargs}
+    arguments = []
+    for parameter, value in given.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             name = parameter + jax.tree_util.keystr(path)
+            if names is not None and name not in names:
+                continue
+            shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
             sharding = getattr(leaf, "sharding", None)
-            local, axes = leaf.shape, ()
+            local, axes = shape, ()
             if isinstance(sharding, NamedSharding):
-                local = sharding.shard_shape(leaf.shape)
+                local = sharding.shard_shape(shape)
                 axes = tuple(axis for entry in sharding.spec for axis in axes_of(entry) if sharding.mesh.shape[axis] > 1)
-            found.append(Argument(name, kind_of(name), tuple(leaf.shape), str(leaf.dtype), math.prod(local) * leaf.dtype.itemsize, axes))
-    return tuple(found)
+            arguments.append(Argument(name, kind_of(name), tuple(shape), str(dtype), math.prod(local) * dtype.itemsize, axes))
+    return tuple(arguments)
 
 
 def _axis_nodes(mesh: Mesh) -> dict[str, int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from sharding_rules.lab.report import LabError, Location, Report, location_text
-from sharding_rules.lab.summary import PREDICTED, SCALAR, by_meaning, duration, flop, mesh_words, over, rows, size, wire_by_axes
+from sharding_rules.lab.summary import PREDICTED, SCALAR, by_meaning, duration, flop, mesh_words, over, rows, signed, size, wire_by_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Change:
     def __str__(self) -> str:
         """+ all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20 GiB."""
         old, new = self.before, self.after
-        bytes_ = _signed(self.wire, size) if self.wire else "as many bytes"
+        bytes_ = signed(self.wire, size) if self.wire else "as many bytes"
         if old and new and old.meaning == new.meaning:
             return f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: {old.times} x -> {new.times} x, {bytes_}"
         if old and new:
@@ -77,6 +77,8 @@ class Difference:
     """Of matmuls by phase."""
     step: tuple[float, float] | None
     """Predicted microseconds; None where they are equal or one of them is unknown."""
+    exposed: tuple[float, float] | None = None
+    """The same of what compute waits for."""
 
     def __bool__(self) -> bool:
         return bool(self.meshes[0] != self.meshes[1] or self.memory or self.wire or self.collectives or self.flops or self.step)
@@ -92,13 +94,15 @@ class Difference:
         if self.collectives:
             lines += ["collectives", *(f"  {change}" for change in self.collectives)]
         lines += _table("matmuls", self.flops, flop)
-        lines += _table(PREDICTED, {"step": self.step} if self.step else {}, duration)
+        times = {"step": self.step, "exposed": self.exposed}
+        lines += _table(PREDICTED, {name: both for name, both in times.items() if both}, duration)
         return "\n".join(lines)
 
 
 def diff(a: Report, b: Report) -> Difference:
     """What changed from `a` to `b`. Collectives are the same where kind, axes, dtype, shapes, part and phase are; scalars do not count."""
     steps = (a.timeline.step, b.timeline.step) if a.timeline and b.timeline else None
+    waits = (a.timeline.exposed, b.timeline.exposed) if a.timeline and b.timeline else None
     return Difference(
         names=(a.name, b.name),
         meshes=(mesh_words(a), mesh_words(b)),
@@ -107,6 +111,7 @@ def diff(a: Report, b: Report) -> Difference:
         collectives=_changes(_ledger(a), _ledger(b)),
         flops=_unequal(_flops(a), _flops(b)),
         step=steps if steps and steps[0] != steps[1] else None,
+        exposed=waits if waits and steps and steps[0] != steps[1] and waits[0] != waits[1] else None,
     )
 
 
@@ -190,11 +195,7 @@ def _unequal(a: Mapping, b: Mapping, least: float = 1) -> dict:
 
 def _table(title: str, rows: Mapping[str, tuple[float, float]], words: Callable[[float], str]) -> list[str]:
     """Before, after and the change, in columns."""
-    cells = [(f"  {name}", words(a), words(b), _signed(b - a, words)) for name, (a, b) in rows.items()]
+    cells = [(f"  {name}", words(a), words(b), signed(b - a, words)) for name, (a, b) in rows.items()]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [f"{n:<{wide[0]}}  {a:>{wide[1]}} -> {b:>{wide[2]}}  {c:>{wide[3]}}" for n, a, b, c in cells]
     return [title, *lines] if lines else []
-
-
-def _signed(change: float, words: Callable[[float], str]) -> str:
-    return f"{'-' if change < 0 else '+'} {words(abs(change))}"

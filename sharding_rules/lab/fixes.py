@@ -1,22 +1,41 @@
-"""What would make a program fit: every candidate is compiled, and ranked by what it is predicted to cost."""
+"""What would make a program fit: changes and pairs of them are compiled, several at once, and ranked by their predicted step time."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
+from sharding_rules.lab.child import TURN, server
 from sharding_rules.lab.report import LabError, Report
+
+GOOD = 1.1
+"""Predicted step time over that of the program as it is: once a change or pair that costs no more fits, the search ends."""
+MOST = 16
+"""Programs that a search compiles at most."""
+_MARGIN = 1.02
+"""Of the memory: what an estimate may be above it and still be worth compiling."""
+_CHILD = 3 * 2**30
+"""Bytes of this machine's memory that are left for each program that compiles; gpt_175b on 1,024 takes 0.6 GiB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A change that may help."""
+    """A change that may help, or several at once."""
 
     kind: str
-    """remat, microbatch, rule, offload, mesh, ..."""
+    """remat, microbatch, rule, offload, mesh, ...; of a pair both, with + between them."""
     text: str
     """What to type."""
     compile: Callable[[], Report]
+    scale: float = 1.0
+    """How much of the batch is held at once, over what the program as it is holds."""
+    parts: tuple[str, ...] = ()
+    """The texts of the single changes that it combines; empty for one change."""
+    first: bool = True
+    """Among those that are tried first; the others only where none of these is cheap enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +60,147 @@ class Fix:
         return f"{self.text}: {self.report.peak_bytes / 2**30:.1f} GiB, {self.saves / 2**30:.1f} less{time}; {end}"
 
 
-def rank(report: Report, candidates: Iterable[Candidate], *, say: Callable[[str], None] = lambda text: None) -> tuple[Fix, ...]:
-    """Compiles each candidate. Those that fit come first, the cheapest in predicted step time before; then those that save most.
+def rank(
+    report: Report, candidates: Iterable[Candidate], *, say: Callable[[str], None] = lambda text: None, workers: int = 0
+) -> tuple[Fix, ...]:
+    """The changes that help: those that fit first, the cheapest in predicted step time before; then those that save most.
 
-    A candidate that does not compile, or saves nothing, is left out. say: told what is being compiled.
+    Single changes are compiled first. From them the memory and time of pairs, and of microbatches in between, are estimated; the cheapest
+    that should fit are compiled. The search ends with one that fits at GOOD, with MOST programs, or when it is interrupted (control-C).
+    A change that does not compile, or saves nothing, is left out.
+
+    Args:
+      say: told what is being compiled, and why the search ends.
+      workers: programs that compile at once; 0: as many as this machine has cores and memory for.
     """
-    fixes = []
-    for candidate in candidates:
-        say(f"trying {candidate.text}")
+    search = _Search(report, list(candidates), say, workers or parallel())
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        say(f"interrupted: {search.left} changes and pairs were not tried")
+    return tuple(sorted(search.fixes.values(), key=lambda fix: (not fix.fits, (fix.cost or 1.0) if fix.fits else -fix.saves, -fix.saves)))
+
+
+def parallel() -> int:
+    """How many programs may compile at once here: by the cores and the memory that is free, at least one."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        free = _CHILD * (os.cpu_count() or 1)
+    return max(1, min(os.cpu_count() or 1, free // _CHILD))
+
+
+class _Search:
+    def __init__(self, report: Report, candidates: list[Candidate], say: Callable[[str], None], workers: int) -> None:
+        self.report, self.say, self.workers = report, say, workers
+        self.candidates = candidates
+        self.fixes: dict[str, Fix] = {}
+        self.tried: dict[str, Report | None] = {}
+        """By text; None where it does not compile."""
+
+    @property
+    def left(self) -> int:
+        return len({one.text for one in self.candidates} - self.tried.keys())
+
+    def run(self) -> None:
+        for first in (True, False):
+            mine = [one for one in self.candidates if one.first or not first]
+            singles = [one for one in mine if not one.parts and one.text not in self.tried]
+            if first:
+                singles = [one for one in singles if one.scale == 1] + _ends([one for one in singles if one.scale != 1])
+            self._compile(singles)
+            while len(self.tried) < MOST and (promising := self._promising(mine)):
+                self._compile(promising[: self.workers])
+            if self._best() <= GOOD or len(self.tried) >= MOST:
+                break
+        if self.left:
+            self.say(f"the search ends: {self.left} more changes and pairs are estimated to be dearer, or not to fit, or were not tried")
+
+    def _best(self) -> float:
+        """The least cost of what fits."""
+        return min((fix.cost or 1.0 for fix in self.fixes.values() if fix.fits), default=float("inf"))
+
+    def _compile(self, candidates: Sequence[Candidate]) -> None:
+        candidates = candidates[: max(0, MOST - len(self.tried))]
+        threads = ThreadPoolExecutor(self.workers)
+        running = {threads.submit(self._try, one): one for one in candidates}
         try:
-            changed = candidate.compile()
-        except LabError as error:
-            say(f"{candidate.text} does not compile: {error}")
-            continue
-        saves = report.peak_bytes - changed.peak_bytes
-        if saves > 0:
-            before, after = report.timeline, changed.timeline
-            cost = after.step / before.step if before and after and before.step else None
-            fixes.append(Fix(candidate.kind, candidate.text, changed, saves, cost))
-    return tuple(sorted(fixes, key=lambda fix: (not fix.fits, (fix.cost or 1.0) if fix.fits else -fix.saves, -fix.saves)))
+            for done in as_completed(running):
+                self._keep(running[done], done.result())
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            server().close()  # with the children, for which the threads wait
+            raise
+        threads.shutdown()
+
+    def _try(self, candidate: Candidate) -> Report | LabError:
+        with TURN:  # tracing is one thread's at a time; while its child compiles, another has its turn
+            self.say(f"trying {candidate.text}")
+            try:
+                return candidate.compile()
+            except LabError as error:
+                return error
+
+    def _keep(self, candidate: Candidate, changed: Report | LabError) -> None:
+        if isinstance(changed, LabError):
+            self.tried[candidate.text] = None
+            self.say(f"{candidate.text} does not compile: {changed}")
+            return
+        self.tried[candidate.text] = changed
+        before, after = self.report.timeline, changed.timeline
+        cost = after.step / before.step if before and after and before.step else None
+        if (saves := self.report.peak_bytes - changed.peak_bytes) > 0:
+            self.fixes[candidate.text] = Fix(candidate.kind, candidate.text, changed, saves, cost)
+
+    # Estimates.
+
+    def _promising(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those not tried that should fit and be cheaper than all that do, the cheapest first."""
+        estimated = []
+        for one in candidates:
+            if one.text not in self.tried and (guess := self._estimate(one)):
+                peak, cost = guess
+                if peak <= _MARGIN * self.report.hbm and cost < min(self._best(), 1e9) * 0.99:
+                    estimated.append((cost, peak, one.text, one))
+        return [one for *_, one in sorted(estimated, key=lambda each: each[:3])]
+
+    def _estimate(self, candidate: Candidate) -> tuple[float, float] | None:
+        """Peak in bytes, and cost. Along the scale the peak is a line, and the step a line in how many microbatches there are."""
+        line = self._line()
+        peak = cost = None
+        if line and candidate.scale != 1:
+            (rest, slope), (fixed, each) = line
+            peak, cost = rest + slope * candidate.scale, fixed + each / candidate.scale
+        for part in candidate.parts or (candidate.text,):
+            single = next((one for one in self.candidates if one.text == part), None)
+            if single is None or single.scale != 1:
+                continue
+            known = self.tried.get(part)
+            if known is None:
+                return None
+            ratio = known.timeline.step / self.report.timeline.step if known.timeline and self.report.timeline else 1.0
+            if peak is None or cost is None:
+                peak, cost = float(known.peak_bytes), ratio
+            elif line and candidate.scale != 1:
+                peak, cost = line[0][0] + (known.peak_bytes - line[0][0]) * candidate.scale, cost * ratio
+            else:
+                peak, cost = peak * known.peak_bytes / self.report.peak_bytes, cost * ratio
+        return None if peak is None or cost is None else (peak, cost)
+
+    def _line(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """(peak at no batch, bytes more for all of it), (cost of the work, cost of each microbatch): from the smallest scale tried."""
+        scales = {one.scale: made for one in self.candidates if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))}
+        if not scales:
+            return None
+        least, made = min(scales.items(), key=lambda item: item[0])
+        slope = (self.report.peak_bytes - made.peak_bytes) / (1 - least)
+        cost = made.timeline.step / self.report.timeline.step if made.timeline and self.report.timeline else 1.0
+        each = (cost - 1) / (1 / least - 1)
+        return (self.report.peak_bytes - slope, slope), (1 - each, each)
+
+
+def _ends(scaled: Sequence[Candidate]) -> list[Candidate]:
+    """The largest and the smallest, from which those in between are estimated."""
+    ordered = sorted(scaled, key=lambda one: -one.scale)
+    return ordered[:1] + ordered[1:][-1:]

@@ -112,6 +112,12 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def condition(self) -> str:
+        """Of a while loop: the computation that says whether to go on, run once more than the body."""
+        found = re.search(r"condition=%([\w.\-]+)", self.text)
+        return found[1] if found else ""
+
+    @property
     def trips(self) -> int | None:
         """How often a while loop runs; None where XLA does not know."""
         found = _TRIPS.search(self.text)
@@ -129,6 +135,8 @@ class Visit:
     """Inside a branch that may not be taken."""
     fused: bool = False
     """Inside a fusion: its instructions have no place in the schedule of their own."""
+    bounded: bool = False
+    """Inside a branch of which nothing is known: it runs at most as often as the loops say."""
     dearest: bool = True
     """Where nothing is known of a conditional around it, inside the branch with the most FLOPs."""
 
@@ -162,6 +170,9 @@ class Module:
         yield visit
         for one in self.computations.get(visit.computation, ()):
             if one.opcode == "while":
+                if one.condition in self.computations:
+                    tests = tuple((*loops, one.trips + 1 if one.trips is not None else 1) for loops in visit.stages)
+                    yield from self._visit(dataclasses.replace(visit, computation=one.condition, stages=tests))
                 stages = tuple((*loops, one.trips or 1) for loops in visit.stages)
                 yield from self._visit(dataclasses.replace(visit, computation=one.body, stages=stages))
             elif one.opcode == "conditional":
@@ -175,7 +186,7 @@ class Module:
         inside = dataclasses.replace(visit, computation=branch, conditional=True)
         runs = branch == self.dearest(one)
         if (slot := self.slot(one)) is None:
-            return dataclasses.replace(inside, dearest=visit.dearest and runs)
+            return dataclasses.replace(inside, bounded=True, dearest=visit.dearest and runs)
         stages = []
         for stage, loops in enumerate(visit.stages):
             *outer, trips = loops or (1,)

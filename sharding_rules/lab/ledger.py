@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -31,11 +32,10 @@ def collectives(module: Module, provenance: Provenance, mesh: Mesh) -> tuple[Col
     for visit in module.visits():
         lines = module.computations.get(visit.computation, ())
         for one in lines if visit.computation not in wrapped else ():
-            inside = _inside(module, one)
             if one.opcode == "async-start":
                 wrapped.update(one.called)
-            if inside is not None and 0 not in visit.loops:
-                found.append(_collective(module, provenance, mesh, visit, one, inside))
+            if 0 not in visit.loops:
+                found += [_collective(module, provenance, mesh, visit, one, inside) for inside in started(module, one)]
     return tuple(found)
 
 
@@ -104,8 +104,11 @@ def _collective(module: Module, provenance: Provenance, mesh: Mesh, visit: Visit
     payload = sum(array.bytes for array in whole)
     asynchronous = start.opcode.endswith("-start") and '"is_sync":true' not in start.text
     where = provenance.of(start)
+    alone = len(started(module, start)) == 1
+    if not alone:
+        where = dataclasses.replace(where, **{k: v for k, v in dataclasses.asdict(provenance.of(inside)).items() if v})
     return Collective(
-        name=start.name,
+        name=start.name if alone else inside.name,
         kind=kind,
         axes=along.axes(mesh),
         group=along.size,
@@ -120,17 +123,17 @@ def _collective(module: Module, provenance: Provenance, mesh: Mesh, visit: Visit
         asynchronous=asynchronous,
         flops_hidden_behind=sum(map(module.flops, _between(module, visit.computation, start))) if asynchronous else 0,
         partial=along.partial(mesh),
+        bounded=visit.bounded,
     )
 
 
-def _inside(module: Module, one: Instruction) -> Instruction | None:
-    """The collective that an instruction of a schedule starts, itself or in the computation that it wraps."""
+def started(module: Module, one: Instruction) -> tuple[Instruction, ...]:
+    """The collectives that an instruction of a schedule starts: itself, or those in the computation that it wraps, which may be several."""
     if one.opcode in _KINDS:
-        return one
+        return (one,)
     if one.opcode == "async-start":
-        lines = (line for name in one.called for line in module.computations.get(name, ()))
-        return next((line for line in lines if line.opcode in _KINDS), None)
-    return None
+        return tuple(line for name in one.called for line in module.computations.get(name, ()) if line.opcode in _KINDS)
+    return ()
 
 
 def _operands(module: Module, one: Instruction) -> list[Array]:

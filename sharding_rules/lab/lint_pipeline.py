@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from sharding_rules.lab.lint_context import Finding, LintContext
 from sharding_rules.lab.report import SCALAR, Copy, Location
-from sharding_rules.lab.subject import Finding, Subject
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import MEMORY
 
@@ -13,26 +13,26 @@ _DEAR = 0.01
 """Of the predicted step: copies that take less are not worth a finding."""
 
 
-def stage_branches(subject: Subject) -> Iterator[Finding]:
+def stage_branches(context: LintContext) -> Iterator[Finding]:
     """Collectives in a branch that need devices which may not take it: they wait for ever."""
-    for one in subject.report.collectives if subject.staged else ():
+    for one in context.report.collectives if context.staged else ():
         if not one.conditional:
             continue
         what = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in a branch"
         neutral = "run both branches and select the result, or move it out of the conditional"
-        fix = subject.vocabulary.fix("branch-collective", neutral)
+        fix = context.vocabulary.fix("branch-collective", neutral)
         if one.kind == "collective-permute":
             text = f"{what}: all devices meet for it, and not all of them come"
             yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
-        elif subject.vocabulary.pipeline_axis in one.axes:
+        elif context.vocabulary.pipeline_axis in one.axes:
             text = f"{what}: its groups span stages, which do not all take it"
             yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
 
 
-def exposed_hops(subject: Subject) -> Iterator[Finding]:
+def exposed_hops(context: LintContext) -> Iterator[Finding]:
     """Sends from stage to stage with no matmul between their start and their done: at best they lie beside writes of a stash."""
-    axis = subject.vocabulary.pipeline_axis
-    for one in subject.report.collectives:
+    axis = context.vocabulary.pipeline_axis
+    for one in context.report.collectives:
         if one.kind != "collective-permute" or axis not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
             continue
         if not one.flops_hidden_behind:
@@ -41,16 +41,30 @@ def exposed_hops(subject: Subject) -> Iterator[Finding]:
                 "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is above XLA's limit, 76 % of the memory, "
                 "it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
             )
-            fix = subject.vocabulary.fix("exposed-hop", neutral)
+            fix = context.vocabulary.fix("exposed-hop", neutral)
             yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
 
 
-def copies(subject: Subject) -> Iterator[Finding]:
+def whole_hops(context: LintContext) -> Iterator[Finding]:
+    """Sends of whole sequences from stage to stage, where the rules shard the residual stream along the sequence."""
+    ways = context.ways(context.gathers_residual) if context.rules else 1
+    sends = [piece for piece in context.pieces if piece.one.kind == "collective-permute" and context.is_residual(piece.array)]
+    hops = [piece for piece in sends if context.vocabulary.pipeline_axis in piece.one.axes]
+    if ways > 1 and hops:
+        largest, along = max(hops, key=lambda piece: piece.bytes), " and ".join(sorted(context.gathers_residual))
+        text = f"collective-permute of {largest.array} over {largest.along}: stages send each other whole sequences, {ways} times what "
+        text += f"rules.activations['seq_resid'] leaves of them on a device, which is sharded along {along}"
+        fix = "pin what a stage sends and receives: shard(x, 'batch', 'seq_resid', 'embed')"
+        names = tuple(dict.fromkeys(piece.one.name for piece in hops))
+        yield Finding("reshard", int(sum(piece.bytes for piece in hops)), largest.one.where, text, fix, collectives=names)
+
+
+def copies(context: LintContext) -> Iterator[Finding]:
     """Arrays that the loop over ticks carries and XLA copies whole in it, as those that are changed in a conditional."""
-    report = subject.report
+    report = context.report
     if report.timeline is None or report.target not in TARGETS:
         return
-    hops = {shape for one in report.select("collective-permute", subject.vocabulary.pipeline_axis) for shape in one.shapes}
+    hops = {shape for one in report.select("collective-permute", context.vocabulary.pipeline_axis) for shape in one.shapes}
     found: dict[str, list[Copy]] = {}
     for one in report.copies:
         if one.shape not in hops:  # one microbatch between two stages
@@ -63,12 +77,18 @@ def copies(subject: Subject) -> Iterator[Finding]:
             yield Finding("whole-copy", moved, max(each, key=lambda one: one.times).where, text, fix, "notice")
 
 
-def useless_slots(subject: Subject) -> Iterator[Finding]:
+def useless_slots(context: LintContext) -> Iterator[Finding]:
     """A slot that does not count what it should."""
-    for line in subject.report.warnings:
+    for line in context.report.warnings:
         if line.startswith("slot "):
             fix = "scope: that of jax.named_scope around the conditional; stages: a letter for each trip of the loop"
             yield Finding("slot", 0, Location(), line, fix, "notice")
 
 
-CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (stage_branches, exposed_hops, copies, useless_slots)
+CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
+    stage_branches,
+    exposed_hops,
+    whole_hops,
+    copies,
+    useless_slots,
+)

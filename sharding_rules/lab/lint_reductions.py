@@ -1,13 +1,13 @@
-"""In which type a program sums gradients over devices, and where that is not what its rules ask for."""
+"""How a program sums over devices: gradients too often, too much of them, or in another type than its rules ask for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 
-from sharding_rules.lab.hlo import Array
+from sharding_rules.lab import lint_reshards
+from sharding_rules.lab.lint_context import SUMS, Finding, LintContext, Piece, names_of, short, words_of
 from sharding_rules.lab.report import SCALAR, Argument, Collective, Location, Report
-from sharding_rules.lab.subject import SUMS, Finding, Subject, short
 from sharding_rules.lab.summary import size
 from sharding_rules.rules import Rules
 
@@ -18,64 +18,66 @@ _SMALL = 0.02
 """Of the bytes of all sums of gradients: along axes with less, and in types with less, they are not worth a word."""
 
 
-def gradient_sums(subject: Subject) -> Iterator[tuple[Collective, Array, float]]:
-    """Every array of every sum over devices that have other parts of the batch, with its share of the wire bytes of a step."""
-    tokens = subject.cuts_batch | {subject.vocabulary.sequence_axis}
-    for one, array, bytes in subject.pieces():
-        if one.kind in SUMS and tokens & set(one.axes) and array.bytes > SCALAR and subject.is_gradient(array):
-            yield one, array, bytes
+def gradient_sums(context: LintContext) -> Iterator[Piece]:
+    """Every array of every sum over devices that have other parts of the batch."""
+    tokens = context.shards_batch | {context.vocabulary.sequence_axis}
+    for piece in context.pieces:
+        summed = piece.one.kind in SUMS and tokens & set(piece.one.axes)
+        if summed and piece.array.bytes > SCALAR and context.is_gradient(piece.array):
+            yield piece
 
 
-def reduction_dtype(subject: Subject) -> Iterator[Finding]:
+def reduction_dtype(context: LintContext) -> Iterator[Finding]:
     """Gradients of matrices that are summed in another type than rules.reduction asks for. Without rules nothing is asked for."""
-    asked = subject.rules.reduction if subject.rules else None
+    asked = context.rules.reduction if context.rules else None
     if asked == "bfloat16":
-        yield from _too_wide(subject)
+        yield from _too_wide(context)
     elif asked:
-        yield from _too_narrow(subject, asked)
+        yield from _too_narrow(context, asked)
 
 
-def _too_narrow(subject: Subject, asked: str) -> Iterator[Finding]:
+def _too_narrow(context: LintContext, asked: str) -> Iterator[Finding]:
     """Of what auto asks for only sums after all loops can be told: those in a loop are the microbatches', in the type of the matmul."""
     total: dict[tuple[Location, str, tuple[str, ...], str], float] = {}
-    for one, array, bytes in gradient_sums(subject):
-        if array.dtype in _HALF and (asked == "float32" or (_once(subject, one) and not one.loops)):
-            key = (one.where, _names(subject.weights(one.axes, array)), one.axes, array.dtype)
-            total[key] = total.get(key, 0) + bytes
+    for piece in gradient_sums(context):
+        one, array = piece.one, piece.array
+        if array.dtype in _HALF and (asked == "float32" or (_once(context, one) and not one.loops)):
+            key = (one.where, _whose(context.weights(one.axes, array)), one.axes, array.dtype)
+            total[key] = total.get(key, 0) + piece.bytes
     fix = "let the gradient leave its matmul in float32: shard.einsum(equation, x, w, axes), with the weight as it is stored"
     if asked == "auto":
         fix = "cast gradients to float32 before they are summed, or say that it is meant: rules.replace(reduction='bfloat16')"
     for (where, whose, axes, dtype), bytes in total.items():
-        if bytes >= subject.large:
+        if bytes >= context.large:
             text = f"gradients{whose} are summed in {dtype} over {' and '.join(axes)}; rules.reduction={asked!r} asks for float32"
             yield Finding("reduction-dtype", int(bytes), where, text, fix, "notice" if asked == "auto" else "error")
 
 
-def _too_wide(subject: Subject) -> Iterator[Finding]:
+def _too_wide(context: LintContext) -> Iterator[Finding]:
     """Vectors are summed in fp32: what is more than those is of matrices. XLA may have joined all of them in one array."""
-    found: dict[tuple[str, ...], list[tuple[Collective, Array, float]]] = {}
-    for one, array, bytes in gradient_sums(subject):
-        if _once(subject, one) and array.dtype == "f32":
-            found.setdefault(one.axes, []).append((one, array, bytes))
-    vectors = sum(a.bytes / 4 for a in subject.params if math.prod(a.shape[subject.stacked(a) :]) < _VECTOR * subject.width)
+    found: dict[tuple[str, ...], list[Piece]] = {}
+    for piece in gradient_sums(context):
+        if _once(context, piece.one) and piece.array.dtype == "f32":
+            found.setdefault(piece.one.axes, []).append(piece)
+    vectors = sum(a.bytes / 4 for a in context.params if math.prod(a.shape[context.stacked(a) :]) < _VECTOR * context.width)
     for axes, each in found.items():
-        elements = sum(one.times * math.prod(array.dims) for one, array, _ in each)
-        bytes = sum(bytes for *_, bytes in each) * max(0.0, 1 - vectors / elements)
-        if bytes >= subject.large:
-            where, along = max(each, key=lambda piece: piece[2])[0].where, " and ".join(axes)
+        elements = sum(piece.one.times * math.prod(piece.array.dims) for piece in each)
+        bytes = sum(piece.bytes for piece in each) * max(0.0, 1 - vectors / elements)
+        if bytes >= context.large:
+            where, along = max(each, key=lambda piece: piece.bytes).one.where, " and ".join(axes)
             text = f"gradients of matrices are summed in f32 over {along}; rules.reduction='bfloat16' asks for bfloat16"
             fix = f"cast them to bfloat16 before they are summed over {along}, or ask for float32: rules.replace(reduction='auto')"
             yield Finding("reduction-dtype", int(bytes), where, text, fix)
 
 
-def _names(weights: list[Argument]) -> str:
-    """Those that the array may be of: two with the same dimensions cannot be told apart."""
+def _whose(weights: list[Argument]) -> str:
+    """In words, the weights that a gradient may be of: two with the same dimensions cannot be told apart."""
     return f" of {' or '.join(dict.fromkeys(map(short, weights)))}" if weights else ""
 
 
-def _once(subject: Subject, one: Collective) -> bool:
+def _once(context: LintContext, one: Collective) -> bool:
     """Along an axis that a step sums over once."""
-    return subject.rules is not None and bool(subject.rules.manual_axes() & set(one.axes))
+    return context.rules is not None and bool(context.rules.manual_axes() & set(one.axes))
 
 
 def reduced(report: Report, rules: Rules | None = None) -> str:
@@ -84,9 +86,9 @@ def reduced(report: Report, rules: Rules | None = None) -> str:
     Bytes are those that a device sends in a step; along an axis the type with most of them comes first.
     """
     found: dict[tuple[str, ...], dict[str, float]] = {}
-    for one, array, bytes in gradient_sums(Subject(report, rules, {})):
-        by_type = found.setdefault(one.axes, {})
-        by_type[array.dtype] = by_type.get(array.dtype, 0) + bytes
+    for piece in gradient_sums(LintContext(report, rules, {})):
+        by_type = found.setdefault(piece.one.axes, {})
+        by_type[piece.array.dtype] = by_type.get(piece.array.dtype, 0) + piece.bytes
     least = _SMALL * sum(sum(by_type.values()) for by_type in found.values())
     order = list(report.mesh)
     words = []
@@ -97,4 +99,92 @@ def reduced(report: Report, rules: Rules | None = None) -> str:
     return ", ".join(words)
 
 
-CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (reduction_dtype,)
+def microbatch_reductions(context: LintContext) -> Iterator[Finding]:
+    """Sums of gradients inside the loop over microbatches, along an axis that shards no parameter: one after the loop would do."""
+    whole = context.shards_batch - context.shards_params - context.manual_axes
+    found: dict[tuple[str, ...], list[Piece]] = {}
+    for piece in context.pieces if context.microbatches > 1 else ():
+        axes = tuple(axis for axis in piece.one.axes if axis in whole)
+        summed = piece.one.kind in SUMS and piece.one.where.phase != "forward" and context.is_gradient(piece.array)
+        if axes and summed and context.each_microbatch(piece.one):
+            found.setdefault(axes, []).append(piece)
+    for axes, pieces in found.items():
+        bytes = int(sum(piece.bytes for piece in pieces))
+        if bytes >= context.large:
+            largest, along = max(pieces, key=lambda piece: piece.bytes), " and ".join(axes)
+            fix = f"add gradients up in the loop and sum them over {along} once after it, in a region that is manual over {along}"
+            fix += " (jax.shard_map); or shard the parameters along it"
+            text = f"gradients are summed over {along} in each of {context.microbatches} microbatches"
+            text += f" ({largest.one.kind} over {largest.along})"
+            yield Finding("microbatch-reduction", bytes, largest.one.where, text, fix, collectives=_instructions(pieces))
+
+
+def whole_gradients(context: LintContext) -> Iterator[Finding]:
+    """Gradients that are all-reduced over axes along which the rules shard them: each device needs its own part of the sum alone."""
+    if context.rules is None or not context.axes:
+        return
+    told = {name for finding in microbatch_reductions(context) for name in finding.collectives}
+    found: dict[tuple[str, ...], list[Piece]] = {}
+    for piece in (piece for piece in context.pieces if piece.one.kind == "all-reduce" and piece.one.name not in told):
+        if set(piece.one.axes) & context.shards_batch and context.is_gradient(piece.array):
+            found.setdefault(piece.one.axes, []).append(piece)
+    for axes, pieces in found.items():
+        excess = [piece.bytes * max(0.0, 1 - _lawful(context, piece) / math.prod(piece.array.dims)) for piece in pieces]
+        bytes = int(sum(excess))
+        if bytes >= context.large:
+            largest = pieces[excess.index(max(excess))]
+            whose, along = names_of(_summed_whole(context, largest)), " and ".join(axes)
+            text = f"gradients{f' of {whose}' if whose else ''} are all-reduced in full over {along}, along which the rules shard them"
+            fix = "a reduce-scatter sends half: pin the sum to rules.gradients (Shard.constrain), or lax.psum_scatter in place of lax.psum"
+            yield Finding("all-reduce-of-shards", bytes, largest.one.where, text, fix, collectives=_instructions(pieces))
+
+
+def _lawful(context: LintContext, piece: Piece) -> int:
+    """Elements of the gradients that the rules leave replicated along these axes: XLA may have joined all of them in one array."""
+    axes, total = set(piece.one.axes), 0
+    for a in context.params:
+        promised = context.promised(a, "gradients")
+        if promised is None or not promised & axes:
+            total += math.prod(a.shape) // context.ways((promised or set()) - axes)
+    return total
+
+
+def _summed_whole(context: LintContext, piece: Piece) -> list[Argument]:
+    """The weights whose gradients it may hold, of those that the rules shard along the axes of the sum."""
+    axes, trips = set(piece.one.axes), piece.one.loops[-1:]
+    wanted = [a for a in context.params if (context.promised(a, "gradients") or set()) & axes]
+    same = [a for a in wanted if a in context.weights(piece.one.axes, piece.array)]
+    # XLA has joined those of several weights: of the layers where it is in their loop.
+    in_layers = any(trips == (depth,) for depth in context.depth.values() if depth > 1)
+    return same or [a for a in wanted if not piece.one.loops or context.stacked(a) == in_layers]
+
+
+def residual_not_sharded(context: LintContext) -> Iterator[Finding]:
+    """With sequence parallelism, a residual stream that is summed in full on each device: every device keeps and adds all of it."""
+    if context.rules is None or not context.gathers_residual:
+        return
+    told = {word for finding in lint_reshards.reshards(context) for word in words_of(finding.where)}
+    sums = [piece for piece in context.pieces if piece.one.kind == "all-reduce" and set(piece.one.axes) <= context.gathers_residual]
+    pieces = [piece for piece in sums if context.is_residual(piece.array) and not told & words_of(piece.one.where)]
+    bytes = int(sum(piece.bytes for piece in pieces))
+    if pieces and bytes >= context.large:
+        largest = max(pieces, key=lambda piece: piece.bytes)
+        text = (
+            f"the residual stream {largest.array} is all-reduced in full over {largest.along}, along which rules.activations['seq_resid'] "
+        )
+        text += "shards it: every device keeps all of it"
+        here = largest.one.where.source or largest.one.where.part
+        fix = f"pin what is added to it, and the sum, before and after {here}: shard(x, 'batch', 'seq_resid', 'embed')"
+        yield Finding("residual-not-sharded", bytes, largest.one.where, text, fix, collectives=_instructions(pieces))
+
+
+def _instructions(pieces: list[Piece]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(piece.one.name for piece in pieces))
+
+
+CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
+    reduction_dtype,
+    microbatch_reductions,
+    whole_gradients,
+    residual_not_sharded,
+)

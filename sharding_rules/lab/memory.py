@@ -135,7 +135,7 @@ class _Namer:
         self._lineage = Lineage(module, (given.name for given, _ in weights))
         self._forms = {form for given, local in weights for form in _forms(given.shape, local)}
         names = provenance.vocabulary
-        self._loss = set(names.loss_parts)
+        self._loss, self._stash = set(names.loss_parts), set(names.stash_parts)
         self._vocabulary = {size for given, local in weights for size in _vocabulary(given, local, names.tables)}
         self._outer = _outer(order, module)
 
@@ -169,6 +169,9 @@ class _Namer:
         # A loss may make its gradients in the forward.
         if _form(dims) in self._forms and (where.phase in ("backward", "") or parts & self._loss):
             return "gradients"
+        stored = where.op == "dynamic_update_slice" and where.phase in ("forward", "recompute") and len(dims) > 2
+        if parts & self._stash or stored:
+            return "residuals"
         if parts & self._loss and self._vocabulary & set(dims):
             return "logits"
         return "activations" if where.phase in ("forward", "recompute", "backward") else "other"

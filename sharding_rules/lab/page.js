@@ -46,7 +46,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
 function filter(chips, chosen) {
   const axis = chosen.dataset.axis;
   for (const chip of chips.children) chip.setAttribute("aria-pressed", String(chip === chosen));
-  const table = document.querySelector("#network table");
+  const table = document.querySelector("#network table.collectives");
   const sums = new Map();
   for (const row of table.tBodies[0].rows) {
     row.hidden = axis !== "" && row.dataset.axis !== axis;

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from sharding_rules.lab.charts import Share, colours, legend, schedule, stack, swatch
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
+from sharding_rules.lab.markup import Number, amount, code, document, section, table
 from sharding_rules.lab.report import KINDS, Location, Report, location_text
 from sharding_rules.lab.schedule import Piece, pieces
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
+    UPPER_BOUND,
     Row,
+    Unit,
     alike,
     by_meaning,
     duration,
+    efficiency,
     flop,
     link,
+    matrix,
     mesh_words,
     over,
     path,
@@ -34,7 +38,6 @@ from sharding_rules.lab.summary import (
     wire_by_axes,
 )
 
-_HERE = Path(__file__)
 _BUFFERS = 16
 _PIECES = 0.004
 """Share of the step below which a piece of the schedule is not drawn."""
@@ -52,46 +55,15 @@ def page(report: Report, findings: Sequence[Finding] = (), fixes: Sequence[Fix] 
     in_schedule = pieces(report.timeline) if report.timeline else []
     parts = _colours_of_parts(report, in_schedule)
     sections = [
-        _section("memory", "Memory at the peak", _memory(report)),
-        _section("network", "What travels", _network(report, parts)),
-        _section("schedule", "The schedule", _schedule(report, in_schedule, parts)),
-        _section("matmuls", "Matmuls", _matmuls(report)),
-        _section("findings", "Findings", _findings(report, findings)),
-        _section("fixes", "What would help", _fixes(fixes)) if fixes else "",
-        _section("arguments", "Arguments", _arguments(report)),
+        section("memory", "Memory at the peak", _memory(report)),
+        section("network", "What travels", _network(report, parts)),
+        section("schedule", "The schedule", _schedule(report, in_schedule, parts)),
+        section("matmuls", "Matmuls", _matmuls(report)),
+        section("findings", "Findings", _findings(report, findings)),
+        section("fixes", "What would help", _fixes(fixes)) if fixes else "",
+        section("arguments", "Arguments", _arguments(report)),
     ]
-    style, script = (_HERE.with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return _WHOLE.format(
-        title=escape(f"{report.name}: {verdict(report)}"),
-        style=style, script=script, head=_head(report, findings, facts), main="".join(sections), foot=_foot(report),
-    )  # fmt: skip
-
-
-_WHOLE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-{head}
-<main>
-{main}</main>
-{foot}
-<div id="tip" role="tooltip" hidden></div>
-<script>
-{script}</script>
-</body>
-</html>
-"""
-
-
-def _section(name: str, title: str, body: str) -> str:
-    return f'<section id="{name}">\n<h2>{title}</h2>\n{body}\n</section>\n'
+    return document(f"{report.name}: {verdict(report)}", _head(report, findings, facts), "".join(sections), _foot(report))
 
 
 def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str, str]]) -> str:
@@ -102,7 +74,7 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
     if line := report.timeline:
         told.append(
             f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
-            f"({percent(line.exposed, line.step)}) wait for the network."
+            f"({percent(line.exposed, line.step)}) wait for the network{': ' if efficiency(report) else ''}{efficiency(report)}."
         )
     n = len(findings)
     told.append(f'<a href="#findings">{n} finding{"s" * (n > 1)}</a>.' if n else "No findings.")
@@ -114,10 +86,10 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
 def _memory(report: Report) -> str:
     kinds = report.memory.by_kind
     colour = {kind: f"--m{i}" for i, kind in enumerate(KINDS)}
-    whole = report.hbm or report.peak_bytes
+    whole, unit = report.hbm or report.peak_bytes, Unit.of(report.peak_bytes)
     shares = [
         Share(
-            f"{kind} {n / GIB:.1f}",
+            f"{kind} {n / unit.scale:.1f}",
             n,
             colour.get(kind, "--rest"),
             f"{kind}\n{size(n)}, {percent(n, whole)} of {'HBM' if report.hbm else 'the peak'}",
@@ -128,21 +100,25 @@ def _memory(report: Report) -> str:
     chart = stack(
         shares, scale, label=f"memory by class: {verdict(report)}", height=34, limit=report.hbm, limit_label=f"{size(report.hbm)} of HBM"
     )
-    lines = [(swatch(colour.get(kind, "--rest")) + f" {kind}", _Number(n / GIB, 2), percent(n, whole)) for kind, n in kinds.items()]
-    classes = _table(["class", "GiB", ""], lines, foot=("peak", _Number(report.peak_bytes / GIB, 2), percent(report.peak_bytes, whole)))
+    lines = [(swatch(colour.get(kind, "--rest")) + f" {kind}", amount(n, unit), percent(n, whole)) for kind, n in kinds.items()]
+    classes = table(
+        ["class", unit.name, ""],
+        lines,
+        foot=("peak", amount(report.peak_bytes, unit), percent(report.peak_bytes, whole)),
+    )
     merged = alike(report.memory.buffers)
     lines = [
         (
             swatch(colour.get(b.kind, "--rest")),
-            _Number(n * b.bytes / GIB, 2),
-            _code(f"{n} x {b.shape}" if n > 1 else b.shape),
+            amount(n * b.bytes, unit),
+            code(f"{n} x {b.shape}" if n > 1 else b.shape),
             escape(whose(b)),
         )
         for n, b in merged[:_BUFFERS]
     ]
     rest = merged[_BUFFERS:]
-    foot = ("", _Number(sum(n * b.bytes for n, b in rest) / GIB, 2), f"{sum(n for n, _ in rest):,} more", "") if rest else None
-    buffers = _table(["", "GiB", "array", "live for"], lines, foot=foot)
+    foot = ("", amount(sum(n * b.bytes for n, b in rest), unit), f"{sum(n for n, _ in rest):,} more", "") if rest else None
+    buffers = table(["", unit.name, "array", "live for"], lines, foot=foot)
     return f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div><div class="wide">{buffers}</div></div>'
 
 
@@ -174,12 +150,31 @@ def _network(report: Report, parts: dict[str, str]) -> str:
         if any(r.one.axes == axes for r in listed)
     )
     filters = f'<p class="chips" hidden>over <button type="button" data-axis="" aria-pressed="true">all</button>{chips}</p>'
-    return f"{lead}<figure>{''.join(bars)}{legend(parts, 'no named part')}</figure>\n<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
+    chart = f"<figure>{''.join(bars)}{legend(parts, 'no named part')}</figure>"
+    return f"{lead}{chart}\n{_matrix(report)}<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
+
+
+def _matrix(report: Report) -> str:
+    """Bytes by mesh axes and part, with a column for each phase, and their time; that of each cell shows under the pointer."""
+    cells = matrix(report)
+    phases = [phase for phase in _PHASES if any(phase in row for row in cells.values())]
+    unit = Unit.of(max(row.wire for each in cells.values() for row in each.values()))
+    lines, tags = [], []
+    for (axes, part), by_phase in cells.items():
+        every = [by_phase.get(phase) for phase in phases]
+        sent = (amount(row.wire, unit) if row else Number(0, show="") for row in every)
+        busy, exposed = (sum(getattr(row, name) for row in by_phase.values()) / 1e3 for name in ("busy", "exposed"))
+        lines.append((escape(over(axes)), escape(part or "no named part"), *sent, Number(busy, 1), Number(exposed, 1)))
+        told = (f"{name or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed" for name, row in by_phase.items())
+        tags.append(f'data-tip="{escape(chr(10).join([f"{over(axes)}, {part}", *told]))}"')
+    names = ["over", "part", *(f"{phase or 'no phase'}, {unit.name}" for phase in phases), "ms", "ms exposed"]
+    return f"<h3>By axis, part and phase</h3>\n{table(names, lines, tags=tags, cls='sortable')}"
 
 
 def _collectives(listed: Sequence[Row]) -> str:
-    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", "GiB sent", "hidden"]
     most = max(row.wire for row in listed) or 1
+    unit = Unit.of(most)
+    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", f"{unit.name} sent", "ms", "ms exposed"]
     lines, tags = [], []
     for row in listed:
         one = row.one
@@ -187,19 +182,27 @@ def _collectives(listed: Sequence[Row]) -> str:
         lines.append(
             (
                 escape(over(one.axes)), link(row.nodes), escape(one.kind) + (" (part of the axis)" if one.partial else ""),
-                _code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), _Number(row.times),
-                _Number(one.payload / 2**20, 1),
-                _Number(row.wire / GIB, 2, bar=row.wire / most), _Number(100 * row.hidden, 0, " %"),
+                code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), Number(row.times, before="≤ " * row.bounded),
+                Number(one.payload / 2**20, 1),
+                amount(row.wire, unit, bar=row.wire / most),
+                Number(row.busy / 1e3, 1), Number(row.exposed / 1e3, 1),
             )
         )  # fmt: skip
         tags.append(f'data-axis="{escape(over(one.axes))}" data-tip="{escape(every)}"')
-    foot = (*[""] * 6, _Number(sum(r.times for r in listed)), "", _Number(sum(r.wire for r in listed) / GIB, 2), "")
-    return _table(names, lines, tags=tags, foot=foot, cls="sortable") + _NOTE
+    foot = (
+        *[""] * 6,
+        Number(sum(r.times for r in listed)),
+        "",
+        amount(sum(r.wire for r in listed), unit),
+        Number(sum(r.busy for r in listed) / 1e3, 1),
+        Number(sum(r.exposed for r in listed) / 1e3, 1),
+    )
+    return table(names, lines, tags=tags, foot=foot, cls="collectives sortable") + _NOTE
 
 
 _NOTE = (
     '<p class="note">Payload: the whole array, once. Sent: by one device in a step, in a ring. '
-    "Hidden: share of the bytes whose collective has a matmul between its start and its done.</p>"
+    f"The milliseconds are {PREDICTED}: those of the network, and those of them during which compute waits. {UPPER_BOUND.capitalize()}.</p>"
 )
 
 
@@ -244,8 +247,8 @@ def _matmuls(report: Report) -> str:
     ]
     chart = f"<figure>{stack(shares, whole, label='FLOPs of matmuls by phase', height=18)}</figure>"
     kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
-    lines = [(_Number(n), _code(target), escape(part), escape(phase)) for (target, part, phase), n in kernels.most_common()]
-    listed = f"<details><summary>{len(report.kernels)} custom calls</summary>{_table(['', 'kernel', 'part', 'phase'], lines)}</details>"
+    lines = [(Number(n), code(target), escape(part), escape(phase)) for (target, part, phase), n in kernels.most_common()]
+    listed = f"<details><summary>{len(report.kernels)} custom calls</summary>{table(['', 'kernel', 'part', 'phase'], lines)}</details>"
     return f"<p>{flop(whole)} on each device in a step{stages_words(report)}.</p>{chart}{listed if lines else ''}"
 
 
@@ -258,7 +261,7 @@ def _findings(report: Report, findings: Sequence[Finding]) -> str:
         fix = f'<p class="fix">{escape(one.fix)}</p>' if one.fix else ""
         at = f"<small>{escape(where)}</small>" if where else ""
         items.append(f'<li{cls}><div class="check">{escape(one.check)}{cost}</div><div><p>{escape(one.text)} {at}</p>{fix}</div></li>')
-    said = "".join(f"<li>{_code(line)}</li>" for line in report.warnings)
+    said = "".join(f"<li>{code(line)}</li>" for line in report.warnings)
     warned = f"<details><summary>{len(report.warnings)} warnings of XLA's partitioner</summary><ul>{said}</ul></details>" if said else ""
     return (f'<ol class="findings">{"".join(items)}</ol>' if items else "<p>None.</p>") + warned
 
@@ -268,9 +271,9 @@ def _fixes(fixes: Sequence[Fix]) -> str:
     for fix in fixes:
         step = f"x {fix.cost:.2f}" if fix.cost is not None else "not known"
         fits = '<span class="good">fits</span>' if fix.fits else '<span class="bad">does not fit</span>'
-        lines.append((_code(fix.text), escape(fix.kind), _Number(fix.saves / GIB, 2), _Number(fix.report.peak_bytes / GIB, 2), step, fits))
+        lines.append((code(fix.text), escape(fix.kind), Number(fix.saves / GIB, 2), Number(fix.report.peak_bytes / GIB, 2), step, fits))
     lead = "<p>Each was compiled. The step is the predicted time divided by that of the program as it is.</p>"
-    return lead + _table(["change", "kind", "GiB less", "GiB at the peak", "step", ""], lines)
+    return lead + table(["change", "kind", "GiB less", "GiB at the peak", "step", ""], lines)
 
 
 def _arguments(report: Report) -> str:
@@ -278,15 +281,15 @@ def _arguments(report: Report) -> str:
         (
             escape(path(a.name)),
             escape(a.kind),
-            _code(f"{a.dtype}[{','.join(map(str, a.shape))}]"),
+            code(f"{a.dtype}[{','.join(map(str, a.shape))}]"),
             escape(over(a.axes)) if a.axes else "replicated",
-            _Number(a.bytes / 2**20, 1),
+            Number(a.bytes / 2**20, 1),
         )
         for a in sorted(report.arguments, key=lambda a: -a.bytes)
     ]
     total = sum(a.bytes for a in report.arguments)
     summary = f"<summary>{len(lines)} arrays, {size(total)} on each device</summary>"
-    return f"<details>{summary}{_table(['argument', 'class', 'whole array', 'cut by', 'MiB'], lines, cls='sortable')}</details>"
+    return f"<details>{summary}{table(['argument', 'class', 'whole array', 'cut by', 'MiB'], lines, cls='sortable')}</details>"
 
 
 def _foot(report: Report) -> str:
@@ -312,42 +315,3 @@ def _colours_of_parts(report: Report, found: Sequence[Piece]) -> dict[str, str]:
 
 def _scope(part: str) -> str:
     return part.split("/")[-1]
-
-
-def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
-
-
-class _Number(str):
-    """A number in a table: right-aligned, sorted by its value, with a bar of 0 to 1 behind it."""
-
-    value: float
-    bar: float | None
-
-    def __new__(cls, value: float, digits: int = 0, unit: str = "", bar: float | None = None) -> _Number:
-        self = super().__new__(cls, f"{value:,.{digits}f}{unit}")
-        self.value, self.bar = value, bar
-        return self
-
-
-def _table(
-    names: Sequence[str], lines: Sequence[Sequence[str]], *, tags: Iterable[str] = (), foot: Sequence[str] | None = None, cls: str = ""
-) -> str:
-    """Cells are HTML already."""
-    numeric = [bool(lines) and all(isinstance(line[i], _Number) for line in lines) for i in range(len(names))]
-    head = "".join(f'<th scope="col"{_class(n)}>{name}</th>' for name, n in zip(names, numeric, strict=True))
-    tags = list(tags) or [""] * len(lines)
-    body = "".join(f"<tr {tag}>{''.join(map(_cell, line))}</tr>" for line, tag in zip(lines, tags, strict=True))
-    last = f"<tfoot><tr>{''.join(map(_cell, foot))}</tr></tfoot>" if foot else ""
-    return f'<div class="scroll"><table class="{cls}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
-
-
-def _cell(text: str) -> str:
-    if not isinstance(text, _Number):
-        return f"<td>{text}</td>"
-    behind = f' style="--bar:{100 * text.bar:.1f}%"' if text.bar is not None else ""
-    return f'<td class="n{" behind" * bool(behind)}" data-value="{text.value!r}"{behind}>{text}</td>'
-
-
-def _class(numeric: bool) -> str:
-    return ' class="n"' if numeric else ""

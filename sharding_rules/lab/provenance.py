@@ -206,7 +206,7 @@ class Provenance:
 
     @staticmethod
     def _inside(one: Instruction) -> set[str]:
-        return {*one.called, *one.branches, one.body}
+        return {*one.called, *one.branches, one.body, one.condition}
 
     # The graph.
 

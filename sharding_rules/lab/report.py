@@ -101,13 +101,25 @@ class Collective:
     loops: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there on the stage that has the most."""
     conditional: bool
-    """In a branch that may not be taken. Without a Slot it counts like any other, so that sums are upper bounds where there are such."""
+    """In a branch that may not be taken."""
     where: Location
     asynchronous: bool
     flops_hidden_behind: int
     """Of the matmuls scheduled between its start and its done, once."""
     partial: bool = False
     """The group is a part of its axes."""
+    by_hand: bool = False
+    """The program's author called it (lax.psum and its like); the others are those that XLA's partitioner inserts."""
+    made_of: tuple[str, ...] = ()
+    """By array, the arguments whose values it holds, gathered, cast or sliced, with a space between; "" where anything else goes in."""
+    beside: tuple[str, ...] = ()
+    """Parameters that the matmuls next to it multiply with: those that make what it sends, and those that take what it returns."""
+    bounded: bool = False
+    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is an upper bound."""
+    duration: float = 0.0
+    """Predicted microseconds of one run alone; 0 where the target is not known."""
+    exposed: float = 0.0
+    """Predicted microseconds in a step, all runs together, during which compute waits for it."""
 
     @property
     def times(self) -> int:
@@ -145,6 +157,8 @@ class Argument:
     """On one device."""
     axes: tuple[str, ...]
     """Mesh axes that cut it."""
+    used_ways: int = 1
+    """Of an array that every device holds whole: so many different slices of it are used, one on each device. 1: all of it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +175,9 @@ class Buffer:
     """Mesh axes that cut it, where that is known (arguments)."""
 
 
-KINDS = ("params", "moments", "gradients", "weights in use", "activations", "logits", "batch", "other", "fragmentation")
-"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `fragmentation`: the heap's holes at the peak."""
+KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
+"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `residuals`: what the forward pass stores for the
+backward pass, row by row of a loop over layers, or in a pipeline's stash. `fragmentation`: the heap's holes at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +229,8 @@ class Timeline:
     exposed: float
     """Of the network's time, what compute waits for."""
     spans: tuple[Span, ...]
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`exposed` by the name of the collective that the network is busy with while compute waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +268,10 @@ class Report:
     stage_flops: tuple[int, ...] = ()
     """Of matmuls, on a device of each stage; one number where there are no slots."""
     copies: tuple[Copy, ...] = ()
+    model_flops: float = 0.0
+    """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
+    peak_flops: float = 0.0
+    """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
     """The names that the program's trainer uses."""
 
@@ -284,6 +305,26 @@ class Report:
     def payload_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> int:
         """Bytes of the whole arrays that collectives work on in a step."""
         return sum(one.times * one.payload for one in self.select(kind, axis, **where))
+
+    @property
+    def mfu(self) -> float | None:
+        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores could do in the predicted step."""
+        return self._utilisation(self.model_flops)
+
+    @property
+    def utilisation(self) -> float | None:
+        """The same of all FLOPs that the program's matmuls do, those that recompute included."""
+        return self._utilisation(sum(self.flops.values()))
+
+    def _utilisation(self, flops: float) -> float | None:
+        if not (flops and self.peak_flops and self.timeline and self.timeline.step > 0):
+            return None
+        return flops / (self.timeline.step / 1e6 * self.peak_flops)
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share, 0 to 1, of the predicted step during which compute waits for the network."""
+        return self.timeline.exposed / self.timeline.step if self.timeline and self.timeline.step > 0 else None
 
     @property
     def fits(self) -> bool:

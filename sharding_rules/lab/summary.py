@@ -12,16 +12,39 @@ from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, locati
 GIB = 2**30
 
 
+_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 0))
+
+
 def size(n: float) -> str:
     """Bytes: 4.20 GiB, 56.1 MiB, 3 KiB, 12 B."""
-    for unit, scale, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 0)):
+    for unit, scale, digits in _UNITS:
         if abs(n) >= 0.0995 * scale or (unit == "KiB" and abs(n) >= 2**10):
             return f"{n / scale:,.{digits}f} {unit}"
     return f"{n:,.0f} B"
 
 
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The unit of a whole table of bytes, so that its rows compare: that which suits the largest of them."""
+
+    name: str
+    """GiB, MiB or KiB."""
+    scale: int
+    digits: int
+
+    @staticmethod
+    def of(largest: float) -> Unit:
+        return next((Unit(*unit) for unit in _UNITS if largest >= 0.0995 * unit[1]), Unit(*_UNITS[-1]))
+
+    def __call__(self, n: float) -> str:
+        return f"{n / self.scale:,.{self.digits}f}"
+
+
 PREDICTED = "predicted, never measured"
 """Said wherever a step's time is first shown, as long as no GPU has confirmed one (benchmarks/gpu_truth.py)."""
+
+
+UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
 
 
 def duration(microseconds: float) -> str:
@@ -51,6 +74,11 @@ def over(axes: Sequence[str]) -> str:
     return "+".join(axes) or "none"
 
 
+def signed(change: float, words: Callable[[float], str]) -> str:
+    """A change with its sign: + 1.0 MiB."""
+    return f"{'-' if change < 0 else '+'} {words(abs(change))}"
+
+
 def link(nodes: int) -> str:
     """What the bytes travel on, from the NVLink domains that a group spans."""
     return "network" if nodes > 1 else "NVLink"
@@ -66,6 +94,22 @@ def shapes(all_of_them: Sequence[str], most: int = 1) -> str:
 def mesh_words(report: Report) -> str:
     """data 8 x fsdp 16 x tensor 8; axes of one device left out."""
     return " x ".join(f"{axis} {n}" for axis, n in report.mesh.items() if n > 1) or "one device"
+
+
+def efficiency(report: Report) -> str:
+    """`MFU 37 %`; without the model's FLOPs what share of the tensor cores' peak the program's matmuls reach; empty without estimates."""
+    if report.mfu is not None:
+        return f"MFU {percent(report.mfu, 1)}"
+    return f"matmuls at {percent(report.utilisation, 1)} of the peak" if report.utilisation is not None else ""
+
+
+def headline(report: Report) -> str:
+    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %."""
+    line = report.timeline
+    if not line:
+        return verdict(report)
+    said = [f"step {duration(line.step)} (predicted)", f"{percent(line.exposed, line.step)} exposed", efficiency(report)]
+    return f"{verdict(report)}; {', '.join(filter(None, said))}"
 
 
 def stages_words(report: Report) -> str:
@@ -120,10 +164,24 @@ class Row:
         return sum(c.times * c.wire for c in self.collectives)
 
     @property
-    def hidden(self) -> float:
-        """Share, 0 to 1, of those bytes whose collective has a matmul scheduled between its start and its done."""
-        behind = sum(c.times * c.wire for c in self.collectives if c.asynchronous and c.flops_hidden_behind)
-        return behind / self.wire if self.wire else 0.0
+    def busy(self) -> float:
+        """Predicted microseconds in a step during which the network carries them."""
+        return sum(c.times * c.duration for c in self.collectives)
+
+    @property
+    def exposed(self) -> float:
+        """Predicted microseconds in a step during which compute waits for them."""
+        return sum(c.exposed for c in self.collectives)
+
+    @property
+    def bounded(self) -> bool:
+        """Some are in branches of which nothing is known, so that times, bytes and microseconds are upper bounds."""
+        return any(c.bounded for c in self.collectives)
+
+    @property
+    def count(self) -> str:
+        """How often they run in a step: 1,024, or ≤ 1,024 where that is an upper bound."""
+        return f"{'≤ ' * self.bounded}{self.times:,}"
 
     @property
     def nodes(self) -> int:
@@ -162,6 +220,17 @@ def rows(report: Report, key: Callable[[Collective], tuple]) -> list[Row]:
             groups.setdefault(key(one), []).append(one)
     carried = wire_by_axes(report)
     return sorted((Row(tuple(g)) for g in groups.values()), key=lambda r: (-carried[r.one.axes], r.one.axes, -r.wire, key(r.one)))
+
+
+def matrix(report: Report) -> dict[tuple[tuple[str, ...], str], dict[str, Row]]:
+    """(mesh axes, innermost part of the model) -> phase -> its collectives added up, scalars left out; most bytes first."""
+    cells: dict[tuple[tuple[str, ...], str], dict[str, list[Collective]]] = {}
+    for one in report.collectives:
+        if one.payload >= SCALAR:
+            cells.setdefault((one.axes, one.where.part.split("/")[-1]), {}).setdefault(one.where.phase, []).append(one)
+    table = {key: {phase: Row(tuple(each)) for phase, each in phases.items()} for key, phases in cells.items()}
+    carried = wire_by_axes(report)
+    return dict(sorted(table.items(), key=lambda item: (-carried[item[0][0]], item[0][0], -sum(row.wire for row in item[1].values()))))
 
 
 def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:

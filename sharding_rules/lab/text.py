@@ -1,4 +1,4 @@
-"""A report on one screen: 110 columns, 45 lines, and as readable in 80 columns, in a file and without colours."""
+"""A report on one screen: 110 columns, 48 lines, and as readable in 80 columns, in a file and without colours."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from sharding_rules.lab.report import SCALAR, Location, Report, location_text
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
+    UPPER_BOUND,
+    Unit,
     alike,
     by_axes,
     duration,
+    efficiency,
     flop,
     link,
     mesh_words,
@@ -35,7 +38,7 @@ from sharding_rules.lab.summary import (
     wire_by_axes,
 )
 
-LINES = 45
+LINES = 48
 _NARROW = 100
 
 
@@ -121,15 +124,15 @@ def _add(table: Table, *cells: str | Bar, style: str = "") -> None:
 
 def _memory(report: Report) -> RenderableType:
     """Each class's bar begins where that before it ended, so that the last ends at the peak."""
-    of = f"of {report.hbm / GIB:.1f} GiB" if report.hbm else "of the peak"
-    table = _table(("memory at the peak", {"min_width": 16}), ("GiB", _NUMBER), ("", _NUMBER), (of, {"ratio": 1}))
+    of, unit = f"of {report.hbm / GIB:.1f} GiB" if report.hbm else "of the peak", Unit.of(report.peak_bytes)
+    table = _table(("memory at the peak", {"min_width": 16}), (unit.name, _NUMBER), ("", _NUMBER), (of, {"ratio": 1}))
     scale, begin = max(report.hbm, report.peak_bytes) or 1, 0
     whole = report.hbm or report.peak_bytes
     for kind, n in report.memory.by_kind.items():
-        _add(table, kind, f"{n / GIB:,.2f}", percent(n, whole), Bar(begin / scale, (begin + n) / scale, whole / scale))
+        _add(table, kind, unit(n), percent(n, whole), Bar(begin / scale, (begin + n) / scale, whole / scale))
         begin += n
     peak = report.peak_bytes
-    _add(table, "peak", f"{peak / GIB:,.2f}", percent(peak, whole), Bar(0, peak / scale, whole / scale), style="bold")
+    _add(table, "peak", unit(peak), percent(peak, whole), Bar(0, peak / scale, whole / scale), style="bold")
     return table
 
 
@@ -154,20 +157,21 @@ class Bar:
 
 
 def _buffers(report: Report, most: int) -> RenderableType:
-    merged = alike(report.memory.buffers)
-    table = _table(("live at the peak", {"min_width": 16}), ("GiB", _NUMBER), ("largest", {"max_width": 34}), ("whose", {"ratio": 1}))
+    merged, unit = alike(report.memory.buffers), Unit.of(report.peak_bytes)
+    table = _table(("live at the peak", {"min_width": 16}), (unit.name, _NUMBER), ("largest", {"max_width": 34}), ("whose", {"ratio": 1}))
     shown = merged if len(merged) <= most else merged[: most - 1]
     for n, buffer in shown:
-        _add(table, buffer.kind, f"{n * buffer.bytes / GIB:,.2f}", f"{n} x {buffer.shape}" if n > 1 else buffer.shape, whose(buffer))
+        _add(table, buffer.kind, unit(n * buffer.bytes), f"{n} x {buffer.shape}" if n > 1 else buffer.shape, whose(buffer))
     if rest := merged[len(shown) :]:
         count, total = sum(n for n, _ in rest), sum(n * b.bytes for n, b in rest)
-        _add(table, f"{count} more", f"{total / GIB:,.2f}", style="dim")
+        _add(table, f"{count} more", unit(total), style="dim")
     return table
 
 
 def _collectives(all_rows: Sequence[Any], width: int, most: int) -> RenderableType:
-    narrow = width < _NARROW
-    columns = [("over", {}), ("collective", {}), ("times", _NUMBER), ("payload", _NUMBER), ("GiB sent", _NUMBER), ("hidden", _NUMBER)]
+    narrow, unit = width < _NARROW, Unit.of(max((row.wire for row in all_rows), default=0))
+    sent = f"{unit.name} sent"
+    columns = [("over", {}), ("collective", {}), ("times", _NUMBER), ("payload", _NUMBER), (sent, _NUMBER), ("exposed", _NUMBER)]
     table = _table(*(c for c in columns if not (narrow and c[0] == "payload")), ("in", {"ratio": 1}))
     shown = all_rows if len(all_rows) <= most else all_rows[: most - 1]
     before = None
@@ -177,15 +181,15 @@ def _collectives(all_rows: Sequence[Any], width: int, most: int) -> RenderableTy
         before = one.axes
         cells = {
             "over": f"{over(one.axes)}, {link(row.nodes)}" if first else "", "collective": f"{one.kind} {one.dtype}",
-            "times": f"{row.times:,}", "payload": f"{row.payload / GIB:,.2f}", "GiB sent": f"{row.wire / GIB:,.2f}",
-            "hidden": percent(row.hidden, 1), "in": row.places or shapes(one.shapes),
+            "times": row.count, "payload": unit(row.payload), sent: unit(row.wire),
+            "exposed": duration(row.exposed) if row.busy else "", "in": row.places or shapes(one.shapes),
         }  # fmt: skip
         _add(table, *(cells[str(column.header)] for column in table.columns))
     if rest := all_rows[len(shown) :]:
         cells = {
             "over": f"{len(rest)} more",
             "times": f"{sum(r.times for r in rest):,}",
-            "GiB sent": f"{sum(r.wire for r in rest) / GIB:,.2f}",
+            sent: unit(sum(r.wire for r in rest)),
         }
         _add(table, *(cells.get(str(column.header), "") for column in table.columns), style="dim")
     if not all_rows:
@@ -201,9 +205,12 @@ def _sums(report: Report) -> RenderableType:
     phases = [f"{phase or 'other'} {flop(n)}" for phase, n in report.flops.items() if n]
     whole = f"; {flop(sum(report.flops.values()))} in all" if len(phases) > 1 else ""
     _add(table, "matmuls", ", ".join(phases) + whole + stages_words(report) or "none")
+    if any(one.bounded for one in report.collectives):
+        _add(table, "times", UPPER_BOUND)
     if line := report.timeline:
         said = f"{duration(line.step)} {PREDICTED}: compute {duration(line.compute)}, network {duration(line.network)}"
-        _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)})")
+        rate = f", {efficiency(report)}" if efficiency(report) else ""
+        _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)}){rate}")
     return table
 
 

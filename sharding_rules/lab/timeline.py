@@ -16,11 +16,12 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.ledger import started
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Span, Timeline
 from sharding_rules.lab.targets import Target
@@ -65,7 +66,20 @@ def replay(module: Module, provenance: Provenance, sent: Iterable[Collective], t
     run = _Run(_Prices(module, provenance, target, {one.name: one for one in sent}), spans=[])
     run.computation(module.entry, ())
     run.wait(max(run.network_free.values()))
-    return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS))
+    return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS), dict(run.waits))
+
+
+def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[Collective, ...]:
+    """The collectives with their predicted durations, and with what compute waits for each: those of one name share it by their runs."""
+    runs = Counter[str]()
+    for one in sent:
+        runs[one.name] += one.times
+    return tuple(
+        dataclasses.replace(
+            one, duration=collective_us(one, target), exposed=line.waits.get(one.name, 0.0) * one.times / max(1, runs[one.name])
+        )
+        for one in sent
+    )
 
 
 def collective_us(one: Collective, target: Target) -> float:
@@ -95,6 +109,16 @@ class _Prices:
     collectives: dict[str, Collective]
     """By name."""
     _alone: dict[tuple[str, frozenset[str]], _Run] = dataclasses.field(default_factory=dict)
+
+    def sent(self, one: Instruction) -> list[Collective]:
+        """The collectives that an instruction starts: several where XLA has grouped them."""
+        if own := self.collectives.get(one.name):
+            return [own]
+        return [self.collectives[inside.name] for inside in started(self.module, one) if inside.name in self.collectives]
+
+    def sends(self, computation: str) -> bool:
+        """Whether there is a collective in it."""
+        return any(self.sent(one) for one in self.module.computations.get(computation, ()))
 
     def alone(self, computation: str, taken: frozenset[str] = frozenset()) -> _Run:
         """A computation from an idle start. taken: conditionals with a slot that run."""
@@ -195,6 +219,10 @@ class _Run:
     compute: float = 0.0
     network: float = 0.0
     exposed: float = 0.0
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`exposed` by the collective that the network is busy with."""
+    flying: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
+    """Begin, end and name of what was sent and may not have arrived."""
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
     """When a collective that was started will be done."""
     taken: frozenset[str] = frozenset()
@@ -229,22 +257,28 @@ class _Run:
         shown = max(trips, key=lambda taken: trips[taken])
         outer = self.taken, self.often
         self.taken, self.often = shown, {name: sum(n for taken, n in trips.items() if name in taken) for name in shown}
+        later = [(one.body, taken, n) for taken, n in (trips - Counter([shown])).items()]
+        if self.prices.sends(one.condition):  # else it is a comparison, which takes no time worth a kernel
+            self.computation(one.condition, (*loops, trips.total() + 1))
+            later.append((one.condition, frozenset(), trips.total()))
         self.computation(one.body, (*loops, trips.total()))
         self.taken, self.often = outer
-        for taken, n in (trips - Counter([shown])).items():
-            again = self.prices.alone(one.body, taken)
+        for computation, taken, n in later:
+            again = self.prices.alone(computation, taken)
             for total in ("clock", "skipped", "compute", "network", "exposed"):
                 more = again.clock if total == "skipped" else getattr(again, total)
                 setattr(self, total, getattr(self, total) + n * more)
+            for name, us in again.waits.items():
+                self.waits[name] = self.waits.get(name, 0.0) + n * us
 
     def _instruction(self, one: Instruction, computation: str, loops: tuple[int, ...]) -> None:
         if one.opcode == "async-update":
             self.ends[one.name] = self.ends.get(one.operands[0], self.clock)
         elif one.opcode.endswith("-done"):
             self.wait(self.ends.get(one.operands[0], self.clock))
-        elif sent := self.prices.collectives.get(one.name):
-            self.ends[one.name] = self._send(sent, loops)
-            if not sent.asynchronous:
+        elif sent := self.prices.sent(one):
+            self.ends[one.name] = max(self._send(each, loops) for each in sent)
+            if not sent[0].asynchronous:
                 self.wait(self.ends[one.name])
         elif one.opcode not in _FREE:
             where = self.prices.provenance.of(one)
@@ -259,12 +293,20 @@ class _Run:
         self._record(Span(one.name, "network", one.kind, begin, us, loops, one.where))
         self.network += us
         self.network_free[alone] = begin + us
+        self.flying.append((begin, begin + us, one.name))
         return begin + us
 
     def wait(self, until: float) -> None:
-        if until > self.clock:
-            self.exposed += until - self.clock
-            self.clock = until
+        """Compute is idle until then: for what the network is busy with, the one that ends first where both of its streams are."""
+        if until <= self.clock:
+            return
+        self.exposed += until - self.clock
+        for begin, end, name in sorted(self.flying, key=lambda each: each[1]):
+            if (us := min(end, until) - max(begin, self.clock)) > 0:
+                self.waits[name] = self.waits.get(name, 0.0) + us
+                self.clock = min(end, until)
+        self.clock = until
+        self.flying = [each for each in self.flying if each[1] > until]
 
     def _record(self, span: Span) -> None:
         if self.spans is not None:

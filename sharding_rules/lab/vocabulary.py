@@ -19,6 +19,8 @@ class Vocabulary:
     """Named scope of the conditional that runs a pipeline's backward pass in each tick."""
     loss_parts: tuple[str, ...] = ("loss", "head", "logits")
     """Named scopes of the loss, whose gradients may be computed in the forward pass."""
+    stash_parts: tuple[str, ...] = ("stash",)
+    """Named scopes in which a pipeline stores what its backward pass needs of a forward pass."""
     optimizer_part: str = "optimizer"
     """Named scope of the update."""
     tables: tuple[str, ...] = ("embed", "head", "vocab", "wte", "output")

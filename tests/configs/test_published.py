@@ -50,7 +50,7 @@ def test_megatron(name: str) -> None:
     assert (mesh.tensor, mesh.pipeline, mesh.data * mesh.fsdp) == (tensor, pipeline, 48) and math.prod(mesh.sizes().values()) == devices
     assert config.train.global_batch == batch
     chunk = layers // (pipeline * config.pipeline.chunks)
-    assert divided(model, config.pipeline, pipeline)["blocks"].counts == (chunk,) * (layers // chunk)
+    assert divided(model, config.pipeline, pipeline)["blocks"].layer_counts == (chunk,) * (layers // chunk)
 
     # Narayanan et al. (arXiv 2104.04473), equation 2: 12 l h^2 (1 + 13 / 12h + (V + s) / 12 l h), the last norm that it leaves out, and an
     # untied head: with a tied one no name of the nine would be right.

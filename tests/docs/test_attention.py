@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import BlockMask, choose, describe
+from pallas_kernels import BlockMask, choose_attention, describe_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 
 COMPILE_BUDGET = 16
@@ -31,7 +31,7 @@ def test_the_table_of_gpus() -> None:
         first, *_ = names = re.findall(r"`(\w+)`", served)
         for capability in capabilities.replace("x", "9").split(", "):
             major, _, minor = capability.partition(".")
-            choice = choose(describe(x, x, x, platform="gpu", capability=(int(major), int(minor))))
+            choice = choose_attention(describe_attention(x, x, x, platform="gpu", capability=(int(major), int(minor))))
             assert choice.name == first and set(IMPLEMENTATIONS) - set(names) == set(choice.rejected)
 
 
@@ -49,6 +49,6 @@ FEATURES = {
 def test_the_table_of_features(row: str) -> None:
     said = next(line for line in TEXT.splitlines() if line.startswith(f"| {row} |")).strip("| ").split(" | ")[1:]
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
-    rejected = choose(describe(x, x, x, platform="gpu", capability=(9, 0), **FEATURES[row])).rejected
+    rejected = choose_attention(describe_attention(x, x, x, platform="gpu", capability=(9, 0), **FEATURES[row])).rejected
     for name, cell in zip(("mosaic", "cudnn", "xla"), said, strict=True):
         assert (name in rejected) == (cell in ("no", "0")), f"{row}: {name}"

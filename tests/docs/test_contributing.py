@@ -8,8 +8,8 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_tree_is_there() -> None:
-    (tree,) = re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    names = [line.split()[0] for line in tree.splitlines()]
+    tree = re.search(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    names = [line.split()[0] for line in tree[1].splitlines()] if tree else []
     assert len(names) == 8 and not [name for name in names if not (ROOT / name).exists()]
 
 

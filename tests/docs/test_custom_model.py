@@ -21,7 +21,7 @@ from support import SEQ, VOCAB, assert_same_gradients, gradients, host_batch, in
 import train
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import MASTER, parts
@@ -113,7 +113,7 @@ def test_a_block_speaks_once() -> None:
     places = layout.shardings("params")
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in layout.shapes.items()}
     tokens = jax.ShapeDtypeStruct((8, SEQ), "int32", sharding=layout.shard.sharding("activations", ("batch", "seq")))
-    program = jax.jit(lambda params, tokens: layout.bind(params).logits(whole_texts(tokens))).lower(params, tokens).compile().as_text()
+    program = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens))).lower(params, tokens).compile().as_text()
     found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
     assert found == ["all-reduce"] * 2
 
@@ -136,7 +136,7 @@ def test_neither_the_future_nor_another_document_is_seen() -> None:
     positions = np.broadcast_to(np.r_[:9, : SEQ - 9], tokens.shape).astype(np.int32)  # a document starts at 9
     run = jax.jit(lambda batch: layout.bind(params).logits(batch))
     for batch, blind in (({}, [slice(5)]), ({"positions": positions}, [slice(5), slice(9, None)])):
-        before, after = (np.asarray(run({**whole_texts(t), **batch})) for t in (tokens, changed))
+        before, after = (np.asarray(run({**token_batch(t), **batch})) for t in (tokens, changed))
         for part in blind:
             np.testing.assert_array_equal(before[:, part], after[:, part])
         assert all((before[:, t] != after[:, t]).any() for t in range(5, 9)), "the recurrence has no memory"
@@ -182,7 +182,7 @@ def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: 
         assert source.count(old) == 1, f"not a line of {FILE.name}: {old}"
         source = source.replace(old, new)
     else:
-        assert (kind, shlex.split(change)[:3]) == ("sh", ["python", "train.py", "--config=docs/custom_model.py"])
+        assert (kind, shlex.split(change)[:3]) == ("sh", ["mesh-lm", "train", "docs/custom_model.py"])
         arguments = shlex.split(change)[3:]
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises((ConfigError, ShardingRuleError)) as caught:

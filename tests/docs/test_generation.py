@@ -38,19 +38,19 @@ def words(command: str) -> list[str]:
 
 
 def test_every_command_is_tried() -> None:
-    modules = [words(command)[2] for command in COMMANDS if command.startswith("python")]
-    assert modules == ["mesh_lm.generate"] * 4 + ["mesh_lm.evaluate"] * 3 + ["mesh_lm.harness"]
+    modules = [words(command)[1] for command in COMMANDS if command.startswith("mesh-lm")]
+    assert modules == ["generate"] * 4 + ["evaluate"] * 3
 
 
-RUN = [command for command in COMMANDS if "mesh_lm.generate" in command or "--text" in command]
-FAST = {next(command for command in RUN if word in command) for word in ("mesh_lm.generate", "texts.jsonl", "--text=")}
+RUN = [command for command in COMMANDS if "mesh-lm generate" in command or "--text" in command]
+FAST = {next(command for command in RUN if word in command) for word in ("mesh-lm generate", "texts.jsonl", "--text=")}
 
 
 @pytest.mark.parametrize("command", [pytest.param(command, marks=() if command in FAST else pytest.mark.slow) for command in RUN])
 def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(here)
-    _, _, module, *arguments = words(command)
-    assert {"mesh_lm.generate": generate, "mesh_lm.evaluate": evaluate}[module].main([*arguments, "--compile-cache="]) == 0
+    _, name, *arguments = words(command)
+    assert {"generate": generate, "evaluate": evaluate}[name].main([*arguments, "--compile-cache="]) == 0
     out = capsys.readouterr().out
     assert ("bits per byte (gzip" in out) if "--text" in command else ("def " in out or "2 texts: texts.jsonl" in out)
     if "texts.jsonl" in command:
@@ -60,8 +60,8 @@ def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_the_command_for_tasks() -> None:
-    (command,) = [c for c in COMMANDS if "mesh_lm.evaluate" in c and "--tasks" in c]
-    found = command_line.command(evaluate.Arguments, words(command)[3:], "")
+    (command,) = [c for c in COMMANDS if "mesh-lm evaluate" in c and "--tasks" in c]
+    found = command_line.command(evaluate.Arguments, words(command)[2:], "")
     assert (found.tasks, found.include_path, found.limit, found.json) == ("my_task", "tasks", 100, "result.json")
 
 

@@ -12,6 +12,7 @@ from sharding_rules.rules import Kind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
 TABLE, REST = PAGE.split("\n## ", 1)
+REST = " ".join(REST.split())
 
 
 def words(text: str) -> list[str]:
@@ -36,9 +37,9 @@ def test_lists_are_complete_and_in_order() -> None:
     def after(start: str, end: str) -> list[str]:
         return words(REST[REST.index(start) : REST.index(end, REST.index(start))])
 
-    assert after("to the fastest", "An axis of size 1") == list(AXES)
+    assert after("to the fastest", "A mesh axis of size 1") == list(AXES)
     assert after("Rules with a name", "A **product**") == list(PRESETS)
     assert after("one **column** per kind", "See [the cookbook]") == ["params", "gathered", "gradients", "optimizer", "activations"]
     used = {axis for rules in PRESETS.values() for axis in rules.mesh_axes()}
-    assert set(after("No preset cuts along", "**Logical axis.**")) == set(AXES) - used
-    assert set(after("The step is manual over", "what must be summed")) == MANUAL
+    assert set(after("No preset shards along", "**Logical axis.**")) == set(AXES) - used
+    assert set(after("The step is manual over", "sums over those axes")) == MANUAL

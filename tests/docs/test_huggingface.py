@@ -58,19 +58,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Trained with a learning rate of 0, what is given away is what was taken, in bf16; train.py gets the options of a tiny run."""
+    """Trained with a learning rate of 0, what is exported is what was imported, in bf16; train gets the options of a tiny run."""
     monkeypatch.chdir(here)
     tiny = {"data.path": "corpus.txt", "data.cache": here, "launch.compile_cache": "", "model.seq_len": 16, "model.dtype": "float32",
             "train.global_batch": 8, "train.steps": 2, "train.sample_tokens": 0, "optimizer.learning_rate": 0.0,
             "train.eval_sequences": 8, "optimizer.warmup_steps": 0}  # fmt: skip
     mains = {
-        "train.py": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
-        "mesh_lm.generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
-        "mesh_lm.huggingface": (command.main, []),
+        "train": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
+        "generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
+        "export": (lambda argv: command.main(["export", *argv]), []),
+        "import": (lambda argv: command.main(["import", *argv]), []),
     }
     for words in COMMANDS:
-        program, *rest = words[2:] if words[1] == "-m" else words[1:]
-        main, more = mains[program]
+        _, subcommand, *rest = words
+        main, more = mains[subcommand]
         assert main([*rest, *more]) in (0, None), words
     capsys.readouterr()
 

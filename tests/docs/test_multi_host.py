@@ -11,22 +11,21 @@ import pytest
 from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch import controller, job
-from mesh_lm.launch import messages as words
-from mesh_lm.launch.place import VARIABLES, Place
+from mesh_lm.launch import generation, job, messages
+from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
 
 
 def test_the_tables_of_variables() -> None:
-    rows = re.findall(r"\| `(MESH_LM_\w+)` \| `--config\.launch\.(\w+)` \|", PAGE)
+    rows = re.findall(r"\| `(MESH_LM_\w+)` \| `--launch\.(\w+)` \|", PAGE)
     assert {field: variable for variable, field in rows} == VARIABLES
     assert dict(re.findall(r"\| `--(\w+)` \| `(MESH_LM_\w+)` \|", PAGE)) == job.VARIABLES
 
@@ -35,15 +34,15 @@ def test_every_command_is_one_that_is_read() -> None:
     assert len(COMMANDS) == 12
     for command in COMMANDS:
         parts = shlex.split(command, comments=True)
-        if "mesh_lm.launch" in parts:
-            options, rest = _parse(parts[parts.index("mesh_lm.launch") + 1 :])
+        if "launch" in parts:
+            options, rest = _parse(parts[parts.index("launch") + 1 :])
             on_slurm = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-4]"}
             assert options.template or job.Job.of(options, rest, on_slurm if parts[0] == "srun" else {}).nodes in (1, 2, 4)
             parts = rest
-        if "train.py" in parts:
-            command_line.parse(parts[parts.index("train.py") + 1 :])
+        if "train" in parts:
+            command_line.parse(parts[parts.index("train") + 1 :])
         settings = dict(part.split("=", 1) for part in parts if part.startswith("MESH_LM_"))
-        assert not settings or Place.of(LaunchConfig(), settings) is not None
+        assert not settings or ProcessSlot.of(LaunchConfig(), settings) is not None
 
 
 def test_defaults_and_statuses() -> None:
@@ -54,7 +53,7 @@ def test_defaults_and_statuses() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
     known = (launch.EXIT_CANNOT, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
     assert [int(status) for status in rows] == [0, *known]
-    assert controller.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+    assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
 
 def test_who_is_where() -> None:
@@ -63,8 +62,8 @@ def test_who_is_where() -> None:
         0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
         1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
     }
-    assert "\n".join(["[launch] who is where:", *words.where(beats, {1})]) in PAGE
-    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
+    assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in PAGE
+    found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 
 
@@ -76,12 +75,12 @@ def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def message(index: int, description: dict) -> str:
         with pytest.raises(ConfigError) as caught:
-            rendezvous.meet(Place(address, 2, index), 20, description)
+            rendezvous.meet(ProcessSlot(address, 2, index), 20, description)
         return f"error: {caught.value}"
 
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(message, (0, 1), (mine, theirs)))
-    (shown,) = re.findall(r"```\n(  error: .*?)  ```", PAGE, re.DOTALL)
+    (shown,) = re.findall(r"```\n(    error: .*?)    ```", PAGE, re.DOTALL)
     assert said[0] == said[1]
-    assert said[0] == "\n".join(line[2:] for line in shown.rstrip().splitlines()).replace("node2", "node1")
+    assert said[0] == "\n".join(line[4:] for line in shown.rstrip().splitlines()).replace("node2", "node1")

@@ -17,7 +17,7 @@ from support import shard_on
 from mesh_lm.commands.command_line import parse
 from mesh_lm.config import OptimizerConfig, load
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import RULES, Leaf, Optimizer, rule
+from mesh_lm.optim import RULES, ArraySpec, Optimizer, make_rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import parts
 from mesh_lm.training.check import check
@@ -49,7 +49,7 @@ def test_bytes_of_each_weight() -> None:
         leaves = ModelLayout.of(load(f"configs/{config}.py").model, shard_on("ddp")).leaves
         weights = sum(math.prod(leaf.shape) for leaf in leaves.values())
         for name, number in zip(shown[""], numbers, strict=True):
-            kept = sum(leaf.nbytes for slot in rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
+            kept = sum(leaf.nbytes for slot in make_rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
             assert f"{kept / weights:.{len(number.partition('.')[2])}f}" == number, f"{config}, {name}"
 
 
@@ -79,17 +79,22 @@ def test_bytes_of_the_state_on_a_device() -> None:
 def test_every_rule_is_in_the_table() -> None:
     rows = table("name")
     assert set(rows) - {""} == set(RULES)
-    assert {name: row[1] == "yes" for name, row in rows.items() if name} == {n: rule(OptimizerConfig(name=n)).elementwise for n in RULES}
+    assert {name: row[1] == "yes" for name, row in rows.items() if name} == {
+        n: make_rule(OptimizerConfig(name=n)).elementwise for n in RULES
+    }
     fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
     assert {word for row in rows.values() for word in re.findall(r"beta\d|eps|momentum", row[2])} <= fields
 
 
 def test_fields_that_a_rule_reads() -> None:
     """Any other of the fields that only rules read changes nothing of the program."""
-    leaves = {"blocks.w": Leaf((2, 36, 40), jnp.float32, ("layers", "embed", "mlp")), "norm.scale": Leaf((36,), jnp.float32, ("norm",))}
+    leaves = {
+        "blocks.w": ArraySpec((2, 36, 40), jnp.float32, ("layers", "embed", "mlp")),
+        "norm.scale": ArraySpec((36,), jnp.float32, ("norm",)),
+    }
 
     def program(config: OptimizerConfig) -> str:
-        made = rule(config)
+        made = make_rule(config)
         params, slots = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, made.slots(leaves)))
         traced = jax.make_jaxpr(functools.partial(made.direction, leaves=leaves))
         return str(traced(params, slots, params, count=jax.ShapeDtypeStruct((), jnp.int32)))
@@ -104,7 +109,7 @@ def test_the_example_is_a_rule(sgd: str) -> None:
     """Three steps of it, against the formula."""
     assert len(EXAMPLE.splitlines()) <= 22
     optimizer = Optimizer(OptimizerConfig(name=sgd, momentum=0.5, learning_rate=0.1, warmup_steps=0, schedule="constant", clip_norm=0), 9)
-    leaves = {"w": Leaf((3, 4), jnp.float32, ("embed", "mlp"))}
+    leaves = {"w": ArraySpec((3, 4), jnp.float32, ("embed", "mlp"))}
     theirs = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     ours: Any = {"w": theirs}
     slots: Any = {"mu": {"w": np.zeros_like(theirs)}}
@@ -119,5 +124,5 @@ def test_the_example_is_a_rule(sgd: str) -> None:
 
 
 def test_commands(sgd: str) -> None:
-    commands = [shlex.split(line) for line in re.findall(r"^python (train\.py .*)$", PAGE, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^mesh-lm (train .*)$", PAGE, re.MULTILINE)]
     assert [check(parse(words[1:]), 1).optimizer.name for words in commands] == ["muon", sgd]

@@ -16,7 +16,7 @@ from mesh_lm.schedules.custom import load
 from mesh_lm.schedules.schedule import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-COMMANDS = re.findall(r"^python -m mesh_lm\.pipeline (.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^mesh-lm pipeline (.*)$", PAGE, re.MULTILINE)
 
 
 def shown(words: str) -> str:

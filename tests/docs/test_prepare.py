@@ -14,9 +14,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
 
 def test_commands() -> None:
     (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    read = [command(Prepare, shlex.split(line)[3:], "") for line in block.splitlines()]
+    read = [command(Prepare, shlex.split(line)[2:], "") for line in block.splitlines()]
     assert [each.input for each in read] == [("books.jsonl.zst", "code/"), ("part-*.parquet",)]
-    assert all(line.startswith("python -m mesh_lm.data.prepare ") for line in block.splitlines())
+    assert all(line.startswith("mesh-lm prepare ") for line in block.splitlines())
     options = {f"--{name.replace('_', '-')}" for name in Prepare.__dataclass_fields__}
     assert set(re.findall(r"--[a-z]+[a-z-]*", PAGE)) <= options
 

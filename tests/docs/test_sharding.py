@@ -16,7 +16,7 @@ from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 import train
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.flat import replicas_of
+from mesh_lm.optim.flat import replica_axes_of
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, MeshConfig, Rules, ShardingRuleError, axes_of, preset
 from sharding_rules.rules import Kind
@@ -58,13 +58,13 @@ def weight_table() -> str:
 
     def spec(rules: Rules, kind: Kind) -> str:
         # A matrix that is flat has no dimensions that could be cut: gradients reach the optimizer as its vectors are.
-        if kind in ("gradients", "optimizer") and (over := replicas_of(rules, "blocks")):
+        if kind in ("gradients", "optimizer") and (over := replica_axes_of(rules, "blocks")):
             return f"flat, over {cell(tuple(axis for axis in over if axis != 'pipeline'))}"
         return f"`{rules.spec(kind, ('embed', 'mlp'))}`"
 
     kinds: tuple[Kind, ...] = ("params", "gathered", "gradients", "optimizer")
     rows = [[f"`{name}`", *(spec(rules, kind) for kind in kinds), cell(rules.activations["batch"])] for name, rules in PRESETS.items()]
-    return table(["preset", "stored", "used by a layer", "its gradient", "its moments", "the batch is cut over"], rows)
+    return table(["preset", "stored", "used by a layer", "its gradient", "its moments", "the batch is sharded over"], rows)
 
 
 @pytest.mark.parametrize("render", [preset_table, weight_table])
@@ -135,8 +135,6 @@ def messages(path: str, functions: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_error_is_on_the_page() -> None:
     found = [text for name in ("mesh", "presets", "rules", "shard") for text in messages(f"sharding_rules/{name}.py")]
-    found += messages(
-        "mesh_lm/training/check.py", ("_mesh_axes", "_unused_axes", "_rows_that_cannot_be_cut", "_permuted", "_sizes", "_batch")
-    )
+    found += messages("mesh_lm/training/check.py", ("_mesh_axes", "_unused_axes", "_unsupported_rows", "_permuted", "_sizes", "_batch"))
     assert len(found) >= 15
     assert not [text for text in found if text not in PAGE], "errors that docs/sharding.md does not show"

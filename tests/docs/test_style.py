@@ -10,16 +10,7 @@ import style
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "style.md"
-UNREAD = {
-    "README", "CONTRIBUTING", "optimizers", "multi_host", "faults", "data", "evaluation", "sharding", "lab", "generation", "prepare",
-    "configs", "operations", "attention", "custom_model", "huggingface", "closed_forms", "glossary", "checkpoints", "pipeline", "kernels",
-}  # fmt: skip
-"""Pages that are still to be rewritten."""
-PAGES = [
-    path
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md"))
-    if path != GUIDE and path.stem not in UNREAD
-]
+PAGES = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")) if path != GUIDE]
 PROGRAMS: list[str] = []
 """Packages whose help texts and messages are held to the list as well."""
 

@@ -102,7 +102,7 @@ def test_f10_too_many_in_a_row(data: Path, tmp_path: Path) -> None:
     settings = arguments(data, tmp_path / "run", health__skip_limit=3, health__rewinds=1, checkpoint__keep=9)
     with Job(tmp_path / "faults", settings) as job:
         assert job.ended() == 0, job.log
-    assert "3 steps in a row skipped, 7 to 9: going back to the checkpoint before step 7" in job.log, job.log
+    assert "3 steps in a row skipped, 7 to 9: rolling back to the checkpoint before step 7" in job.log, job.log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 1)] and rows[-2]["skipped"] == 0
     assert all(row.get("tokens_per_s", 1) > 0 for row in rows)

@@ -134,7 +134,8 @@ def test_f13_data_that_vanish_in_mid_run(data: Path, prefix: Path, tmp_path: Pat
         if how == "truncated":
             os.truncate(binary, 4096)
             assert job.ended() == 1, job.log
-            assert re.search(r"SIGBUS.*a data file was cut short", job.log) and re.search(r"error: .*bytes\.bin", job.log), job.log
+            assert re.search(r"SIGBUS.*a memory-mapped data file was truncated", job.log), job.log
+            assert re.search(r"error: .*bytes\.bin", job.log), job.log
         else:
             binary.unlink()
             assert job.ended() == 0, job.log

@@ -19,7 +19,7 @@ import train
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.loader import Loader
-from mesh_lm.training import replicas
+from mesh_lm.training import loop, replicas
 from mesh_lm.training.monitor import Monitor
 
 FAULTS = Path(os.environ["MESH_LM_FAULTS"])
@@ -57,7 +57,7 @@ def flipped(state: Any) -> Any:
 
 
 def install() -> None:
-    """Injects the faults into the training loop."""
+    """Puts the faults between the steps of mesh_lm.training.loop."""
     step, save, batch, compare = Monitor.step, Checkpoints.save, Loader.__next__, replicas.require_equal
 
     def stepped(self: Monitor, n: int, metrics: Any) -> Any:
@@ -81,7 +81,7 @@ def install() -> None:
     def compared(state: Any) -> None:
         compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
 
-    Monitor.step, Checkpoints.save, Loader.__next__, train.require_equal = stepped, saved, loaded, compared
+    Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = stepped, saved, loaded, compared
 
 
 if __name__ == "__main__":

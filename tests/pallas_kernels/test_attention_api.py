@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import BlockMask, Problem, Unsupported, capability_of, choose, describe, flash_attention
+from pallas_kernels import AttentionProblem, BlockMask, Unsupported, capability_of, choose_attention, describe_attention, flash_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 
 COMPILE_BUDGET = 0
@@ -26,7 +26,7 @@ def ids(B: int, length: int):
 
 
 problems = st.builds(
-    lambda S, T, H, Hv, causal, **rest: Problem(
+    lambda S, T, H, Hv, causal, **rest: AttentionProblem(
         q_shape=(2, S, 4, H), k_shape=(2, T, 2, H), v_shape=(2, T, 2, Hv), scale=1.0, causal=causal, **rest
     ),
     S=st.sampled_from([1, 128, 200]),
@@ -48,9 +48,9 @@ problems = st.builds(
 
 @settings(deadline=None)
 @given(problems)
-def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem: Problem) -> None:
-    choice = choose(problem)
-    assert choice == choose(problem)
+def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem: AttentionProblem) -> None:
+    choice = choose_attention(problem)
+    assert choice == choose_attention(problem)
     assert choice.name not in choice.rejected
     assert all(reason for reason in choice.rejected.values())
     before = list(IMPLEMENTATIONS)[: list(IMPLEMENTATIONS).index(choice.name)]
@@ -59,7 +59,7 @@ def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem:
 
 @settings(deadline=None)
 @given(problems)
-def test_cudnn_serves_exactly_what_it_can(problem: Problem) -> None:
+def test_cudnn_serves_exactly_what_it_can(problem: AttentionProblem) -> None:
     H, features = problem.q_shape[3], (problem.softcap, problem.segments or None, problem.sinks or None, problem.return_lse or None)
     can = (
         problem.platform == "gpu"
@@ -71,19 +71,19 @@ def test_cudnn_serves_exactly_what_it_can(problem: Problem) -> None:
         and (problem.q_offset == 0 or not problem.causal)
         and (problem.window is None or problem.q_shape[1] == problem.k_shape[1])
     )
-    assert ("cudnn" not in choose(problem).rejected) == can
+    assert ("cudnn" not in choose_attention(problem).rejected) == can
 
 
 @settings(deadline=None)
 @given(problems)
-def test_mosaic_serves_exactly_what_it_can(problem: Problem) -> None:
+def test_mosaic_serves_exactly_what_it_can(problem: AttentionProblem) -> None:
     widths = (problem.q_shape[3], problem.v_shape[3])
     can = (
         (problem.platform, problem.capability) == ("gpu", (9, 0))
         and problem.dtype in ("bfloat16", "float16")
         and widths in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
     )
-    assert (choose(problem).name == "mosaic") == can
+    assert (choose_attention(problem).name == "mosaic") == can
 
 
 class Device:
@@ -131,8 +131,8 @@ def test_an_explicit_implementation_that_cannot_serve_says_why(kwargs: dict, rea
 
 
 def test_every_reason_is_given_at_once() -> None:
-    problem = describe(*shapes(H=320, Hv=64, dtype="float32"), window=4, platform="cuda", capability=(9, 0))
-    reasons = choose(problem).rejected["cudnn"]
+    problem = describe_attention(*shapes(H=320, Hv=64, dtype="float32"), window=4, platform="cuda", capability=(9, 0))
+    reasons = choose_attention(problem).rejected["cudnn"]
     for part in ("float32", "not 320", "64 is not 320"):
         assert part in reasons
     assert "NVIDIA" not in reasons
@@ -173,19 +173,19 @@ def test_all_faults_at_once() -> None:
 def test_describe_gives_a_problem_or_a_value_error(dims: list[list[int]], window: int, causal: bool) -> None:
     q, k, v = (jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in dims)
     try:
-        problem = describe(q, k, v, window=window, causal=causal)
+        problem = describe_attention(q, k, v, window=window, causal=causal)
     except ValueError as error:
         assert str(error).startswith("flash_attention: ")
     else:
-        assert choose(problem).name == "xla"
+        assert choose_attention(problem).name == "xla"
         assert problem.q_shape[2] % problem.k_shape[2] == 0
 
 
 def test_a_traced_offset_is_unknown_and_a_number_is_not() -> None:
     offsets = []
-    jax.make_jaxpr(lambda i: offsets.append(describe(*shapes(), q_offset=i).q_offset))(3)
+    jax.make_jaxpr(lambda i: offsets.append(describe_attention(*shapes(), q_offset=i).q_offset))(3)
     assert offsets == [None]
-    assert describe(*shapes(), q_offset=np.int64(3)).q_offset == 3
+    assert describe_attention(*shapes(), q_offset=np.int64(3)).q_offset == 3
 
 
 def test_the_package_exports_what_it_says() -> None:

@@ -10,8 +10,8 @@ from attention_formula import assert_close, chunked, normal, values_and_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import BlockMask, Unsupported, choose, describe, flash_attention, reference_attention
-from pallas_kernels.attention.tiles import Plan
+from pallas_kernels import BlockMask, Unsupported, choose_attention, describe_attention, flash_attention, reference_attention
+from pallas_kernels.attention.tiles import TilePlan
 
 COMPILE_BUDGET = 6
 
@@ -113,8 +113,8 @@ def test_tiles_are_those_in_which_some_head_sees_something(S: int, T: int, size:
     shape = (4, -(-S // size), -(-T // size))
     mask = BlockMask(np.random.default_rng(seed).random(shape) < 0.3, size)
     x = [jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32) for length in (S, T)]
-    problem = describe(x[0], x[1], x[1], causal=causal, block_mask=mask)
-    plan = Plan.of(problem, chunk, chunk)
+    problem = describe_attention(x[0], x[1], x[1], causal=causal, block_mask=mask)
+    plan = TilePlan.of(problem, chunk, chunk)
     visible = mask.dense(S, T).any(0)
     if causal:
         visible &= np.arange(S)[:, None] >= np.arange(T)
@@ -218,10 +218,11 @@ def test_a_pattern_that_does_not_fit_the_call(mask, message: str) -> None:
 def test_who_serves_it() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     small, large = (
-        describe(x, x, x, block_mask=BlockMask.sliding(256, size=n, blocks=1), platform="gpu", capability=(9, 0)) for n in (64, 128)
+        describe_attention(x, x, x, block_mask=BlockMask.sliding(256, size=n, blocks=1), platform="gpu", capability=(9, 0))
+        for n in (64, 128)
     )
-    assert "multiples of 128, not 64" in choose(small).rejected["mosaic"]
-    assert "no sparse patterns" in choose(large).rejected["cudnn"]
-    assert "multiples" not in choose(large).rejected.get("mosaic", "")
+    assert "multiples of 128, not 64" in choose_attention(small).rejected["mosaic"]
+    assert "no sparse patterns" in choose_attention(large).rejected["cudnn"]
+    assert "multiples" not in choose_attention(large).rejected.get("mosaic", "")
     with pytest.raises(Unsupported, match="no block_mask"):
         flash_attention(x, x, x, block_mask=large.block_mask, implementation="cudnn", platform="gpu")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import BlockMask
-from pallas_kernels.attention.cost import counted, visible_pairs
+from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 
 COMPILE_BUDGET = 0
 
@@ -36,7 +36,7 @@ def test_pairs_are_those_of_the_mask(S: int, T: int, causal: bool, window: int |
 
 def test_the_numbers_are_attributes_of_the_program() -> None:
     def f(x):
-        with counted("attention forward", flops=12, bytes_accessed=34):
+        with cost_metadata("attention forward", flops=12, bytes_accessed=34):
             return jnp.sin(x)
 
     text = jax.jit(f).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).as_text()

@@ -4,20 +4,20 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.attention.problem import Problem
-from pallas_kernels.attention.tiles import Plan
+from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.tiles import TilePlan
 
 COMPILE_BUDGET = 0
 
 lengths = st.integers(1, 90)
 
 
-def plan_of(S: int, T: int, q_chunk: int, kv_chunk: int, **features) -> Plan:
+def plan_of(S: int, T: int, q_chunk: int, kv_chunk: int, **features) -> TilePlan:
     q_shape, k_shape = (1, S, 1, 8), (1, T, 1, 8)
-    problem = Problem(
+    problem = AttentionProblem(
         platform="cpu", capability=(8, 0), dtype="float32", q_shape=q_shape, k_shape=k_shape, v_shape=k_shape, scale=1.0, **features
     )
-    return Plan.of(problem, q_chunk, kv_chunk)
+    return TilePlan.of(problem, q_chunk, kv_chunk)
 
 
 @settings(deadline=None)

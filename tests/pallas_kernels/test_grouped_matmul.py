@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import Unsupported, grouped_matmul
 from pallas_kernels.dev.interpreter import interpreted
 from pallas_kernels.dev.resources import resources
-from pallas_kernels.grouped_matmul import choose, describe
+from pallas_kernels.grouped_matmul import choose_grouped_matmul, describe_grouped_matmul
 from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 24
@@ -97,21 +97,21 @@ def test_refusals(reason: str) -> None:
     place = {"platform": "cpu"} if not words else {"platform": "gpu", "capability": words.pop("capability", (9, 0))}
     words.pop("platform", None)
     arrays = shapes(**words)
-    choice = choose(describe(*arrays, **place))
+    choice = choose_grouped_matmul(describe_grouped_matmul(*arrays, **place))
     assert choice.name == "xla" and reason in choice.rejected["mosaic"] and ";" not in choice.rejected["mosaic"]
     with pytest.raises(Unsupported, match=reason):
         jax.eval_shape(lambda *a: grouped_matmul(*a, implementation="mosaic", **place), *arrays)
 
 
 def test_choice() -> None:
-    choice = choose(describe(*shapes(), platform="gpu", capability=(9, 0)))
+    choice = choose_grouped_matmul(describe_grouped_matmul(*shapes(), platform="gpu", capability=(9, 0)))
     assert choice.name == "xla" and "not been compared" in choice.rejected["mosaic"]
-    assert "platform is cpu" in choose(describe(*shapes())).rejected["mosaic"]
+    assert "platform is cpu" in choose_grouped_matmul(describe_grouped_matmul(*shapes())).rejected["mosaic"]
 
 
 def test_every_fault_is_named() -> None:
     x, w, sizes = np.zeros((4, 3), np.float32), np.zeros((2, 5, 6), np.float16), np.zeros(3)
-    with pytest.raises(ValueError, match=r"one D, .*one dtype .*cast the weights.*group_sizes must be integers, got float64"):
+    with pytest.raises(ValueError, match=r"the same D, .*one dtype .*cast the weights.*group_sizes must be integers, got float64"):
         grouped_matmul(x, w, sizes)  # pyright: ignore
     with pytest.raises(ValueError, match=r"x must be \[T, D\]"):
         grouped_matmul(x[0], w, sizes)  # pyright: ignore

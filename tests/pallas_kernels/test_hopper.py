@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_formula import assert_close, normal, values_and_grads
 
-from pallas_kernels import BlockMask, choose, describe, flash_attention, merge, reference_attention
+from pallas_kernels import BlockMask, choose_attention, describe_attention, flash_attention, merge, reference_attention
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper import Tiles, Tiling, attention
 from pallas_kernels.dev.interpreter import interpreted
@@ -111,14 +111,14 @@ def test_whatever_order_the_warpgroups_run_in(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(tuning.rows())))
+@pytest.mark.parametrize("number", range(len(tuning.entries())))
 def test_every_row_of_the_table(number: int) -> None:
     """The tiles that a row says, on a square of several of them."""
-    row = tuning.rows()[number]
+    row = tuning.entries()[number]
     H, Hv = row.head_dims
 
     def ours(q, k, v, sinks=None, **features):
-        return attention(q, k, v, describe(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features), row.tiling)
+        return attention(q, k, v, describe_attention(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features), row.tiling)
 
     check({"S": 600, "N": 2, "K": 1, "H": H, "Hv": Hv}, ours)
 
@@ -161,17 +161,17 @@ def test_tiles_that_a_kernel_cannot_have_are_refused() -> None:
 
 def test_a_batch_beyond_the_grid_is_refused() -> None:
     q = jax.ShapeDtypeStruct((70_000, 64, 1, 64), jnp.bfloat16)
-    choice = choose(describe(q, q, q, platform="gpu", capability=(9, 0)))
+    choice = choose_attention(describe_attention(q, q, q, platform="gpu", capability=(9, 0)))
     assert choice.name != "mosaic" and "at most 65,535" in choice.rejected["mosaic"]
 
 
 def test_tiles_come_from_the_table_for_the_device_and_length() -> None:
     q = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)
-    problem = describe(q, q, q, platform="gpu", capability=(9, 0))
-    assert tuning.tiling(problem, "") == next(row.tiling for row in tuning.rows() if row.head_dims == (128, 128) and row.device is None)
+    problem = describe_attention(q, q, q, platform="gpu", capability=(9, 0))
+    assert tuning.tiling(problem, "") == next(row.tiling for row in tuning.entries() if row.head_dims == (128, 128) and row.device is None)
     with pytest.raises(LookupError, match="no tiles for head dims 80"):
         tuning.tiling(dataclasses.replace(problem, q_shape=(1, 8, 1, 80)), "")
-    row = tuning.Row((128, 128), Tiling(Tiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
+    row = tuning.TuningEntry((128, 128), Tiling(Tiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
     assert row.serves(problem, "NVIDIA H200") and not row.serves(problem, "NVIDIA H100 80GB HBM3")
     assert not row.serves(dataclasses.replace(problem, causal=False), "NVIDIA H200")
     assert not row.serves(dataclasses.replace(problem, k_shape=(1, 2048, 2, 128)), "NVIDIA H200")

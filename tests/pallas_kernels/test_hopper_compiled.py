@@ -14,7 +14,7 @@ from sharding_rules.lab.targets import devices
 COMPILE_BUDGET = 60
 
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
-TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.rows() for name in KERNELS))
+TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.entries() for name in KERNELS))
 
 
 def grad_of(**features):
@@ -43,7 +43,7 @@ def test_every_entry_of_the_table_compiles_well(candidate: Candidate, reports: s
 
 
 def test_every_width_has_tiles() -> None:
-    assert {row.head_dims for row in tuning.rows()} == set(HEAD_DIMS)
+    assert {row.head_dims for row in tuning.entries()} == set(HEAD_DIMS)
 
 
 FEATURES = {

@@ -2,7 +2,7 @@
 
 The forms were written before any program was measured, and `lab/test_collectives.py` holds the program to them. They follow
 `mesh_lm/parallel/engine.py` (manual over data, one fp32 sum per step), `mesh_lm/model/` (what a block gathers and reduces, what remat
-runs again), `mesh_lm/model/loss.py` and `StoredWeight` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
+runs again), `mesh_lm/model/loss.py` and `TableSharding` (tables, by hand). Pure arithmetic: no jax, and nothing of the project is imported.
 docs/closed_forms.md is made from here.
 
 Sizes: D data, F fsdp, T tensor, P pipeline (devices along the mesh axes); L layers (of one stage), M microbatches, b sequences of a
@@ -75,22 +75,22 @@ class Term:
 
 
 SYMBOLS = {
-    "X": ("2 b s h", "bf16", "the residual stream of one batch shard, whole along the sequence"),
+    "X": ("2 b s h", "bf16", "the residual stream of one batch shard, with full sequences"),
     "W": ("2 x matrices of a layer / T", "bf16", "a layer's matrices as it uses them; 24 h^2 / T for GPT"),
     "E": ("2 V h / T", "bf16", "a table (embedding, head) as it is used; its gradient is summed in fp32: 2E"),
-    "P": ("2 s h; / T where the sequence is cut", "bf16", "the learned positions that a device uses; their gradient is summed in fp32: 2P"),
+    "P": ("2 s h; / T where the sequence is sharded", "bf16", "learned positions that a device uses; their gradient is summed in fp32: 2P"),
     "p": ("4 s h / F", "f32", "the positions' gradient as it is stored"),
-    "u": ("4 x whole vectors of a layer", "f32", "norms, and biases of the width h: 24 h for GPT"),
-    "v": ("4 x cut vectors of a layer / T", "f32", "biases of q, k, v and up: 28 h / T for GPT"),
+    "u": ("4 x vectors of a layer that tensor does not shard", "f32", "norms, and biases of the width h: 24 h for GPT"),
+    "v": ("4 x vectors of a layer that tensor shards / T", "f32", "biases of q, k, v and up: 28 h / T for GPT"),
     "n": ("4 h, 8 h with a bias", "f32", "the last norm"),
     "c": ("4 x tokens of a loss chunk", "f32", "one number per token"),
-    "H": ("2 b s h; / T where the sequence is cut", "bf16", "what a stage hands to its neighbour: X, or this device's part of it"),
+    "H": ("2 b s h; / T where the sequence is sharded", "bf16", "what a stage sends to its neighbour: X, or this device's shard of it"),
     "G": ("4 x parameters of one device", "f32", "gradients as the weights are stored; with stages, of its layers"),
-    "Z": ("4 x those that ZeRO cuts over data", "f32", "matrices and tables: what has a dimension embed; with stages, of its layers"),
+    "Z": ("4 x those that ZeRO shards over data", "f32", "matrices and tables: all with a dimension embed; with stages, of its layers"),
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
-    "Y": ("4 x those of S that ZeRO cuts over data", "f32", "with stages: tables and positions"),
-    "R": ("4 x matrices of a layer / (T F), padded", "f32", "what one device has of a layer's matrices, as one flat vector; in bf16 R/2"),
-    "J": ("4 x tables and positions / (T F), padded", "f32", "of these each is a flat vector; in bf16 J/2"),
+    "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
+    "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
+    "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
 }
 """Symbol -> (bytes, dtype, what it is)."""
 
@@ -201,22 +201,22 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
     again = {"none": (0, 0), "save_names": (2, 0), "full": (2, 1)}[model.remat]
     t, twice, slot = ("tensor",), strategy.again, "backward slot: the forward pass again, from the stage's input"
     if strategy.sp:
-        yield "layer", AG, t, "bf16", "X", 2, "layer", "forward: the sequence is whole in attention and in the MLP"
-        yield "layer", RS, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor, into a cut sequence"
+        yield "layer", AG, t, "bf16", "X", 2, "layer", "forward: attention and the MLP need full sequences"
+        yield "layer", RS, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor, into a sharded sequence"
         yield "layer", AG, t, "bf16", "X", 2 * twice, "layer", slot
         yield "layer", RS, t, "bf16", "X", 2 * twice, "layer", slot
-        yield "layer", AG, t, "bf16", "X", again[0], "layer", "recompute: inputs of qkv and up, which their weight gradients need whole"
-        why = "recompute: out, for the residual between the halves; down's result nobody needs"
+        yield "layer", AG, t, "bf16", "X", again[0], "layer", "recompute: inputs of qkv and up, which their weight gradients need in full"
+        why = "recompute: out, for the residual between the halves; down's result is not needed"
         yield "layer", RS, t, "bf16", "X", again[1], "layer", why
         yield "layer", AG, t, "bf16", "X", 2, "layer", "backward: dy of out and of down, once for both of their gradients"
         yield "layer", RS, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
-        yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a cut sequence"
+        yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a sharded sequence"
         yield "embedding", RS, t, "bf16", "X", int(twice), "microbatch", slot
-        yield "embedding", AG, t, "bf16", "X", 1, "microbatch", "backward: dx whole, for the rows that a device holds"
-        yield "head", AG, t, "bf16", "X", 1, "microbatch", "whole sequences meet this device's rows of the head"
+        yield "embedding", AG, t, "bf16", "X", 1, "microbatch", "backward: the full dx, for the rows that a device holds"
+        yield "head", AG, t, "bf16", "X", 1, "microbatch", "full sequences are multiplied by this device's rows of the head"
         yield "head", RS, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary; formed in the forward"
         if sequences > 1 or strategy.fsdp > 1:  # else it is the dx that the embedding has gathered
-            why = "backward: each device has its part of the sequence, and the table is stored whole over tensor"
+            why = "backward: each device has its part of the sequence, and the table is replicated over tensor"
             yield "positions", AG, t, "f32", "p", 1, "microbatch", why
     else:
         yield "layer", AR, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor"
@@ -242,7 +242,7 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
         yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
     yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
-    yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor cuts, which see whole sequences"
+    yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor shards, which see full sequences"
     if staged:
         yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm, in the last stage's branch"
     else:
@@ -289,9 +289,9 @@ def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
     yield "weights", AG, ("data",), "f32", "Y", int(strategy.zero > 0), "step", new, cut, _FP32
 
 
-_WHOLE = "each replica's sum is whole, in fp32; the new weights, in bf16, are half of that"
+_WHOLE = "each replica gets the full sum, in fp32; the new weights, in bf16, are half of that"
 """Of an all-reduce in fp32: 8 bytes a parameter, and 6 is the least."""
-_FP32 = "fp32, because the weights are stored whole; the layers use bf16"
+_FP32 = "fp32, because the stored weights are replicated; the layers use bf16"
 
 
 def _flat(strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: str) -> Iterator[tuple]:
@@ -319,12 +319,12 @@ def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
         yield "gradients", AR, d, "f32", "G", 1, "step", whole, 0.75, _WHOLE
     else:
         if strategy.zero == 1:
-            yield "gradients", AR, d, "f32", "Z", 1, "step", f"{whole}, of what has its moments cut", 0.5, _TWICE
+            yield "gradients", AR, d, "f32", "Z", 1, "step", f"{whole}, of those with sharded moments", 0.5, _TWICE
         else:
             yield "gradients", RS, d, "f32", "Z", 1, "step", f"{whole}, each part where its moments are"
         tables = (0.75, _WHOLE) if strategy.zero_by == "layers" else ()
-        yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}, of what has its moments whole: norms and biases", *tables
+        yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}, of those with replicated moments: norms and biases", *tables
         yield "weights", AG, d, "f32", "Z", 1, "step", new, 0.5, _FP32
 
 
-_TWICE = "zero1 keeps gradients whole by its definition; zero2 reduce-scatters them"
+_TWICE = "zero1 keeps gradients replicated by its definition; zero2 reduce-scatters them"

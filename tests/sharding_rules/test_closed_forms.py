@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh_lm.schedules.schedule import schedule
-from mesh_lm.schedules.table import table
+from mesh_lm.schedules.schedule import make_schedule
+from mesh_lm.schedules.table import compile_table
 from sharding_rules.rules import Reduction
 from tests.sharding_rules.closed_forms import AG, AR, CP, RS, Decoder, Strategy, Term, by_axes, expected, total
 
@@ -214,7 +214,7 @@ def test_an_unknown_preset_is_refused() -> None:
 @given(some.integers(2, 6), some.integers(1, 5), some.integers(1, 4), some.booleans())
 def test_ticks_are_those_of_the_schedule(stages: int, chunks: int, rounds: int, drop_last_forward: bool) -> None:
     microbatches = rounds * stages if chunks > 1 else rounds
-    made = table(schedule("1f1b", stages, microbatches, chunks), drop_last_forward)
+    made = compile_table(make_schedule("1f1b", stages, microbatches, chunks), drop_last_forward)
     strategy = Strategy("ddp", pipeline=stages, virtual=chunks)
     assert strategy.ticks(microbatches) == made.ticks
     busy = (made.columns["backward_microbatch"] >= 0).sum(0)

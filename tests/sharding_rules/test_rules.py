@@ -216,13 +216,13 @@ def test_a_product_of_scoped_rules() -> None:
         ({"params": {"moe/": None}}, "rules have a row 'moe/': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
         ({"optimizer": {"/mlp": None}}, "rules have a row '/mlp': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
         ({"activations": {"moe/batch": None}},
-         "rules have a row 'moe/batch': the batch is cut once for the whole model; leave the scope out"),
+         "rules have a row 'moe/batch': the whole model has one batch; leave the scope out"),
         ({"params": {"moe/layers": None}},
-         "rules have a row 'moe/layers': all stacks of layers are cut into the same stages; leave the scope out"),
+         "rules have a row 'moe/layers': all segments are divided into the same stages; leave the scope out"),
         ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
         ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of auto, manual"),
-        ({"reduction": "flaot32"}, "rules.reduction='flaot32': gradients are summed in no such type; did you mean 'float32'?"),
-        ({"reduction": "f8"}, "rules.reduction='f8': gradients are summed in no such type; known: auto, bfloat16, float32"),
+        ({"reduction": "flaot32"}, "rules.reduction='flaot32': gradients cannot be summed in this type; did you mean 'float32'?"),
+        ({"reduction": "f8"}, "rules.reduction='f8': gradients cannot be summed in this type; known: auto, bfloat16, float32"),
     ],
 )  # fmt: skip
 def test_rows_and_axes_that_cannot_be(change: dict[str, Any], message: str) -> None:
@@ -250,11 +250,11 @@ def test_errors_name_the_scoped_axis() -> None:
 def test_scopes_that_the_model_does_not_have() -> None:
     rules = SCOPED.replace(params={"mo/mlp": None, "mo/embed": None, "encoder/mlp": None})
     assert unknown_scopes(rules, {"moe", "dense"}) == [
-        "rules have the scope 'encoder' (encoder/mlp), which is no part of the model; the model has 'dense', 'moe'",
-        "rules have the scope 'mo' (mo/embed, mo/mlp), which is no part of the model; did you mean 'moe'?",
+        "rules have the scope 'encoder' (encoder/mlp), which the model does not have; the model has 'dense', 'moe'",
+        "rules have the scope 'mo' (mo/embed, mo/mlp), which the model does not have; did you mean 'moe'?",
     ]
     assert unknown_scopes(SCOPED, {"moe"}) == []
-    assert unknown_scopes(SCOPED, ()) == ["rules have the scope 'moe' (moe/mlp), which is no part of the model; the model has none"]
+    assert unknown_scopes(SCOPED, ()) == ["rules have the scope 'moe' (moe/mlp), which the model does not have; the model has none"]
 
 
 def test_declared_mesh_axes() -> None:
@@ -267,10 +267,7 @@ def test_declared_mesh_axes() -> None:
     assert both.axes == rules.axes and both.spec("params", ("embed", "mlp")) == P("fsdp", ("tensor", "y"))
     with pytest.raises(ShardingRuleError) as caught:
         product(rules, PRESETS["ddp"].replace("other", axes={"y": "manual"}))
-    assert (
-        str(caught.value)
-        == "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; call one of them otherwise"
-    )
+    assert str(caught.value) == "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; rename one of them"
 
 
 def test_the_type_of_sums() -> None:
@@ -297,7 +294,7 @@ def test_the_type_of_sums_by_name() -> None:
     ("name", "message"),
     [
         ("fsdp+reduce_flaot32", "no rules preset 'reduce_flaot32'; did you mean 'reduce_float32'?"),
-        ("reduce_float32", "rules 'reduce_float32' cut nothing; name a strategy beside it, such as fsdp+reduce_float32"),
+        ("reduce_float32", "rules 'reduce_float32' have no strategy; add one, as in fsdp+reduce_float32"),
         (
             "fsdp+reduce_float32+reduce_bfloat16",
             "rules 'fsdp+reduce_float32+reduce_bfloat16' sum gradients in two types; keep reduce_float32 or reduce_bfloat16",

@@ -39,14 +39,14 @@ def test_an_activation_that_does_not_fit(shape, axes, message: str) -> None:
 
 def test_a_table_used_in_parts_is_refused() -> None:
     rules = preset("megatron").replace(params={"embed": "tensor", "vocab": None})
-    with pytest.raises(ShardingRuleError, match=r"rules.gathered\['embed'\]='tensor': the rows of a table are used whole"):
-        Shard(rules, SHARD.mesh).stored("vocab", "embed")
+    with pytest.raises(ShardingRuleError, match=r"rules.gathered\['embed'\]='tensor': a table is used with complete rows"):
+        Shard(rules, SHARD.mesh).table("vocab", "embed")
 
 
 def test_what_is_stored_and_what_is_used() -> None:
-    table = SHARD.stored("vocab", "embed")
-    assert table.spec == jax.P("tensor", "fsdp") and table.used == jax.P("tensor", None)
-    assert SHARD.cut("batch") == ("fsdp",) and SHARD.ways(("fsdp", "tensor")) == 8
+    table = SHARD.table("vocab", "embed")
+    assert table.spec == jax.P("tensor", "fsdp") and table.gathered_spec == jax.P("tensor", None)
+    assert SHARD.axes_for("batch") == ("fsdp",) and SHARD.n_shards(("fsdp", "tensor")) == 8
 
 
 def test_a_part_of_the_model_has_its_own_rows() -> None:
@@ -55,9 +55,9 @@ def test_a_part_of_the_model_has_its_own_rows() -> None:
     moe, dense = shard.within("moe"), shard.within("dense")
     assert moe.sharding("params", ("layers", "embed", "mlp"), (2, 8, 6)).spec == jax.P("pipeline", "fsdp", None)
     assert dense.sharding("params", ("layers", "embed", "mlp"), (2, 8, 8)).spec == jax.P("pipeline", "fsdp", "tensor")
-    assert moe.cut("seq_resid") == ("tensor",) and dense.cut("seq_resid") == () == shard.cut("seq_resid")
-    assert moe.cut("batch") == ("fsdp",)
-    assert moe.stored("vocab", "embed").spec == jax.P(None, "fsdp") and dense.stored("vocab", "embed").spec == jax.P("tensor", "fsdp")
+    assert moe.axes_for("seq_resid") == ("tensor",) and dense.axes_for("seq_resid") == () == shard.axes_for("seq_resid")
+    assert moe.axes_for("batch") == ("fsdp",)
+    assert moe.table("vocab", "embed").spec == jax.P(None, "fsdp") and dense.table("vocab", "embed").spec == jax.P("tensor", "fsdp")
     assert moe.within("dense").spec("activations", ("mlp",)) == jax.P("tensor"), "parts are one level deep"
     assert moe.within("").spec("activations", ("moe/mlp", "mlp")) == jax.P(None, "tensor"), "a scope in a name stays"
     pinned = jax.make_jaxpr(lambda x: (moe.constrain(x, "activations", ("batch", "mlp")), dense.weight(x, "embed", "mlp")))(np.ones((4, 8)))
@@ -86,7 +86,7 @@ def test_axes_that_are_manual_are_left_out() -> None:
     inside = []
 
     def f(x):
-        inside.append((SHARD.spec("activations", ("batch", "seq", "mlp")), SHARD.cut("batch")))
+        inside.append((SHARD.spec("activations", ("batch", "seq", "mlp")), SHARD.axes_for("batch")))
         return x
 
     jax.eval_shape(
@@ -100,13 +100,13 @@ def test_gradients_of_a_table_are_the_whole_batchs(embed: str | None) -> None:
     """Each device has one of its part of the batch: they are summed over all that cuts it, whatever of that cuts the table, too."""
     rules = preset("hsdp+megatron").replace(params={"embed": embed})
     shard = Shard(rules, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    table = shard.stored("vocab", "embed")
+    table = shard.table("vocab", "embed")
     mine = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)  # [parts of the batch, rows, width]
 
     def scatter(dw):
-        return table.scatter(dw[0])
+        return table.reduce_scatter(dw[0])
 
-    found = jax.jit(shard.local(scatter, jax.P(("data", "fsdp"), "tensor"), table.spec))(mine)
+    found = jax.jit(shard.shard_map(scatter, jax.P(("data", "fsdp"), "tensor"), table.spec))(mine)
     np.testing.assert_array_equal(np.asarray(found), mine.sum(0))
 
 

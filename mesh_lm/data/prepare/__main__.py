@@ -1,12 +1,6 @@
-"""python -m mesh_lm.data.prepare --input=books.jsonl.zst --output=data/books --tokenizer=tokenizer.json"""
+"""`python -m mesh_lm.data.prepare --input=books.jsonl --output=data/books --tokenizer=...`: the same as `mesh-lm prepare`."""
 
-import sys
-
-from mesh_lm.commands.prepare import main
-from mesh_lm.errors import ConfigError
+from mesh_lm.commands.main import door
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    door("prepare")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mesh_lm.data.tokenizer import plain_bytes, ranks, sentence_piece
 from mesh_lm.data.tokenizer.base import Tokenizer
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 
 KINDS = "a tokenizer.json or the directory that holds one, a SentencePiece .model, a .tiktoken rank file, or the word bytes"
 
@@ -30,7 +30,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         path = _inside(path)
     if not path.is_file():
-        raise ConfigError(f"tokenizer {spec}: no such file or directory; give {KINDS}")
+        raise ConfigError(f"tokenizer {spec}: no such file or directory; give {KINDS}{hub_hint(str(spec))}")
     if path.suffix == ".json":
         from mesh_lm.data.tokenizer import hugging_face
 

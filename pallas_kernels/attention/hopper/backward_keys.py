@@ -24,11 +24,11 @@ from pallas_kernels.attention.hopper.spec import (
     Tiles,
     accumulator,
     band_of,
+    block_position,
     hidden,
     launch,
     matrix,
     opaque,
-    place,
     spread,
     transposed,
     vector,
@@ -103,7 +103,7 @@ class _Kernel:
 
     def __init__(self, spec: Spec, tiles: Tiles, group: int, part: Part, refs: Refs) -> None:
         self.spec, self.tiles, self.group, self.part, self.refs = spec, tiles, group, part, refs
-        self.batch, self.head, self.tile = place()
+        self.batch, self.head, self.tile = block_position()
         self.queries = Ring(refs.q_here, refs.q_free, refs.q_s.shape[0])
         self.douts = Ring(refs.dout_here, refs.dout_free, refs.dout_s.shape[0])
         H, V = refs.q.shape[3], refs.dout.shape[3]

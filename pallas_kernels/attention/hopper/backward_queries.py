@@ -20,11 +20,11 @@ from pallas_kernels.attention.hopper.spec import (
     Tiles,
     accumulator,
     band_of,
+    block_position,
     hidden,
     launch,
     matrix,
     opaque,
-    place,
     spread,
     transposed,
     vector,
@@ -79,7 +79,7 @@ class _Kernel:
 
     def __init__(self, spec: Spec, tiles: Tiles, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.group, self.refs = spec, tiles, group, refs
-        self.batch, self.head, tile = place()
+        self.batch, self.head, tile = block_position()
         # Where later queries see more, they come first, so that the last tiles of the grid are short.
         self.tile = refs.q.shape[1] // tiles.rows - 1 - tile if spec.causal else tile
         self.keys = Ring(refs.k_here, refs.k_free, refs.k_s.shape[0])

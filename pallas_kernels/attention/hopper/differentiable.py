@@ -18,7 +18,7 @@ from pallas_kernels.attention.hopper.backward import backward
 from pallas_kernels.attention.hopper.forward import forward
 from pallas_kernels.attention.hopper.spec import Spec, Tiles
 from pallas_kernels.attention.hopper.walk import lists, table
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.problem import AttentionProblem
 
 _FAR = 2**30
 """Beyond every sequence, and twice that is still an int32."""
@@ -39,7 +39,7 @@ def attention(
     q: Array,
     k: Array,
     v: Array,
-    problem: Problem,
+    problem: AttentionProblem,
     tiling: Tiling,
     *,
     segment_ids: Array | None = None,

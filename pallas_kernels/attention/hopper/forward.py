@@ -26,11 +26,11 @@ from pallas_kernels.attention.hopper.spec import (
     Tiles,
     accumulator,
     band_of,
+    block_position,
     hidden,
     launch,
     matrix,
     opaque,
-    place,
     spread,
     transposed,
     vector,
@@ -87,7 +87,7 @@ class _Kernel:
 
     def __init__(self, spec: Spec, tiles: Tiles, stages: int, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.stages, self.group, self.refs = spec, tiles, stages, group, refs
-        self.batch, self.head, tile = place()
+        self.batch, self.head, tile = block_position()
         # Where later queries see more, they come first, so that the last tiles of the grid are short.
         self.tile = refs.q.shape[1] // tiles.rows - 1 - tile if spec.causal else tile
         self.band = band_of(spec, refs)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.block_mask import BlockMask
-from pallas_kernels.attention.cost import counted, visible_pairs
+from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 from pallas_kernels.attention.hopper.walk import Band, Limits, Walk, limits
 
 LOG2E = math.log2(math.e)
@@ -145,11 +145,11 @@ def launch(
         kernel_name=name,
         **how,
     )
-    with counted(name, flops=flops, bytes_accessed=moved):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
-def place() -> tuple[Any, Any, Any]:
+def block_position() -> tuple[Any, Any, Any]:
     """Batch element, head and tile of this block."""
     batch, head, tile = (lax.axis_index(name) for name in GRID)
     return batch, head, tile

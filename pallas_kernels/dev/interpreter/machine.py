@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from pallas_kernels.dev.interpreter.memory import Barrier, Buffer, Fault, blank
+from pallas_kernels.dev.interpreter.memory import Barrier, Fault, MemoryRef, blank
 from pallas_kernels.dev.interpreter.operations import OPERATIONS
 from pallas_kernels.dev.interpreter.primitives import PRIMITIVES
 from pallas_kernels.dev.interpreter.threads import Block, KernelError, Steps, Thread, Wait, place_of
@@ -28,11 +28,11 @@ def run_kernel(
       seed: None: a thread runs until it must wait; a number: threads take turns at random.
     """
     names = [str(v) for v in getattr(jaxpr.debug_info, "arg_names", None) or ()] or [f"operand {i}" for i in range(len(arrays))]
-    outputs = [Buffer(f"output {i}", blank(t.shape, t.dtype)) for i, t in enumerate(out_types)]
+    outputs = [MemoryRef(f"output {i}", blank(t.shape, t.dtype)) for i, t in enumerate(out_types)]
     for operand, output in aliases.items():
         outputs[output].data[...] = arrays[operand]
     operands: list[Any] = [
-        Buffer(f"{names[i] if i < len(names) else i} (GMEM)", array) if _is_reference(v) else array
+        MemoryRef(f"{names[i] if i < len(names) else i} (GMEM)", array) if _is_reference(v) else array
         for i, (array, v) in enumerate(zip(arrays, jaxpr.invars, strict=False))
     ]
     if len(operands) + len(outputs) != len(jaxpr.invars):
@@ -81,7 +81,7 @@ def _located(where: str, check: Callable[[], Any]) -> Any:
 
 
 def evaluate(thread: Thread, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Steps:
-    """The values of a program's outputs, as one thread computes them. References are (Buffer | Barriers), values NumPy arrays."""
+    """The values of a program's outputs, as one thread computes them. References are (MemoryRef | Barriers), values NumPy arrays."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [_literal(v) if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -171,13 +171,13 @@ def _allocate(thread: Thread, v: Any, transforms: Sequence[Any], name: str) -> A
     for transform in transforms:
         shape = transform.transform_type(aval.inner_aval.update(shape=shape)).shape
     if kind == "WGMMAAbstractAccumulatorRef":
-        return Buffer(name, np.zeros(shape, dtype))
+        return MemoryRef(name, np.zeros(shape, dtype))
     space = str(aval.memory_space).lower()
     if "smem" in space:
-        thread.block.shared.append(found := Buffer.shared(name, shape, dtype, len(thread.clock)))
+        thread.block.shared.append(found := MemoryRef.shared(name, shape, dtype, len(thread.clock)))
         return found
     if "regs" in space or "gmem" in space or aval.memory_space is None:
-        return Buffer(name, blank(shape, dtype))
+        return MemoryRef(name, blank(shape, dtype))
     raise NotImplementedError(f"an allocation in {space}")
 
 
@@ -187,10 +187,10 @@ def _run_scoped(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     thread.visits[id(eqn)] = key[1] + 1
     block = thread.block
     if together:  # all threads meet before memory that an earlier scope may still use is handed out again
-        told = block.arrivals.setdefault(key, [])
-        told.append(thread.tell())
-        yield Wait(lambda: len(told) == len(thread.clock), lambda: "the other threads at a run_scoped")
-        thread.learn(np.max(told, axis=0))
+        arrivals = block.arrivals.setdefault(key, [])
+        arrivals.append(thread.release())
+        yield Wait(lambda: len(arrivals) == len(thread.clock), lambda: "the other threads at a run_scoped")
+        thread.acquire(np.max(arrivals, axis=0))
     if not together or key not in block.scopes:
         names = list(getattr(jaxpr.debug_info, "arg_names", None) or ())[-len(jaxpr.invars) :]
         names += [f"scratch {i}" for i in range(len(names), len(jaxpr.invars))]
@@ -205,7 +205,7 @@ def _run_scoped(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
 
 def _run_state(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     jaxpr = eqn.params["jaxpr"]
-    refs = [x if _is_reference(outer) else Buffer("a state", np.array(x)) for x, outer in zip(values, eqn.invars, strict=True)]
+    refs = [x if _is_reference(outer) else MemoryRef("a state", np.array(x)) for x, outer in zip(values, eqn.invars, strict=True)]
     yield from _closed(thread, jaxpr, refs)
     if any(type(v.aval).__name__ == "WGMMAAbstractAccumulatorRef" for v in jaxpr.invars):
         thread.await_wgmmas(0)

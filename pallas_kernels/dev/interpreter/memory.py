@@ -26,21 +26,21 @@ class Actor:
     index: int
     clock: np.ndarray
 
-    def learn(self, clock: np.ndarray) -> None:
+    def acquire(self, clock: np.ndarray) -> None:
         np.maximum(self.clock, clock, out=self.clock)
 
-    def tell(self) -> np.ndarray:
+    def release(self) -> np.ndarray:
         """What others may learn here. What this thread does next, they do not know."""
-        told = self.clock.copy()
+        clock = self.clock.copy()
         self.clock[self.index] += 1
-        return told
+        return clock
 
 
 @dataclass(eq=False)
 class Read:
     """An asynchronous read of shared memory that is under way: nothing may write there until it was waited for."""
 
-    buffer: Buffer
+    buffer: MemoryRef
     mask: np.ndarray
     what: str
 
@@ -74,7 +74,7 @@ class Shadow:
 
 
 @dataclass(eq=False)
-class Buffer:
+class MemoryRef:
     """An array in global memory, shared memory or registers. Only shared memory has a shadow."""
 
     name: str
@@ -84,7 +84,7 @@ class Buffer:
     _positions: np.ndarray | None = None
 
     @classmethod
-    def shared(cls, name: str, shape: tuple[int, ...], dtype: Any, threads: int) -> Buffer:
+    def shared(cls, name: str, shape: tuple[int, ...], dtype: Any, threads: int) -> MemoryRef:
         return cls(name, blank(shape, dtype), Shadow.of(shape, threads))
 
     def view(self, transforms: Sequence[Any]) -> np.ndarray:
@@ -201,7 +201,7 @@ def _span(index: Any, name: str) -> tuple[int, int, int]:
     return int(index), 1, 1
 
 
-def box(buffer: Buffer, transforms: Sequence[Any]) -> np.ndarray:
+def box(buffer: MemoryRef, transforms: Sequence[Any]) -> np.ndarray:
     """The flat positions of a TMA box in global memory, -1 over the edge: there the hardware reads 0 and stores nothing."""
     found = buffer.positions()
     for transform in transforms:
@@ -221,10 +221,10 @@ def box(buffer: Buffer, transforms: Sequence[Any]) -> np.ndarray:
 class Copy:
     """A TMA load in flight. It lands when some thread waits for its barrier, the latest that hardware could be."""
 
-    target: Buffer
+    target: MemoryRef
     transforms: Sequence[Any]
     value: np.ndarray
-    told: np.ndarray
+    clock: np.ndarray
     what: str
 
     def land(self) -> None:
@@ -248,8 +248,8 @@ class Barrier:
         self.waited = [0] * self.threads
         self.collected, self.clock = np.zeros((2, self.threads), np.int32)
 
-    def arrive(self, told: np.ndarray) -> None:
-        np.maximum(self.collected, told, out=self.collected)
+    def arrive(self, clock: np.ndarray) -> None:
+        np.maximum(self.collected, clock, out=self.collected)
         self.arrived += 1
         if self.arrived == self.needed:
             self.arrived, self.completed, self.clock = 0, self.completed + 1, self.collected.copy()
@@ -259,7 +259,7 @@ class Barrier:
         while self.completed <= self.waited[thread] and self.copies:
             copy = self.copies.popleft()
             copy.land()
-            self.arrive(copy.told)
+            self.arrive(copy.clock)
         if self.completed > self.waited[thread] + 1:
             raise Fault(
                 f"waits for phase {self.waited[thread]} of {self.name}, which has completed {self.completed}: the thread missed one, or"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.dev.interpreter.memory import IN_FLIGHT, Barrier, Buffer, Copy, Fault, box
+from pallas_kernels.dev.interpreter.memory import IN_FLIGHT, Barrier, Copy, Fault, MemoryRef, box
 from pallas_kernels.dev.interpreter.threads import Steps, Thread, Wait, place_of
 
 
@@ -32,18 +32,18 @@ def _transforms(tree: Any, leaves: Iterator[Any]) -> Any:
     return tree.unflatten([next(leaves) for _ in range(tree.num_leaves)]) if tree is not None else ()
 
 
-def _get(thread: Thread, eqn: Any, ref: Buffer, *leaves: Any) -> Any:
+def _get(thread: Thread, eqn: Any, ref: MemoryRef, *leaves: Any) -> Any:
     return [np.array(ref.read(_transforms(eqn.params["tree"], iter(leaves)), thread, "a load"))]
 
 
-def _swap(thread: Thread, eqn: Any, ref: Buffer, value: Any, *leaves: Any) -> Any:
+def _swap(thread: Thread, eqn: Any, ref: MemoryRef, value: Any, *leaves: Any) -> Any:
     transforms = _transforms(eqn.params["tree"], iter(leaves))
     old = np.array(ref.view(transforms))
     ref.write(transforms, value, thread, "a store")
     return [old]
 
 
-def _addupdate(thread: Thread, eqn: Any, ref: Buffer, value: Any, *leaves: Any) -> Any:
+def _addupdate(thread: Thread, eqn: Any, ref: MemoryRef, value: Any, *leaves: Any) -> Any:
     transforms = _transforms(eqn.params["tree"], iter(leaves))
     ref.write(transforms, ref.read(transforms, thread, "an addition") + value, thread, "an addition")
     return []
@@ -63,7 +63,7 @@ def _barrier_wait(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     barrier = _barrier(values[0], _transforms(eqn.params["transforms_treedef"], iter(values[1:])))
     yield Wait(lambda: barrier.passes(thread.index), lambda: f"{barrier.state(thread.index)} at {place_of(eqn)}")
     barrier.waited[thread.index] += 1
-    thread.learn(barrier.clock)
+    thread.acquire(barrier.clock)
     return []
 
 
@@ -71,7 +71,7 @@ def _barrier_arrive(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     leaves = iter(values[1:])
     barrier = _barrier(values[0], _transforms(eqn.params["transforms_treedef"], leaves))
     if not eqn.params.get("has_user_predicate") or bool(next(leaves)):
-        barrier.arrive(thread.tell())
+        barrier.arrive(thread.release())
     yield None
     return []
 
@@ -88,7 +88,7 @@ def _copy_in(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
         value = np.where(where >= 0, values[0].data.reshape(-1)[where], np.zeros((), values[0].data.dtype))
         what = f"the copy of {values[0].name} issued at {place_of(eqn)}"
         values[1].begin_write(target, thread, what, IN_FLIGHT)
-        barrier.copies.append(Copy(values[1], target, value, thread.tell(), what))
+        barrier.copies.append(Copy(values[1], target, value, thread.release(), what))
     yield None
     return []
 
@@ -134,7 +134,7 @@ def _wgmma(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     what = f"the wgmma issued at {place_of(eqn)}"
     operands = []
     for value, transforms in zip(values[1:3], trees[1:], strict=True):
-        if isinstance(value, Buffer):
+        if isinstance(value, MemoryRef):
             operands.append(value.read(transforms, thread, what, fenced=True))
             if value.shadow:
                 reads.append(value.begin_read(transforms, what))
@@ -155,18 +155,18 @@ def _wgmma_wait(thread: Thread, eqn: Any, *n: Any) -> Any:
     return []
 
 
-def _settled(thread: Thread, acc: Buffer, what: str) -> None:
+def _settled(thread: Thread, acc: MemoryRef, what: str) -> None:
     if any(acc is pending for pending, _ in thread.wgmmas):
         raise Fault(f"{what} an accumulator while its wgmma is in flight: wgmma_wait is missing")
 
 
-def _acc_load(thread: Thread, eqn: Any, acc: Buffer) -> Any:
+def _acc_load(thread: Thread, eqn: Any, acc: MemoryRef) -> Any:
     thread.await_wgmmas(eqn.params.get("wait_n") or 0)
     _settled(thread, acc, "reads")
     return [np.array(acc.data)]
 
 
-def _acc_store(thread: Thread, eqn: Any, acc: Buffer, value: Any) -> Any:
+def _acc_store(thread: Thread, eqn: Any, acc: MemoryRef, value: Any) -> Any:
     _settled(thread, acc, "writes")
     acc.data[...] = value
     return []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax._src import source_info_util
 
-from pallas_kernels.dev.interpreter.memory import Actor, Barrier, Buffer, Fault, Read
+from pallas_kernels.dev.interpreter.memory import Actor, Barrier, Fault, MemoryRef, Read
 
 
 class KernelError(RuntimeError):
@@ -37,7 +37,7 @@ class Thread(Actor):
 
     axes: dict[Any, int]
     block: Block
-    wgmmas: list[tuple[Buffer, list[Read]]] = field(default_factory=list)
+    wgmmas: list[tuple[MemoryRef, list[Read]]] = field(default_factory=list)
     stores: list[list[Read]] = field(default_factory=list)
     uncommitted: list[Read] = field(default_factory=list)
     visits: dict[int, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Block:
 
     where: str
     barriers: list[Barrier] = field(default_factory=list)
-    shared: list[Buffer] = field(default_factory=list)
+    shared: list[MemoryRef] = field(default_factory=list)
     scopes: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
 

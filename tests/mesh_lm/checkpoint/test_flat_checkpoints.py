@@ -90,7 +90,7 @@ def test_older_formats_resume(place: str, form: int, tmp_path: Path) -> None:
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
     for name in layout.flat.names:
         kept = np.asarray(found[f"params/{name}"])
-        assert np.asarray(state["params"][name]).tobytes() == kept.astype(layout.flat.dtypes[name]).tobytes(), name
+        assert np.asarray(state["params"][name]).tobytes() == kept.astype(layout.flat.compute_dtypes[name]).tobytes(), name
 
 
 @pytest.mark.parametrize(("form", "said"), [(1, "7: no digests (format 1); its arrays can be read; 50 arrays"), (2, "7: whole; 51 arrays")])
@@ -160,7 +160,7 @@ def test_the_layers_copies_are_compared() -> None:
     arrays = [jax.device_put(block, shard.device) for block, shard in zip(blocks, x.addressable_shards, strict=True)]
     state["params"][name] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
     (line,) = differing(state)
-    assert re.fullmatch(rf"params/{name}: device \d .*, device \d .* hold different bits, and no majority tells which are right", line)
+    assert re.fullmatch(rf"params/{name}: device \d .*, device \d .* hold different bits, and no majority shows which are right", line)
 
 
 # What is refused.

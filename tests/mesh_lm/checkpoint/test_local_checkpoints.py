@@ -107,7 +107,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     """Padding is saved too: no layer moves."""
     model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=6, d_model=8, n_heads=2, dtype="float32")
     staged = Run(at(tmp_path, model), shard_on("megatron", pipeline=2, tensor=2), PipelineConfig(chunks=2, layers=(2, 2, 1, 1)))
-    assert not staged.layout.identity
+    assert not staged.layout.is_contiguous
     staged.save(2)
     staged.require(2)
     other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))
@@ -190,7 +190,7 @@ def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.Mon
     def two(value: object) -> list[object]:
         return [value, ["", "state 0, samples 0"]] if isinstance(value, list) and value[:1] == [""] else [value, value]
 
-    monkeypatch.setattr(distributed, "from_all", two)
+    monkeypatch.setattr(distributed, "gather_from_all", two)
     run.require(10)
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
 
@@ -212,7 +212,7 @@ def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path
 def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
     run.save(10, 12, 14)
     with Checkpoints(run.config) as checkpoints:
-        saved, _ = checkpoints.go_back(15, {}, run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
+        saved, _ = checkpoints.roll_back(15, {}, run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
     assert saved.step == 10 and not run.places
     run.require(10)
 
@@ -221,7 +221,7 @@ def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
     run.save(10, 20)
     optimizer = Optimizer(run.config.optimizer, run.config.train.steps)
     with Checkpoints(run.config) as checkpoints:
-        saved, state = checkpoints.go_back(20, {}, run.layout, optimizer)
+        saved, state = checkpoints.roll_back(20, {}, run.layout, optimizer)
         assert saved.step == 10 and int(state["step"]) == int(run.state(10)["step"])
         assert (checkpoints.directory / "20.passed").is_dir()
 
@@ -254,12 +254,12 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"local_every": 5}, "checkpoint.local_every=5 has no place to save to"),
-        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is never saved to"),
+        ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
+        ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
         ({"local": "gs://a", "local_every": 5}, "checkpoint.local=gs://a must be a directory"),
         (
             {"local": "/dev/shm", "local_every": 20},
-            "checkpoint.local_every=20 has a save to the output at each of its steps; set it below 10",
+            "checkpoint.local_every=20 is a multiple of checkpoint.every=10, and those steps are saved to the output; set it below 10",
         ),
     ],
 )

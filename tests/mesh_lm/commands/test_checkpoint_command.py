@@ -1,4 +1,4 @@
-"""`python -m mesh_lm.checkpoint`: what is there, whether it is whole, how two differ; without a mesh, and without the model's code."""
+"""`python -m mesh_lm.checkpoint` lists, verifies and compares checkpoints, without a mesh, and without the model's code."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ CHANGED = "params/embedding"
 
 
 def saved(output: Path, config: TrainConfig, steps: tuple[int, ...], **mesh: int) -> Path:
-    """A run that saved these steps; in each but the first, two elements of one leaf are others."""
+    """Makes a run that saved these steps; each but the first changes two elements of one leaf."""
     config = dataclasses.replace(config, output=str(output))
     layout = ModelLayout.of(config.model, shard_on("fsdp", **mesh))
     state = fixture.filled(fixture.abstract(config, layout.shard))
@@ -95,7 +95,7 @@ def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_verify_needs_no_device_and_no_code_of_the_model(run: Path) -> None:
-    """By a process in which JAX would fail to find any device."""
+    """The command works in a process in which JAX would find no device."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     command = [sys.executable, "-m", "mesh_lm.checkpoint", "verify", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
@@ -171,7 +171,7 @@ def test_one_that_was_put_aside_is_verified_where_it_is_named(run: Path, capsys:
 
 
 def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It reads no array: there is none left."""
+    """The listing reads no array: all are deleted here."""
     steps = run / "checkpoints"
     for name in ("2.damaged", "3", "4.passed", "5.removed"):
         shutil.copytree(steps / "2", steps / name)
@@ -214,7 +214,7 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_diff_of_the_same_bits_reads_none_of_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Saved by another run on another mesh; its `output` is told and does not count."""
+    """Saved by another run on another mesh; the difference in `output` is printed, but does not count."""
     other = saved(tmp_path / "other", fixture.CONFIG, (1,), fsdp=2)
     capsys.readouterr()
     for step in (other / "checkpoints" / "1", run / "checkpoints" / "1"):

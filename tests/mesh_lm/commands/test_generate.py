@@ -1,4 +1,4 @@
-"""python -m mesh_lm.generate as a user runs it."""
+"""python -m mesh_lm.generate as users run it."""
 
 import json
 from pathlib import Path

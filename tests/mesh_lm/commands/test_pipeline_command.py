@@ -17,7 +17,7 @@ from mesh_lm.commands.pipeline import main
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules import custom, gantt, trace
 from mesh_lm.schedules.cost import Durations, timeline
-from mesh_lm.schedules.schedule import Schedule, schedule
+from mesh_lm.schedules.schedule import Schedule, make_schedule
 
 
 def shown(*argv: str, width: int = 120) -> str:
@@ -27,7 +27,7 @@ def shown(*argv: str, width: int = 120) -> str:
 
 
 def test_the_screen() -> None:
-    """Where all of it fits, a letter is one unit of time: at V=1, stage 3 has F and B of a microbatch together, and no pause."""
+    """If the chart fits, a letter is one unit of time: at V=1, stage 3 runs F and B of a microbatch back to back, without a pause."""
     lines = shown("--stages=4", "--microbatches=8").splitlines()
     assert lines[0].startswith("1f1b: 4 stages, 8 microbatches; eager 1F1B")
     assert lines[2:7] == [
@@ -71,7 +71,7 @@ def test_the_chart_fits(one: Schedule, width: int, colour: bool) -> None:
 
 
 def test_colours_tell_kinds_chunks_and_neighbours() -> None:
-    one = schedule("1f1b", 4, 8, 2)
+    one = make_schedule("1f1b", 4, 8, 2)
     assert len({gantt.colour_of(op, one) for op in one.ticks}) == 2 * 2 * 2
     row = gantt.lines(timeline(one, Durations()), 120)[0]
     assert {str(span.style).split(" on ")[-1] for span in row.spans} >= {gantt.colour_of(op, one) for op in one.ticks if op.virtual == 0}
@@ -86,8 +86,8 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_trace() -> None:
-    """Two ops of one stage do not overlap; microseconds; what needs what comes first."""
-    events = trace.of([timeline(schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")])["traceEvents"]
+    """Two ops of one stage do not overlap, times are in microseconds, and an op starts after its inputs."""
+    events = trace.chrome_trace([timeline(make_schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")])["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(0, 0): "stage 0", (0, 1): "stage 1"}
     ops = [e for e in events if e["ph"] == "X"]
@@ -98,7 +98,7 @@ def test_a_trace() -> None:
 
 
 def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
-    """Three microbatches in two chunks: compared with the schedules of one chunk only."""
+    """Three microbatches in two chunks are compared only with the schedules of one chunk."""
     order = [
         [f"{v}F{m}" for v in (p, p + 2) for m in range(3)] + [f"{v}B{m}" for v in (p + 2, p) for m in range(3)]
         for p in range(2)
@@ -112,7 +112,7 @@ def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
 def test_files_of_the_command(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.csv", tmp_path / "out.json"
     shown("--stages=2", "--microbatches=4", f"--csv={file}", f"--trace={out}")
-    assert custom.load(str(file)).ticks == schedule("1f1b", 2, 4).ticks
+    assert custom.load(str(file)).ticks == make_schedule("1f1b", 2, 4).ticks
     assert max(e["ts"] + e["dur"] for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X") == pytest.approx((4 + 1) * 3000)
     text = shown(f"--schedule={file}")
     assert text.startswith("mine: 2 stages, 4 microbatches")

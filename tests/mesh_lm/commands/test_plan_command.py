@@ -1,4 +1,4 @@
-"""What --plan asks for, and what can be said without compiling."""
+"""The options of --plan, and the results that need no compilation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from lab_report import report
 
 import train
-from mesh_lm.commands.plan import Plan, asked, refusal
+from mesh_lm.commands.plan import refusal
+from mesh_lm.commands.plan_options import Plan, parse, parse_either
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.changes import candidates
-from mesh_lm.planning.microbatch import largest
+from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import devices_for
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
@@ -23,13 +24,24 @@ from sharding_rules.lab.report import LabError
 
 
 def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
-    run = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2"]
-    assert asked(run) == (None, run)
-    assert asked([*run, "--plan"]) == (Plan("screen"), run)
+    words = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2", "--output=runs/mine"]
+    run = parse_either(words)[1]
+    assert (run.model.n_layers, run.output) == (2, "runs/mine")  # pyright: ignore[reportAttributeAccessIssue]
+    assert parse_either(words) == (None, run)
+    assert parse_either([*words, "--plan"]) == (Plan("screen"), run)
+    assert parse_either(["--plan", *words]) == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]]) == (Plan("screen"), run)
     wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
-    assert asked(["--plan", "report.html", *run]) == (Plan("report.html"), run)
-    words = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
-    assert asked([words[0], *run, *words[1:]]) == (wanted, run)
+    assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), run)
+    plan = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
+    assert parse_either([plan[0], *words, *plan[1:]]) == (wanted, run)
+
+
+def test_a_plan_by_its_own_command() -> None:
+    """There --output is the report's; the run's is --config.output."""
+    words = ["gpt_tiny", "--devices=8", "--output=report.html", "--config.output=runs/mine", "--rules=fsdp"]
+    planned, config = parse(words, "mesh-lm plan")
+    assert (planned, config.output, config.rules.name) == (Plan("report.html", devices=8), "runs/mine", "fsdp")
+    assert parse([], "mesh-lm plan")[0] == Plan("screen")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +70,7 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     config = check(load("configs/llama3_8b.py"), 8)
     compiled = []
     found = list(candidates(config, 8, compiled.append))
-    assert {c.kind for c in found} == {"remat", "offload", "microbatch", "mesh", "loss"}
+    assert {c.kind for c in found if not c.parts} == {"remat", "offload", "microbatch", "mesh", "loss"}
     assert "--config.rules=zero1" in {c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)}
     zero2 = replace(load("configs/megatron_16b.py"), rules=preset("zero2+megatron_sp"))
     assert "--config.rules=distributed+megatron_sp" in {c.text for c in candidates(zero2, 192, compiled.append)}
@@ -123,17 +135,17 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
     tried: list[int] = []
     config = load("configs/gpt2_124m.py")
     if peak(1) > limit:
-        (_, found), *more = largest(config, 1, compiled, say=lambda text: None)
+        (_, found), *more = largest_microbatch(config, 1, compiled, say=lambda text: None)
         assert found.startswith("none: one sequence on each device needs ") and not more
         return
-    (_, found), *_ = largest(config, 1, compiled, say=lambda text: None)
+    (_, found), *_ = largest_microbatch(config, 1, compiled, say=lambda text: None)
     b = int(found.split()[0])
     assert peak(b) <= limit < peak(b + 1) and {b, b + 1} <= set(tried)
     assert len(tried) <= 5 or bend
 
 
 def test_the_largest_microbatch_in_stages() -> None:
-    """What a pipeline keeps grows with its microbatches, and their number must suit its schedule: of what is tried, and what is advised."""
+    """A pipeline's memory grows with its microbatches, whose number must suit the schedule, in each attempt and in the advice."""
     n_devices, config = 1024, load("configs/gpt_175b.py")
     mesh = check(config, n_devices).mesh
 
@@ -144,7 +156,7 @@ def test_the_largest_microbatch_in_stages() -> None:
         return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
 
     counts: set[int] = set()
-    facts = dict(largest(config, n_devices, compiled, say=lambda text: None))
+    facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
     assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
     field, advised = facts["for this batch"].split(":")[0].split("=")
     assert field == "--config.train.microbatches"
@@ -152,7 +164,7 @@ def test_the_largest_microbatch_in_stages() -> None:
 
 
 def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
-    """Names, shapes and dtypes: the program that was compiled is the one that will run."""
+    """The compiled program has the names, shapes and dtypes of the one that will run."""
     import jax
     import numpy as np
 

@@ -153,9 +153,9 @@ def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
         of = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
         of = dataclasses.replace(of, data=dataclasses.replace(of.data, threads=threads, prefetch=3))
         made = batches(of)
-        index = made._blended.order._index
+        index = made._order._order._index
         read(made, 10)
-        assert made._blended.order._index is index
+        assert made._order._order._index is index
         assert len(index["members"]) <= 10 * BATCH + (3 + 2) * BATCH
 
 
@@ -164,7 +164,7 @@ def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
     of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
     small = dataclasses.replace(of, train=dataclasses.replace(of.train, global_batch=BATCH // 2))
     state = batches(small).state(4 * BATCH // 2)
-    index = batches(of, state, 4)._blended.order
+    index = batches(of, state, 4)._order
     assert len(index) == 4 * BATCH // 2 + 4 * BATCH
 
 
@@ -349,5 +349,5 @@ def test_the_check_lists_every_problem_of_the_data(data: Path):
         "  - data.split='all' must be up to three weights of training, validation and test documents, as 969,30,1",
         "  - data.fim_rate=1.5 must be in [0, 1]",
         "  - data.fim_spm_rate=-1.0 must be in [0, 1]",
-        "  - data.fim_rate=1.5 makes documents longer, which packed ones have no room for; set data.documents=separate",
+        "  - data.fim_rate=1.5 makes documents longer, but packed ones have no room; set data.documents=separate",
     ]

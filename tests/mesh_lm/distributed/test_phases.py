@@ -1,4 +1,4 @@
-"""Phases, heartbeat, watchdog and goodput: one clock, and what is made of it."""
+"""Phases, heartbeat, watchdog and goodput, which share one clock."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def life(directory: Path, born: float, first: int, last: int, **seconds: float) 
 
 
 def test_goodput_over_lives(tmp_path: Path) -> None:
-    """30 steps, of which 10 are done again; 5 s when nobody ran."""
+    """30 steps, of which 10 are repeated; 5 s in which no process ran."""
     life(tmp_path, 1000, 0, 30, step=60.0, compile=10.0)
     life(tmp_path, 1075, 20, 50, step=60.0, compile=5.0)
     (tmp_path / "broken.json").write_text("{")
@@ -157,13 +157,13 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"]["step"] == pytest.approx(100.0)
     assert found["seconds"]["down"] == pytest.approx(5.0) and found["goodput"] == pytest.approx(100 / 140)
     assert describe(found) == (
-        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps done again: steps 1 min 40 s, steps done again 20.0 s, between restarts 5.0 s, "
+        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated: steps 1 min 40 s, repeated steps 20.0 s, between restarts 5.0 s, "
         "first steps (compiling) 15.0 s"
     )
 
 
 def test_what_is_lost_is_a_share_of_the_life_that_did_it(tmp_path: Path) -> None:
-    """Half of the second life's ten steps, which took 4 s each, and none of the first's 90."""
+    """Half of the second life's ten steps of 4 s are lost, and none of the first life's 90."""
     life(tmp_path, 1000, 0, 90, step=90.0)
     life(tmp_path, 1100, 90, 100, step=40.0)
     life(tmp_path, 1200, 95, 100, step=20.0)
@@ -182,14 +182,14 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     phases = Phases()
     kept = Goodput(tmp_path, phases, first=5)
     phases.step = 7
-    kept.keep(now=True)
+    kept.write(now=True)
     assert total(tmp_path / "goodput")["starts"] == 1
     phases.step = 9
     assert kept.total()["starts"] == 1, "the same life is written again"
 
 
 def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
-    """One start: 10 steps of 2 s, back to step 6 after a restore of 3 s, and on to step 12."""
+    """One start: 10 steps of 2 s, a rollback to step 6 with a restore of 3 s, and steps up to 12."""
     clock = Clock()
     phases = Phases(clock)
     kept = Goodput(tmp_path, phases, first=0)
@@ -201,10 +201,10 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
 
     spend("step", 20.0, 10)
     spend("restore", 3.0, 10)
-    kept.go_back(6)
+    kept.roll_back(6)
     spend("step", 12.0, 12)
     found = kept.total()
     assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(24 / 35)
     spent = {phase: seconds for phase, seconds in found["seconds"].items() if seconds > 1e-6}
     assert spent == pytest.approx({"step": 24.0, "lost": 8.0, "restore": 3.0})
-    assert ", 4 steps done again: steps 24.0 s, steps done again 8.0 s, restoring 3.0 s" in describe(found)
+    assert ", 4 steps repeated: steps 24.0 s, repeated steps 8.0 s, restoring 3.0 s" in describe(found)

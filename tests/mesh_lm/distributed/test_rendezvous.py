@@ -1,4 +1,4 @@
-"""Processes that meet, or say why not: threads stand for processes."""
+"""The rendezvous, with threads in place of processes."""
 
 import copy
 import socket
@@ -7,38 +7,40 @@ from concurrent.futures import ThreadPoolExecutor
 
 from processes import PATIENCE
 
-from mesh_lm.distributed.rendezvous import Absent, describe, meet
+from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.place import Place
+from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.wire import free_port
 
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/step.py": "0123"}}
 
 
-def outcomes(places: list[Place], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
-    """What each process says; empty where all is well."""
+def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
+    """Returns each process's error; empty if there is none."""
 
-    def one(place: Place, description: dict) -> str:
-        time.sleep(0.7 if place.index in late else 0)
+    def one(slot: ProcessSlot, description: dict) -> str:
+        time.sleep(0.7 if slot.index in late else 0)
         try:
-            meet(place, timeout, description)
+            meet(slot, timeout, description)
         except ConfigError as error:
-            assert isinstance(error, Absent) == any(sign in str(error) for sign in ("did not come", "found no", "cannot listen")), error
+            assert isinstance(error, RendezvousFailed) == any(
+                sign in str(error) for sign in ("did not connect", "found no", "cannot listen")
+            ), error
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(one, places, descriptions))
+    with ThreadPoolExecutor(len(slots)) as pool:
+        return list(pool.map(one, slots, descriptions))
 
 
-def places(count: int, *indices: int) -> list[Place]:
+def slots(count: int, *indices: int) -> list[ProcessSlot]:
     address = f"127.0.0.1:{free_port()}"
-    return [Place(address, count, index) for index in (indices or range(count))]
+    return [ProcessSlot(address, count, index) for index in (indices or range(count))]
 
 
 def test_they_meet_again_and_again_at_one_address() -> None:
-    """JAX listens there right after; a socket that lingers would be in its way."""
-    three = places(3)
+    """JAX listens on the port right after; a lingering socket would prevent it."""
+    three = slots(3)
     for _ in range(3):
         assert outcomes(three, [RUN] * 3) == ["", "", ""]
         with socket.create_server(three[0].address):
@@ -46,9 +48,9 @@ def test_they_meet_again_and_again_at_one_address() -> None:
 
 
 def test_visitors_may_come_first() -> None:
-    three = places(3)
+    three = slots(3)
     with ThreadPoolExecutor(3) as pool:
-        visits = [pool.submit(meet, place, 20, RUN) for place in three[1:]]
+        visits = [pool.submit(meet, slot, 20, RUN) for slot in three[1:]]
         time.sleep(0.5)
         meet(three[0], 20, RUN)
         assert [visit.result() for visit in visits] == [None, None]
@@ -59,37 +61,39 @@ def test_a_difference_is_named_on_every_process() -> None:
     other["config"]["train"]["steps"] = 6
     other["code"]["mesh_lm/training/step.py"] = "4567"
     other["code"]["mine.py"] = "89ab"
-    three = places(3)
+    three = slots(3)
     said = outcomes(three, [RUN, RUN, other], late=(1,))
     assert said[0] == said[1] == said[2]
-    assert "process 2 on " in said[0] and "does not run what process 0 on" in said[0]
+    assert "process 2 on " in said[0] and "does not match process 0 on" in said[0]
     assert "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/training/step.py: 0123 on process 0, 4567 there\n" in said[0]
     assert "  - code.mine.py: None on process 0, 89ab there\n" in said[0]
 
 
 def test_another_count_or_the_same_index_twice() -> None:
-    first, second = places(2)
-    said = outcomes([first, Place(second.coordinator, 3, 1)], [RUN, RUN])
+    first, second = slots(2)
+    said = outcomes([first, ProcessSlot(second.coordinator, 3, 1)], [RUN, RUN])
     assert said[0] == said[1] == "process 1 expects 3 processes, process 0 expects 2"
-    first, *_ = places(3)
-    twin = Place(first.coordinator, 3, 1)
-    assert "two processes say that they are number 1 of 3; each needs its own launch.index" in outcomes([first, twin, twin], [RUN] * 3)[0]
+    first, *_ = slots(3)
+    twin = ProcessSlot(first.coordinator, 3, 1)
+    assert "two processes have the index 1 of 3; each needs its own launch.index" in outcomes([first, twin, twin], [RUN] * 3)[0]
 
 
 def test_who_does_not_come_is_named() -> None:
-    some = places(4, 0, 2)
+    some = slots(4, 0, 2)
     said = outcomes(some, [RUN, RUN], timeout=2)
-    assert said[0] == said[1] and said[0].startswith(f"processes 1, 3 of 4 did not come to {some[0].coordinator} in 2 s; see their logs")
+    assert said[0] == said[1] and said[0].startswith(
+        f"processes 1, 3 of 4 did not connect to {some[0].coordinator} within 2 s; see their logs"
+    )
 
 
 def test_nobody_at_the_coordinators_address() -> None:
-    (lonely,) = places(2, 1)
+    (lonely,) = slots(2, 1)
     (said,) = outcomes([lonely], [RUN], timeout=0.5)
-    assert said.startswith(f"process 1 found no process 0 at {lonely.coordinator} in 0.5 s") and "correct launch.coordinator" in said
+    assert said.startswith(f"process 1 found no process 0 at {lonely.coordinator} within 0.5 s") and "correct launch.coordinator" in said
 
 
 def test_a_port_in_use() -> None:
-    first, _ = places(2)
+    first, _ = slots(2)
     with socket.create_server(("", first.address[1]), family=socket.AF_INET6, dualstack_ipv6=True):
         (said,) = outcomes([first], [RUN], timeout=0.5)
     assert "choose a free port for launch.coordinator" in said
@@ -97,7 +101,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_strangers_are_ignored() -> None:
-    two = places(2)
+    two = slots(2)
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(meet, two[0], 20, RUN)
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b""):

@@ -16,7 +16,7 @@ from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import export_weights as weights_out
 from mesh_lm.huggingface import files
-from mesh_lm.model import DecoderConfig, whole_texts
+from mesh_lm.model import DecoderConfig, token_batch
 from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 80
@@ -47,6 +47,7 @@ def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
     assert huggingface.config_of(tmp_path / "out").n_params() == found.layout.config.n_params()
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}) == 1, "a colleague can read them all"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -138,7 +139,7 @@ def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_
     noise = np.random.default_rng(0)
     params = {n: jax.device_put(np.asarray(x) + 0.1 * noise.standard_normal(x.shape, np.float32), x.sharding) for n, x in params.items()}
     ids = noise.integers(0, config.vocab_size, (4, config.seq_len)).astype(np.int32)
-    ours = np.asarray(jax.jit(lambda p: layout.bind(p).logits(whole_texts(ids)))(params))
+    ours = np.asarray(jax.jit(lambda p: layout.bind(p).logits(token_batch(ids)))(params))
     huggingface.save(tmp_path / "out", layout, params, dtype="float32", max_shard_bytes=20_000)
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(

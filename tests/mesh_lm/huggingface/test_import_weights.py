@@ -13,7 +13,7 @@ from support import shard_on
 from mesh_lm import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.model.stack import forward
 from mesh_lm.parallel.layout import ModelLayout
 
@@ -66,7 +66,7 @@ def test_the_loss_gives_padding_no_probability() -> None:
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
     bind, segments = found.layout.bind, found.layout.segments
-    sums = jax.jit(lambda p: forward(bind, segments, p, batch | whole_texts(found.ids))[1])(found.params)
+    sums = jax.jit(lambda p: forward(bind, segments, p, batch | token_batch(found.ids))[1])(found.params)
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.mean(), rel=1e-6)

@@ -13,7 +13,7 @@ from mesh_lm.config import files
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Engine, Sampling, Scorer
 from mesh_lm.inference.engine import without_sequence_sharding
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 70
@@ -46,7 +46,7 @@ def placed(name: str, layout: ModelLayout) -> dict[str, jax.Array]:
 def full_logits(name: str):
     """Returns a function from tokens [B, SEQ] to the logits [B, SEQ, V] of the model in training."""
     layout = ModelLayout.of(MODELS[name], shard_on("ddp"))
-    run = jax.jit(lambda params, tokens: layout.bind(params).logits(whole_texts(tokens)))
+    run = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens)))
     return lambda tokens: run(weights(name), tokens)
 
 
@@ -202,7 +202,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
 def test_sequences_are_cut_nowhere() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     whole = without_sequence_sharding(layout)
-    assert whole.shard.cut("seq_resid") == () and layout.shard.cut("seq_resid") == ("tensor",)
+    assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)
     assert whole.shardings("params") == layout.shardings("params")
 
 

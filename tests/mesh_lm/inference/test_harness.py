@@ -17,7 +17,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Sampling, harness
 from mesh_lm.inference.harness import Requests
 from mesh_lm.inference.trained import TrainedModel
-from mesh_lm.model import whole_texts
+from mesh_lm.model import token_batch
 from sharding_rules import MeshConfig
 
 COMPILE_BUDGET = 40
@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logprobs(run: Path):
     """Returns log-probabilities [n, V] of the token after each of n <= SEQ tokens, from the model's logits."""
     trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
-    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(whole_texts(tokens)))
+    logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
     def after(tokens: list[int]) -> np.ndarray:
         padded = np.zeros((8, SEQ), np.int32)

@@ -42,6 +42,6 @@ def test_the_mean_stays() -> None:
 def test_evaluation_drops_nothing(stages: int) -> None:
     layout = ModelLayout.of(GPT, shard_on("ddp", pipeline=stages))
     batch = host_batch(2)
-    training = jax.make_jaxpr(engine.value_and_grad(layout))(layout.in_memory, batch, jax.random.key(0))
-    evaluation = jax.make_jaxpr(engine.evaluate(layout))(layout.in_memory, batch)
+    training = jax.make_jaxpr(engine.value_and_grad(layout))(layout.memory_shapes, batch, jax.random.key(0))
+    evaluation = jax.make_jaxpr(engine.evaluate(layout))(layout.memory_shapes, batch)
     assert "random_bits" in str(training) and "random_bits" not in str(evaluation)

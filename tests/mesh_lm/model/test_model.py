@@ -10,7 +10,7 @@ import pytest
 from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
 
 from mesh_lm.config import load
-from mesh_lm.model import DecoderConfig, whole_texts
+from mesh_lm.model import DecoderConfig, token_batch
 from mesh_lm.model.loss import cross_entropy
 from mesh_lm.model.stack import forward
 from mesh_lm.parallel.engine import value_and_grad
@@ -120,7 +120,7 @@ def test_the_future_is_not_seen() -> None:
     tokens = host_batch(1)["tokens"][0, :2]
 
     def logits(params, tokens):
-        return layout.bind(params).logits(whole_texts(tokens))
+        return layout.bind(params).logits(token_batch(tokens))
 
     run = jax.jit(logits)
     before, changed = np.asarray(run(params, tokens)), tokens.copy()
@@ -143,7 +143,7 @@ def test_kv_heads_that_do_not_line_up_are_refused() -> None:
     rows = {"kv_heads": None}
     layout = ModelLayout.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
     batch = {name: x[0] for name, x in host_batch(1).items()}
-    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share whole kv heads"):
+    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share complete kv heads"):
         jax.eval_shape(lambda p: forward(layout.bind, layout.segments, p, batch), layout.shapes)
 
 

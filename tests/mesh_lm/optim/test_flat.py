@@ -21,9 +21,9 @@ from support import GPT, assert_same_gradients, host_batch, in_model_order, init
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optim import Leaf, Optimizer, flat, is_matrix
-from mesh_lm.optim.flat import Flat
-from mesh_lm.optim.unflat import spread
+from mesh_lm.optim import ArraySpec, Optimizer, flat, is_matrix
+from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.optim.unflatten import shard_over_replicas
 from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, State
 from mesh_lm.state.disk_form import from_disk, to_disk
@@ -61,13 +61,13 @@ AXES = [[*each] for whole in WHOLE for cut in CUT for each in itertools.permutat
 MATRICES = st.lists(st.tuples(st.booleans(), st.sampled_from(AXES), st.data()), min_size=1, max_size=5)
 
 
-def leaves_of(drawn: list[tuple[bool, list[str], Any]], rows: int) -> dict[str, Leaf]:
+def leaves_of(drawn: list[tuple[bool, list[str], Any]], rows: int) -> dict[str, ArraySpec]:
     found = {}
     for number, (stacked, axes, data) in enumerate(drawn):
         shape = tuple(data.draw(st.sampled_from(WIDTHS[axis])) for axis in axes)
         name = f"blocks.{number}.weight" if stacked else f"table_{number}"
-        found[name] = Leaf((rows,) * stacked + shape, np.dtype("float32"), ("layers",) * stacked + tuple(axes))
-    found["blocks.norm.scale"] = Leaf((rows, 20), np.dtype("float32"), ("layers", "norm"))
+        found[name] = ArraySpec((rows,) * stacked + shape, np.dtype("float32"), ("layers",) * stacked + tuple(axes))
+    found["blocks.norm.scale"] = ArraySpec((rows, 20), np.dtype("float32"), ("layers", "norm"))
     return found
 
 
@@ -76,7 +76,7 @@ def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any],
     """Packed and unpacked it is itself; a device's part is what the leaf and the spec say, and padding is less than one unit."""
     leaves = leaves_of(drawn, height * mesh.shape["pipeline"])
     where = {name: rules.sharding("params", leaf.axes, mesh, leaf.shape, name) for name, leaf in leaves.items()}
-    found = Flat.of(rules, leaves, where, dict.fromkeys(leaves, "bfloat16"), segment_of)
+    found = FlatLayout.of(rules, leaves, where, dict.fromkeys(leaves, "bfloat16"), segment_of)
     inside = [matrix.name for vector in found.vectors for matrix in vector.matrices]
     assert sorted(inside) == sorted(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))
     assert len(found.leaves) == len(found.vectors), "two vectors have one name"
@@ -85,17 +85,19 @@ def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any],
         patched.setattr(flat, "jnp", np)  # nothing to compile
         for vector in found.vectors:
             row: Any = {m.name: random.normal(size=m.local).astype(np.float32) for m in vector.matrices}
-            packed = vector.packed(row)
-            assert packed.shape == (vector.piece * vector.replicas,) and vector.piece % 128 == 0
+            packed = vector.pack(row)
+            assert packed.shape == (vector.shard_size * vector.replicas,) and vector.shard_size % 128 == 0
             size = sum(x.size for x in row.values())
             assert [m.offset for m in vector.matrices] == [0, *itertools.accumulate(m.size for m in vector.matrices)][:-1]
             assert not packed[size:].any() and 0 <= packed.size - size < 128 * vector.replicas
-            for name, x in vector.unpacked(packed).items():
+            for name, x in vector.unpack(packed).items():
                 assert x.tobytes() == row[name].tobytes()
                 assert x.shape == where[name].shard_shape(leaves[name].shape)[int(leaves[name].stacked) :]
-            local = vector.sharding.shard_shape(vector.leaf.shape)
-            assert local == ((leaves[next(iter(row))].shape[0] // mesh.shape["pipeline"],) if vector.rows else ()) + (vector.piece,)
-            assert len(vector.spec) == len(vector.leaf.shape) == len(vector.leaf.axes), "a spec that is too short cuts another dimension"
+            local = vector.sharding.shard_shape(vector.array_spec.shape)
+            assert local == ((leaves[next(iter(row))].shape[0] // mesh.shape["pipeline"],) if vector.rows else ()) + (vector.shard_size,)
+            assert len(vector.spec) == len(vector.array_spec.shape) == len(vector.array_spec.axes), (
+                "a spec that is too short shards another dimension"
+            )
 
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 7, 8, 12, 20, 48, 96]), min_size=1, max_size=4)
@@ -110,7 +112,7 @@ def test_a_matrix_is_spread_as_far_as_it_divides(mesh: Mesh, shape: list[int], s
     wide = next((dim for dim in range(int(stacked), len(shape)) if shape[dim] % mesh.shape["tensor"] == 0), None)
     spec = PartitionSpec(*("pipeline" if stacked and not dim else "tensor" if dim == wide else None for dim in range(len(shape))))
     before = NamedSharding(mesh, spec)
-    after = spread(before, shape, over, int(stacked))
+    after = shard_over_replicas(before, shape, over, int(stacked))
     mesh_after: Any = after.mesh
     assert [d.id for d in mesh_after.devices.flat] == [d.id for d in mesh.devices.flat]
     one, other = before.shard_shape(tuple(shape)), after.shard_shape(tuple(shape))
@@ -272,8 +274,8 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(whole, 3)
     said = (
-        f"optimizer.name={name} works on whole matrices, and rules 'distributed' keep them as flat vectors "
-        "(rules.optimizer['flat']=('pipeline', 'data')); take optimizer adamw or lion, or rules without that row, such as zero2"
+        f"optimizer.name={name} needs full matrices, but rules 'distributed' store its state as flat vectors "
+        "(rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [f"  - {said}"]
     layout = layout_of("three replicas")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
 from mesh_lm.config import OptimizerConfig, PipelineConfig
-from mesh_lm.optim import RULES, Leaf, Optimizer, decayed, is_matrix, rule
+from mesh_lm.optim import RULES, ArraySpec, Optimizer, decayed, is_matrix, make_rule
 from mesh_lm.optim.adafactor import SHORTEST
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
@@ -32,8 +32,8 @@ SIZES = {
 RATE, DECAY, CLIP = 0.1, 0.3, 0.5
 
 
-def leaf(*axes: str, **sizes: int) -> Leaf:
-    return Leaf(tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes)
+def leaf(*axes: str, **sizes: int) -> ArraySpec:
+    return ArraySpec(tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes)
 
 
 LEAVES = {
@@ -158,7 +158,7 @@ def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
     leaves = {"blocks.w": leaf("layers", "embed", "mlp", mlp=40), "wide": leaf("vocab", "embed"), "thin": leaf("experts", "embed")}
     random = np.random.default_rng(2)
     grads: Any = {name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()}
-    made = rule(config("adafactor"))
+    made = make_rule(config("adafactor"))
     slots = made.slots(leaves)
     assert {slot: set(kept) for slot, kept in slots.items()} == {
         "v_row": {"blocks.w", "wide"},
@@ -186,7 +186,7 @@ TREES = st.dictionaries(
 def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]], name: str) -> None:
     """Shapes and dtypes of slots before and after, and their axes by their sizes, of any parameters; directions are shaped like these."""
     leaves = {n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes)) for n, (stacked, scope, axes) in tree.items()}
-    made = rule(config(name))
+    made = make_rule(config(name))
     slots = made.slots(leaves)
     for each in (each for kept in slots.values() for each in kept.values()):
         assert each.shape == leaf(*cast(Any, each.axes)).shape

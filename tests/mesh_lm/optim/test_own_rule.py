@@ -9,7 +9,7 @@ from support import GPT, shard_on
 
 from mesh_lm.config import OptimizerConfig, load
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import Leaf, Optimizer, is_matrix, rule
+from mesh_lm.optim import ArraySpec, Optimizer, is_matrix, make_rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import masters, parts
 from mesh_lm.state.disk_form import from_disk, to_disk
@@ -70,7 +70,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_it_is_imported_and_made_from_the_section(module: str) -> None:
     config = OptimizerConfig(name=f"{module}:Plain", beta1=0.5)
-    made = rule(config)
+    made = make_rule(config)
     assert type(made).__name__ == "Plain" and vars(made)["config"] is config
 
 
@@ -82,7 +82,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
     )
     config = check(load(str(file)), 1)
-    assert type(rule(config.optimizer)).__name__ == "Plain"
+    assert type(make_rule(config.optimizer)).__name__ == "Plain"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     [
         ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
         ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
-        ("rules_of_my_own:Half", "lacks elementwise, direction; a rule has what mesh_lm.optim.Rule has"),
+        ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
         ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
         ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
         (":Plain", "'' cannot be imported (ValueError: Empty module name)"),
@@ -105,7 +105,7 @@ def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
 
 
 def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
-    leaves = {"blocks": Leaf((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": Leaf((32,), jnp.float32, ("norm",))}
+    leaves = {"blocks": ArraySpec((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": ArraySpec((32,), jnp.float32, ("norm",))}
     for name, works in (
         (f"{module}:Plain", True),
         (f"{module}:Whole", False),

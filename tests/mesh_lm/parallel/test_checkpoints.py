@@ -179,7 +179,7 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
     def live() -> int:
         return sum(x.nbytes for x in jax.live_arrays())
 
-    before, held, replaced = live(), [], relayout._replaced
+    before, held, converted = live(), [], relayout._converted
 
     def watched(leaf: jax.Array, program: Callable[[jax.Array], jax.Array]) -> jax.Array:
         def measured(leaf: jax.Array) -> jax.Array:
@@ -187,9 +187,9 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
             held.append(live())
             return moved
 
-        return replaced(leaf, measured)
+        return converted(leaf, measured)
 
-    monkeypatch.setattr(relayout, "_replaced", watched)
+    monkeypatch.setattr(relayout, "_converted", watched)
     tree, _ = to_disk(layout, OPTIMIZER, state)
     assert len(held) == 3 * len(layout.stacked)
     assert max(held) == before + max(x.nbytes for name, x in tree["params"].items() if name in layout.stacked)

@@ -14,7 +14,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.schedules.custom import write_csv
-from mesh_lm.schedules.schedule import schedule as named
+from mesh_lm.schedules.schedule import make_schedule as named
 from sharding_rules import Rules
 
 COMPILE_BUDGET = 260
@@ -125,7 +125,7 @@ def test_stages_that_permute_in_a_branch_are_refused() -> None:
     shard, pipeline = shard_on(SEQUENCE, pipeline=2, sequence=2), PipelineConfig(layers=(5, 3))
     layout = ModelLayout.of(ToyConfig(permutes=True), shard, pipeline)
     with pytest.raises(ConfigError, match="ToyConfig permutes arrays inside a conditional"):
-        jax.eval_shape(engine.value_and_grad(layout), layout.in_memory, host_batch(4), jax.random.key(0))
+        jax.eval_shape(engine.value_and_grad(layout), layout.memory_shapes, host_batch(4), jax.random.key(0))
 
 
 @pytest.mark.parametrize(("model", "axes", "V"), [("untied", "data+tensor", 2), ("toy", "sequence", 1)])

@@ -49,7 +49,7 @@ def layout(model: type[Toy], **mesh: int) -> ModelLayout:
             weight(lambda x: x.astype(jnp.bfloat16)),
             "model.layers.weight is bfloat16; store it in float32, and set compute_dtype='bfloat16' of its nnx.Param",
         ),
-        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is no type; write it as in compute_dtype='bfloat16'"),
+        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is not a type; write it as in compute_dtype='bfloat16'"),
     ],
     ids=["stored in bf16", "no such type"],
 )
@@ -85,6 +85,6 @@ def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[
     """It would have no gradient from there."""
     made = layout(model, **mesh)
     with pytest.raises(ConfigError) as caught:
-        jax.eval_shape(value_and_grad(made), made.in_memory, host_batch(2), jax.random.key(0))
+        jax.eval_shape(value_and_grad(made), made.memory_shapes, host_batch(2), jax.random.key(0))
     said = "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a parameter of the model itself"
     assert str(caught.value).startswith(said)

@@ -17,7 +17,7 @@ from mesh_lm.inference import Engine, Scorer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel import merge_stages as module
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.merge_stages import folded, unpiped
+from mesh_lm.parallel.merge_stages import merged_layout, without_pipeline
 from sharding_rules import preset
 
 COMPILE_BUDGET = 120
@@ -40,7 +40,7 @@ def initial(layout: ModelLayout) -> tuple[Params, dict[str, np.ndarray]]:
     """By stage, and in model order on the host."""
     params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
     host = {name: np.array(x) for name, x in params.items()}
-    return layout.by_stage(params, "params"), host
+    return layout.to_memory_order(params, "params"), host
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
     layout, wanted = layout_of(case)
     params, host = initial(layout)
     before = {name: x.addressable_shards[0].data.nbytes for name, x in params.items()}
-    whole, moved = unpiped(layout, params)
+    whole, moved = without_pipeline(layout, params)
     mesh = whole.shard.mesh
     assert {axis: n for axis, n in mesh.shape.items() if n > 1} == wanted
     assert set(mesh.devices.flat) == set(layout.shard.mesh.devices.flat) and whole.n_stages == 1
@@ -69,8 +69,8 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
 def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, travels: int) -> None:
     """Each that stages divided travels by one all-to-all; where they are uneven, putting the layers in order has done that already."""
     layout, _ = layout_of(case)
-    canonical = layout.in_model_order(initial(layout)[0], "params")
-    where = folded(layout.config, layout.shard).shardings("params")
+    canonical = layout.to_model_order(initial(layout)[0], "params")
+    where = merged_layout(layout.config, layout.shard).shardings("params")
     programs: list[Any] = []
     jit = jax.jit
     monkeypatch.setattr(jax, "jit", lambda f, **options: programs.append(jit(f, **options)) or programs[-1])
@@ -87,20 +87,20 @@ def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, trave
 
 def test_rules_that_cut_weights_over_fsdp_keep_their_dimension() -> None:
     rules = preset("megatron").replace("mine", params={"mlp": ("tensor", "fsdp"), "vocab": ("fsdp",)})
-    whole = folded(GPT, shard_on(rules, pipeline=2, tensor=2))
+    whole = merged_layout(GPT, shard_on(rules, pipeline=2, tensor=2))
     assert whole.shard.rules.params["embed"] is None and whole.shard.rules.params["mlp"] == ("fsdp", "tensor")
     assert whole.shard.rules.activations["batch"] == ("data", "fsdp") and whole.shard.mesh.shape["fsdp"] == 2
 
 
 def test_tensor_keeps_its_neighbours() -> None:
-    mesh = folded(GPT, shard_on("megatron", pipeline=2, data=2, tensor=2)).shard.mesh
+    mesh = merged_layout(GPT, shard_on("megatron", pipeline=2, data=2, tensor=2)).shard.mesh
     assert [[device.id for device in row] for row in mesh.devices.reshape(-1, 2)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 def test_a_model_without_stages_is_left_alone() -> None:
     layout = ModelLayout.of(GPT, shard_on("megatron", data=2, tensor=2))
-    assert unpiped(layout, {}) == (layout, {})
-    assert folded(GPT, layout.shard).shard is layout.shard
+    assert without_pipeline(layout, {}) == (layout, {})
+    assert merged_layout(GPT, layout.shard).shard is layout.shard
 
 
 def test_stages_cannot_write() -> None:
@@ -110,4 +110,4 @@ def test_stages_cannot_write() -> None:
     )
     for reader in (Engine, Scorer):
         with pytest.raises(ConfigError, match=message):
-            reader(layout, dict(layout.in_memory))  # pyright: ignore[reportArgumentType]
+            reader(layout, dict(layout.memory_shapes))  # pyright: ignore[reportArgumentType]

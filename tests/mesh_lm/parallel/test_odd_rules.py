@@ -108,7 +108,7 @@ def test_a_table_used_in_parts_along_the_batch_is_refused() -> None:
     rules = preset("fsdp").replace(params={"vocab": "fsdp", "embed": None}, gathered={"vocab": "fsdp"})
     shard: Shard = shard_on(rules, fsdp=2)
     with pytest.raises(ShardingRuleError) as caught:
-        shard.stored("vocab", "embed")
+        shard.table("vocab", "embed")
     assert str(caught.value) == (
-        "rules.gathered['vocab']='fsdp' has 'fsdp', which cuts the batch: a table is gathered over the axes of the batch; leave 'fsdp' out"
+        "rules.gathered['vocab']='fsdp' has 'fsdp', which shards the batch: a table is gathered over the axes of the batch; leave 'fsdp' out"  # noqa: E501
     )

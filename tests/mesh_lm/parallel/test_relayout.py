@@ -41,7 +41,7 @@ def test_round_trip_keeps_every_bit(case: str) -> None:
     sizes, stack, rest, spec, wanted = CASES[case]
     sharding = jax.NamedSharding(mesh_of(sizes), spec)
     bits = np.random.default_rng(0).integers(0, 2**32, (stack.n_layers, *rest), np.uint32)
-    where = relayout.canonical_sharding(sharding, (stack.rows, *rest), stack)
+    where = relayout.canonical_sharding(sharding, (stack.padded_rows, *rest), stack)
     assert where.spec == wanted
     disk = jax.device_put(bits.view(np.float32), where)  # NaNs, infinities and -0.0 too
 
@@ -66,21 +66,21 @@ def test_where_rows_are_layers_nothing_moves(counts: tuple[int, ...]) -> None:
 def test_rows_that_are_cut_over_another_axis_are_refused() -> None:
     sharding = jax.NamedSharding(mesh_of({"pipeline": 4, "data": 2}), jax.P(("pipeline", "data")))
     message = (
-        "the dimension layers is cut over the mesh axes ['pipeline', 'data'] in 4 pipeline stages; with uneven stages or "
-        "pipeline.chunks > 1 it can be cut over pipeline alone: give the others to another dimension"
+        "the dimension layers is sharded over the mesh axes ['pipeline', 'data'] in 4 pipeline stages; with uneven stages or "
+        "pipeline.chunks > 1 it can be sharded over pipeline only: use the others for another dimension"
     )
     with pytest.raises(ShardingRuleError, match=f"^{re.escape(message)}$"):
-        relayout.canonical_sharding(sharding, (UNEVEN.rows, 8), UNEVEN)
+        relayout.canonical_sharding(sharding, (UNEVEN.padded_rows, 8), UNEVEN)
 
 
 def program(sharding: jax.NamedSharding, rest: tuple[int, ...], to_memory: bool) -> tuple[Any, jax.ShapeDtypeStruct, int]:
     """The relayout of a float32 leaf, its argument, and the most bytes that a device should need: both forms and two rows."""
-    shape = (UNEVEN.rows, *rest)
+    shape = (UNEVEN.padded_rows, *rest)
     canonical = relayout.canonical_sharding(sharding, shape, UNEVEN)
     disk = jax.ShapeDtypeStruct((UNEVEN.n_layers, *rest), np.float32, sharding=canonical)
     memory = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     local = math.prod(sharding.shard_shape(shape))
-    bytes = 4 * (local + math.prod(disk.sharding.shard_shape(disk.shape)) + 2 * local // UNEVEN.height)
+    bytes = 4 * (local + math.prod(disk.sharding.shard_shape(disk.shape)) + 2 * local // UNEVEN.rows_per_stage)
     return relayout._program(UNEVEN, sharding, shape, to_memory), disk if to_memory else memory, bytes
 
 
@@ -101,5 +101,5 @@ def test_on_gpus_one_all_to_all_travels_over_pipeline(reports: str, to_memory: b
     relay, argument, most = program(jax.NamedSharding(mesh, jax.P("pipeline", None, "tensor")), (1024, 4096), to_memory)
     report = compile_report(relay, argument, mesh=mesh, cache=reports)
     (one,) = report.collectives
-    assert (one.kind, one.axes, one.loops) == ("all-to-all", ("pipeline",), (UNEVEN.height,))
+    assert (one.kind, one.axes, one.loops) == ("all-to-all", ("pipeline",), (UNEVEN.rows_per_stage,))
     assert report.memory.peak <= most + 4096

@@ -1,4 +1,4 @@
-"""The attention of a plan: what serves it where, and the Hopper kernel in whole training steps for H100s that are not here."""
+"""The attention of a plan: its implementation by target, and the Hopper kernel in full training steps, compiled without a GPU."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import pytest
 
 from mesh_lm.config import DataConfig, LaunchConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.planning.attention import compilable, facts, served_by
+from mesh_lm.planning.attention import attention_implementations, report_facts, with_compilable_attention
 from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab import Report
@@ -44,19 +44,19 @@ def with_model(documents: str = "joined", **changes) -> TrainConfig:
     ],
 )
 def test_what_serves_it_on_the_target(target: str, fields: dict, names: set[str]) -> None:
-    assert served_by(with_model(**fields), target) == names
+    assert attention_implementations(with_model(**fields), target) == names
 
 
 def test_what_cannot_be_compiled_here_is_compiled_as_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: False)
     config = with_model()
-    assert compilable(config, "h100") is config
-    assert compilable(config, "a100").model.attention == "xla"
+    assert with_compilable_attention(config, "h100") is config
+    assert with_compilable_attention(config, "a100").model.attention == "xla"
     report = lab_report.report()
-    assert facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run takes cudnn"),)
-    assert facts(config, report, "h100") == (("attention", "xla, no kernel"),)
+    assert report_facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run will use cudnn"),)
+    assert report_facts(config, report, "h100") == (("attention", "xla, no kernel"),)
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: True)
-    assert compilable(config, "a100") is config
+    assert with_compilable_attention(config, "a100") is config
 
 
 def test_a_line_says_the_kernel_and_what_it_sees() -> None:
@@ -68,7 +68,7 @@ def test_a_line_says_the_kernel_and_what_it_sees() -> None:
         ("mosaic_gpu_v2: attention backward", (k, q, q, q), dataclasses.replace(where, phase="backward")),
         ("mosaic_gpu_v2: norm", ("bf16[8,8]",), where),
     )
-    said = facts(with_model(attention="mosaic"), lab_report.report(kernels=kernels), "h100")
+    said = report_facts(with_model(attention="mosaic"), lab_report.report(kernels=kernels), "h100")
     assert said == (("attention", "mosaic kernel, q [1, 2048, 12, 128] k [1, 2048, 4, 128] on each device"),)
 
 
@@ -93,7 +93,7 @@ MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "data": 2, "tenso
 @pytest.mark.deviceless
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], id="hsdp"), pytest.param(MESHES[1], marks=pytest.mark.slow, id="pipeline")])
 def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: dict) -> None:
-    """A kernel that the partitioner gets to see is replicated without a word: all-gathers around it, and every device does all."""
+    """The partitioner silently replicates a kernel that it sees: it adds all-gathers, and every device does all the work."""
     report, config = compiled(reports, **mesh)
     local = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh.get("fsdp", 1))
     ours = [(name, shapes, where) for name, shapes, where in report.kernels if name.startswith("mosaic")]
@@ -104,20 +104,20 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
     gathered = [shape for one in report.select("all-gather") for shape in one.shapes if shape.endswith(",64]") and "1024," in shape]
     assert not gathered
     assert not [finding for finding in lint(report, config.rules) if finding.severity == "error"]
-    assert facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
+    assert report_facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
 
 
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_kernel_is_counted(reports: str) -> None:
-    """Its FLOPs by hand: 2 matmuls forward, 7 in the two kernels of the backward, which both compute the probabilities again."""
+    """FLOPs by hand: 2 matmuls forward, 7 in the backward's two kernels, which both recompute the probabilities."""
     report, config = compiled(reports, **MESHES[0])
     model, train = config.model, config.train
     assert isinstance(model, DecoderConfig)
     pairs = model.seq_len * (model.seq_len + 1) // 2
     one = 2 * model.d_head * pairs * (model.n_heads // 2) * (train.global_batch // 4) * model.n_layers
     matmuls = compiled(reports, **MESHES[0], attention="xla")[0].flops
-    # XLA's tiles are 1 of 512 and 1024 - 512: it does 3 of 4 quarters of the square, the diagonal's quarters whole.
+    # With blocks of 512, XLA computes 3 of the 4 quarters of the square, and the diagonal's quarters completely.
     square = 2 * model.d_head * model.seq_len**2 * 3 // 4 * (model.n_heads // 2) * (train.global_batch // 4) * model.n_layers
     for phase, ours, theirs in (("forward", 2, 2), ("recompute", 2, 2), ("backward", 7, 5)):
         assert report.flops[phase] - ours * one == matmuls[phase] - theirs * square, phase

@@ -9,8 +9,8 @@ from pipeline_schedules import schedules
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, in_flight, stash_bytes, timeline
-from mesh_lm.schedules.schedule import Schedule, needs, schedule
-from mesh_lm.schedules.table import table
+from mesh_lm.schedules.schedule import Schedule, make_schedule, needs
+from mesh_lm.schedules.table import compile_table
 
 times = st.floats(0.1, 10)
 
@@ -18,7 +18,7 @@ times = st.floats(0.1, 10)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, st.sampled_from(CLOCKS))
 def test_the_bubble_of_the_default_schedules(stages: int, groups: int, chunks: int, forward: float, backward: float, clock: Clock) -> None:
     """(P-1) / (V M), at any ratio of F to B, also where every stage waits for all others at each tick. M: a multiple of P from 2P on."""
-    one = schedule("1f1b", stages, stages * (groups + 1), chunks)
+    one = make_schedule("1f1b", stages, stages * (groups + 1), chunks)
     expected = (stages - 1) / (chunks * one.microbatches)
     assert timeline(one, Durations(forward, backward), clock).bubble == pytest.approx(expected)
 
@@ -26,7 +26,7 @@ def test_the_bubble_of_the_default_schedules(stages: int, groups: int, chunks: i
 @given(st.integers(1, 6), st.integers(1, 20), times, times, st.sampled_from(CLOCKS))
 def test_the_bubble_of_gpipe_and_one_chunk(stages: int, microbatches: int, forward: float, backward: float, clock: Clock) -> None:
     for name in ("gpipe", "1f1b"):
-        one = schedule(name, stages, microbatches)
+        one = make_schedule(name, stages, microbatches)
         assert timeline(one, Durations(forward, backward), clock).bubble == pytest.approx((stages - 1) / microbatches)
 
 
@@ -50,7 +50,7 @@ def test_the_bubble_of_gpipe_and_one_chunk(stages: int, microbatches: int, forwa
     ],
 )
 def test_eight_stages_and_64_microbatches(name: str, chunks: int, backward: float, packed: bool | None, bubbles: tuple[float, ...]) -> None:
-    one = schedule(name, 8, 64, chunks, packed=packed)
+    one = make_schedule(name, 8, 64, chunks, packed=packed)
     got = [timeline(one, Durations(1, backward), clock).bubble for clock in CLOCKS]
     assert got == pytest.approx(bubbles, abs=5e-5)
 
@@ -59,13 +59,13 @@ def test_eight_stages_and_64_microbatches(name: str, chunks: int, backward: floa
 def test_what_is_in_flight(stages: int, chunks: int) -> None:
     """On stage p 2(P-1-p) + (V-1) P + 1 forwards wait for their backward, V P + P - 1 at most; P - p in classic 1F1B; P in ZB-H1."""
     microbatches = 4 * stages
-    eager = in_flight(schedule("1f1b", stages, microbatches, chunks))
+    eager = in_flight(make_schedule("1f1b", stages, microbatches, chunks))
     assert eager == tuple(2 * (stages - 1 - p) + (chunks - 1) * stages + 1 for p in range(stages))
     assert max(eager) == chunks * stages + stages - 1
-    assert in_flight(schedule("classic_1f1b", stages, microbatches)) == tuple(range(stages, 0, -1))
-    assert in_flight(schedule("zb_h1", stages, microbatches)) == (stages,) * stages
-    assert in_flight(schedule("gpipe", stages, microbatches, chunks)) == (microbatches * chunks,) * stages
-    assert in_flight(schedule("forward", stages, microbatches)) == (0,) * stages
+    assert in_flight(make_schedule("classic_1f1b", stages, microbatches)) == tuple(range(stages, 0, -1))
+    assert in_flight(make_schedule("zb_h1", stages, microbatches)) == (stages,) * stages
+    assert in_flight(make_schedule("gpipe", stages, microbatches, chunks)) == (microbatches * chunks,) * stages
+    assert in_flight(make_schedule("forward", stages, microbatches)) == (0,) * stages
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_in_flight(stages: int, chunks: int) -> None:
 )
 def test_the_head_goes_where_the_last_forward_was(chunks: int, head: float, drop: bool, over: float) -> None:
     """head: all of it, in forwards of a stage. over: over the layers alone, B = 3F. Free until it costs one virtual stage's F."""
-    one = schedule("1f1b", 8, 64, chunks)
+    one = make_schedule("1f1b", 8, 64, chunks)
     span = timeline(one, Durations(1, 3, head=head / 3), drop_last_forward=drop).span
     assert span / (64 * 4) - 1 == pytest.approx(over, abs=5e-4)
 
@@ -99,13 +99,13 @@ def test_all_of_the_work_is_there() -> None:
     """Stage 0 has the embedding, the last the head; a split backward pass is as long in all as a whole one."""
     durations = Durations(1, 3, 0.25, embed=0.5, head=0.1)
     for name in ("1f1b", "zb_h1"):
-        assert timeline(schedule(name, 3, 6), durations).busy == pytest.approx((6 * 4 * 1.5, 6 * 4, 6 * (4 + 0.3)))
-    assert timeline(schedule("forward", 3, 6, 2), durations).busy == pytest.approx((6 * 1.5, 6, 6 * 1.1))
+        assert timeline(make_schedule(name, 3, 6), durations).busy == pytest.approx((6 * 4 * 1.5, 6 * 4, 6 * (4 + 0.3)))
+    assert timeline(make_schedule("forward", 3, 6, 2), durations).busy == pytest.approx((6 * 1.5, 6, 6 * 1.1))
 
 
 def test_bytes_of_the_stash() -> None:
     """Eight stages of 1F1B: 13 inputs and one gradient of 32 MiB each."""
-    assert stash_bytes(table(schedule("1f1b", 8, 64)), 2**25) == 14 * 2**25
+    assert stash_bytes(compile_table(make_schedule("1f1b", 8, 64)), 2**25) == 14 * 2**25
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import given
 from pipeline_schedules import schedules
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.custom import find, load, write_csv
-from mesh_lm.schedules.schedule import Op, Schedule, schedule
+from mesh_lm.schedules.custom import find_schedule, load, write_csv
+from mesh_lm.schedules.schedule import Op, Schedule, make_schedule
 
 GOOD = """# two stages
 0F0, 0F1, 0B0, 0B1
@@ -63,11 +63,11 @@ def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
         (GOOD.replace(", 0B0", ";0B0,"), ":2: tick 1, stage 0: 0B0 needs 1B0, which is at tick 1; {hop}"),
         (GOOD.replace("two stages", "1B0 soon").replace("1F0;", ""), ":3: tick 1, stage 1: 1B0 needs 1F0, which the schedule lacks"),
         (GOOD.replace(", 0B1", ""), ": 0B1 (backward on stage 0) is missing"),
-        (GOOD.replace("0B1", "0B0"), ":2: tick 3, stage 0: 0B0 is there twice, first at tick 2"),
+        (GOOD.replace("0B1", "0B0"), ":2: tick 3, stage 0: 0B0 occurs twice, first at tick 2"),
         (GOOD.replace("1F1", "0F2"), ":3: tick 2, stage 1: 0F2 is in the wrong row: virtual stage 0 is on stage 0 of 2"),
-        (GOOD.replace("0B1", "0X1"), ":2: tick 3, stage 0: '0X1' is no op; write virtual stage, F, B or W, and microbatch, as in 2F3"),
+        (GOOD.replace("0B1", "0X1"), ":2: tick 3, stage 0: '0X1' is not an op; write virtual stage, F, B or W, and microbatch, as in 2F3"),
         (GOOD.replace("0F0, 0F1,", "0F0;0F1,,"), ":2: tick 0, stage 0: 0F1 and 0F0 share a tick: a stage does one forward a tick"),
-        ("# nothing\n\n", ": no ops in it; write a row for each stage, as in 0F0, 0F1;0B0, 0B1"),
+        ("# nothing\n\n", ": the schedule has no ops; write a row for each stage, as in 0F0, 0F1;0B0, 0B1"),
         ("0F0,,,0F2\n,0F1\n".replace("0F1", "1F0").replace("0F2", "2F0"), ": {rows} 2 or 4 in all, not 3"),
         ("0F0,\n,\n", ": {rows} 2 in all, not 1"),
         ("0F0,,0F99999999\n,1F0,\n", ": 0F1 (forward on stage 0) and 199999996 more ops are missing"),
@@ -77,7 +77,7 @@ def test_mistakes_name_line_tick_and_op(tmp_path: Path, text: str, message: str)
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         load(file)
-    hop, rows = "what a stage sends is there one tick later", "2 rows are 2 stages, and each has as many virtual stages:"
+    hop, rows = "a stage's output arrives one tick later", "2 rows are 2 stages, which must have equally many virtual stages:"
     assert str(error.value) == file + message.format(hop=hop, rows=rows)
 
 
@@ -91,9 +91,9 @@ def test_mistakes_name_line_tick_and_op(tmp_path: Path, text: str, message: str)
         ('{"order": [],\n"pack": 1}', f":2: unknown key 'pack'; {JSON}"),
         (
             '{"order": [["0F0", "0B0", "0F1", "0B1"],\n["1F1", "1B1", "1F0", "1B0"]]}',
-            ":1: from tick 1 on every stage waits for another: stage 0 at 0B0, stage 1 at 1F1",
+            ":1: deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1",
         ),
-        ('{"order": [["0F0", "0B0"],\n["1F0", "1C0"]]}', ":2: place 1, stage 1: '1C0' is no op; write {op}"),
+        ('{"order": [["0F0", "0B0"],\n["1F0", "1C0"]]}', ":2: position 1, stage 1: '1C0' is not an op; write {op}"),
     ],
 )
 def test_mistakes_in_json(tmp_path: Path, text: str, message: str) -> None:
@@ -112,13 +112,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.csv: not UTF-8"):
         load(str(tmp_path / "mine.csv"))
     with pytest.raises(ConfigError, match="cannot write: Is a directory"):
-        write_csv(schedule("1f1b", 2, 2), str(tmp_path))
+        write_csv(make_schedule("1f1b", 2, 2), str(tmp_path))
 
 
 def test_a_file_must_be_for_the_run(tmp_path: Path) -> None:
     file = written(tmp_path, GOOD)
-    assert find(file, 2, 2, 1) == find(file, 0, 0, 0) == load(file)
-    assert find("1f1b", 2, 4, 2) == schedule("1f1b", 2, 4, 2)
+    assert find_schedule(file, 2, 2, 1) == find_schedule(file, 0, 0, 0) == load(file)
+    assert find_schedule("1f1b", 2, 4, 2) == make_schedule("1f1b", 2, 4, 2)
     with pytest.raises(ConfigError) as error:
-        find(file, 2, 4, 2)
+        find_schedule(file, 2, 4, 2)
     assert str(error.value) == f"{file} is a schedule for microbatches=2 and chunks=1; here: microbatches=4 and chunks=2"

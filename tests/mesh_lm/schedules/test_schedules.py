@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline_schedules import schedules
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, place, schedule
+from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
 
 def changed(one: Schedule, **ticks: int | None) -> Schedule:
@@ -62,8 +62,8 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     ("ticks", "message"),
     [
-        ({"b_0_0": 3}, "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; what a stage sends is there one tick later"),
-        ({"f_1_2": 1}, "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; what a stage sends is there one tick later"),
+        ({"b_0_0": 3}, "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; a stage's output arrives one tick later"),
+        ({"f_1_2": 1}, "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; a stage's output arrives one tick later"),
         ({"b_1_3": 2, "f_1_3": 9}, "tick 2, stage 3: 3B1 needs 3F1, which is at tick 9"),
         ({"f_1_0": 0}, "tick 0, stage 0: 0F1 and 0F0 share a tick: a stage does one forward a tick"),
         ({"f_2_1": None}, "tick 4, stage 2: 2F2 needs 1F2, which the schedule lacks"),
@@ -74,7 +74,7 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
     ],
 )
 def test_what_a_schedule_lacks(ticks: dict[str, int | None], message: str) -> None:
-    one = schedule("1f1b", 4, 5)
+    one = make_schedule("1f1b", 4, 5)
     with pytest.raises(ScheduleError) as error:
         changed(one, **ticks).check()
     assert str(error.value) == message
@@ -107,13 +107,13 @@ def test_an_empty_schedule_is_none() -> None:
 )
 def test_mistakes(words: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        schedule(*words)
+        make_schedule(*words)
     assert str(error.value) == message
 
 
 def test_the_ticks_of_four_stages() -> None:
     """Drawn by hand: stage 0 has six forwards before the first pair, the last stage none; forwards wait where the pair holds them up."""
-    one = schedule("1f1b", 4, 8)
+    one = make_schedule("1f1b", 4, 8)
     assert [one.ticks[Op("F", m, 0)] for m in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [one.ticks[Op("B", m, 0)] for m in range(8)] == [6, 7, 8, 9, 10, 11, 12, 13]
     assert all(one.ticks[Op("F", m, 3)] == one.ticks[Op("B", m, 3)] == 3 + m for m in range(8))
@@ -122,8 +122,8 @@ def test_the_ticks_of_four_stages() -> None:
 def test_stages_that_wait_for_one_another_for_ever() -> None:
     orders = [[Op("F", 0, 0), Op("B", 0, 0), Op("F", 1, 0), Op("B", 1, 0)], [Op("F", 1, 1), Op("B", 1, 1), Op("F", 0, 1), Op("B", 0, 1)]]
     with pytest.raises(ScheduleError) as error:
-        place(orders)
-    assert str(error.value) == "from tick 1 on every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
+        assign_ticks(orders)
+    assert str(error.value) == "deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
 
 
 def test_schedules_cost_no_jax() -> None:

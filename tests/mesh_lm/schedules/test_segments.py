@@ -22,7 +22,7 @@ from mesh_lm.commands import command_line
 from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, as_dict
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import config_from
-from mesh_lm.model import DecoderConfig, SegmentConfig, dense, whole_texts
+from mesh_lm.model import DecoderConfig, SegmentConfig, dense, token_batch
 from mesh_lm.model.kinds import KINDS
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
@@ -105,10 +105,10 @@ def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[in
     layout = ModelLayout.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
     params = one_device()[0]
     disk = {name: jax.device_put(x, layout.canonical_shardings("params")[name]) for name, x in params.items()}
-    memory, wanted = layout.by_stage(disk, "params"), by_stage(layout, params)
+    memory, wanted = layout.to_memory_order(disk, "params"), by_stage(layout, params)
     for name, x in memory.items():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(wanted[name]), err_msg=name)
-    back = layout.in_model_order(memory, "params")
+    back = layout.to_model_order(memory, "params")
     for name, x in back.items():
         np.testing.assert_array_equal(np.asarray(x), params[name], err_msg=name)
 
@@ -156,13 +156,13 @@ def test_a_text_is_continued_through_all_segments(dtypes: tuple) -> None:
         cache = model.extend(first, model.empty_cache(2, 16), 0)[1]  # pyright: ignore[reportAttributeAccessIssue]
         return model.extend(last, cache, 9)[0]  # pyright: ignore[reportAttributeAccessIssue]
 
-    whole = jax.jit(lambda params: layout.bind(params).logits(whole_texts(tokens)))(params)
+    whole = jax.jit(lambda params: layout.bind(params).logits(token_batch(tokens)))(params)
     np.testing.assert_allclose(jax.jit(in_parts)(params), whole[:, -1], rtol=3e-2, atol=3e-2)
 
 
 def test_layers_that_look_at_labels_read_texts() -> None:
     layout = ModelLayout.of(MODEL, shard_on(rules("ddp")))
-    batch = whole_texts(np.zeros((2, 16), np.int32))
+    batch = token_batch(np.zeros((2, 16), np.int32))
     assert jax.eval_shape(lambda params: layout.bind(params).logits(batch), layout.shapes).shape == (2, 16, 250)
 
 
@@ -206,7 +206,7 @@ def test_a_loss_returns_scalars() -> None:
     for stages in (1, 2):
         layout = ModelLayout.of(config, shard_on(rules("ddp"), pipeline=stages))
         with pytest.raises(ConfigError, match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars")):
-            jax.eval_shape(engine.value_and_grad(layout), layout.in_memory, host_batch(4), jax.random.key(0))
+            jax.eval_shape(engine.value_and_grad(layout), layout.memory_shapes, host_batch(4), jax.random.key(0))
 
 
 def test_a_period_has_a_layer() -> None:
@@ -264,28 +264,28 @@ def config_of(**changes) -> TrainConfig:
                 "mesh": MeshConfig(pipeline=2),
                 "pipeline": PipelineConfig(stash="residuals"),
             },
-            "pipeline.stash=residuals keeps on the device what remat=offload of segment 'dense' moves to the host; "
-            "set one of them to another",
+            "pipeline.stash=residuals keeps on the device what remat=offload of segment 'dense' moves to the host; change one of them",
         ),
         *(
             (
                 {"mesh": MeshConfig(pipeline=2, tensor=2, extra=("x=2",)), "rules": scoped},
-                f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some stages skip, and wait for ever",
+                f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some stages skip, and deadlock",
             )
             for scoped, pair in (
                 (
                     rules("megatron").replace(axes={"x": "auto"}, activations={"moe/mlp": "x"}),
-                    "rules.activations['moe/mlp']=('x',) and rules.gathered['moe/mlp']=('tensor',) do not begin alike",
+                    "rules.activations['moe/mlp']=('x',) and rules.gathered['moe/mlp']=('tensor',) do not start with the same axes",
                 ),
                 (
                     rules("megatron_sp").replace(axes={"x": "auto"}, activations={"moe/seq_resid": "x"}),
-                    "rules.activations['moe/seq_resid']=('x',) and rules.activations['seq_resid']=('tensor',) do not begin alike",
+                    "rules.activations['moe/seq_resid']=('x',) and rules.activations['seq_resid']=('tensor',) "
+                    "do not start with the same axes",
                 ),
                 (
                     rules("megatron").replace(
                         axes={"x": "auto"}, params={"dense/mlp": "tensor"}, gathered={"moe/mlp": "x"}, activations={"moe/mlp": "x"}
                     ),
-                    "rules.params['moe/mlp']=('tensor',) does not begin with rules.gathered['moe/mlp']=('x',)",
+                    "rules.params['moe/mlp']=('tensor',) does not start with rules.gathered['moe/mlp']=('x',)",
                 ),
             )
         ),
@@ -296,7 +296,7 @@ def config_of(**changes) -> TrainConfig:
         ),
         (
             {"rules": rules("ddp").replace(params={"mo/mlp": None})},
-            "rules have the scope 'mo' (mo/mlp), which is no part of the model; did you mean 'moe'?",
+            "rules have the scope 'mo' (mo/mlp), which the model does not have; did you mean 'moe'?",
         ),
         (
             {"mesh": MeshConfig(pipeline=4), "pipeline": PipelineConfig(chunks=2)},
@@ -318,7 +318,7 @@ def test_a_segment_order_that_a_stage_cannot_hold() -> None:
         n_layers=8, window=(4, 0), segments=(SegmentConfig("dense", 2), SegmentConfig("moe", 6, "experts")),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(layers=(3, 5)),
     )  # fmt: skip
-    message = "pipeline.layers=3,5 cuts a period of segment 'moe' in two; each entry must hold a multiple of 2 of its layers"
+    message = "pipeline.layers=3,5 divides a period of segment 'moe'; each entry must hold a multiple of 2 of its layers"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, 2)
 
@@ -331,13 +331,13 @@ def test_a_stack_that_no_segment_has_is_refused() -> None:
             return model
 
     config = Lost(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
-    message = "model.lost has layers in front, but 'lost' is no segment: its config's stack() has 'dense', 'moe'"
+    message = "model.lost has a leading axis layers, but 'lost' is not a segment: its config's stack() has 'dense', 'moe'"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         ModelLayout.of(config, shard_on(rules("ddp")))
 
 
 def test_rules_of_an_unknown_scope_do_not_fit_the_model() -> None:
-    message = "rules have the scope 'late' (late/mlp), which is no part of the model; the model has 'blocks'"
+    message = "rules have the scope 'late' (late/mlp), which the model does not have; the model has 'blocks'"
     with pytest.raises(ShardingRuleError, match=re.escape(message)):
         ModelLayout.of(GPT, shard_on(preset("ddp").replace(params={"late/mlp": None})))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.segments import Segment, Stack
-from mesh_lm.schedules.stages import Layout, StackLayout, divide, flops
+from mesh_lm.schedules.stages import StackLayout, StackLayouts, divide, flops
 
 
 @st.composite
@@ -46,9 +46,9 @@ def every_division(stack: Stack, virtual: int) -> list[list[int]]:
     return [[end - begin for begin, end in itertools.pairwise((0, *cut, n_layers))] for cut in cuts]
 
 
-def held(layout: Layout) -> list[int]:
+def held(layout: StackLayouts) -> list[int]:
     """Layers of each virtual stage, whatever their segments."""
-    return [sum(each) for each in zip(*(one.counts for one in layout.values()), strict=True)]
+    return [sum(each) for each in zip(*(one.layer_counts for one in layout.values()), strict=True)]
 
 
 def loads(layers: Sequence[int], stack: Stack) -> list[float]:
@@ -66,31 +66,31 @@ def by_stage(of_virtual: Sequence[float], stages: int) -> list[float]:
 
 @given(layouts())
 def test_a_pass_reads_the_layers_of_its_chunk_in_order(layout: StackLayout) -> None:
-    P, counts = layout.stages, layout.counts
-    rows = layout.layer_of_row().reshape(P, layout.height).tolist()
+    P, counts = layout.stages, layout.layer_counts
+    rows = layout.layer_of_row().reshape(P, layout.rows_per_stage).tolist()
     for s, count in enumerate(counts):
         at, first = (s % P, s // P), sum(counts[:s])
-        start, skip = int(layout.start()[at]), int(layout.skip()[at])
-        assert (layout.first()[at], layout.count()[at]) == (first, count)
-        assert 0 <= start <= layout.height - layout.width and 0 <= skip <= layout.width - count
-        read = rows[s % P][start : start + layout.width]
+        start, skip = int(layout.chunk_start_rows()[at]), int(layout.chunk_skipped_rows()[at])
+        assert (layout.chunk_first_layers()[at], layout.chunk_layers()[at]) == (first, count)
+        assert 0 <= start <= layout.rows_per_stage - layout.rows_per_pass and 0 <= skip <= layout.rows_per_pass - count
+        read = rows[s % P][start : start + layout.rows_per_pass]
         assert read[skip : skip + count] == list(range(first, first + count))
-    assert layout.padded == any(count < layout.width for count in counts)
+    assert layout.has_padding == any(count < layout.rows_per_pass for count in counts)
 
 
 @given(layouts())
 def test_rows_are_packed_by_stage(layout: StackLayout) -> None:
-    P, V, counts = layout.stages, layout.chunks, layout.counts
+    P, V, counts = layout.stages, layout.chunks, layout.layer_counts
     number = iter(range(sum(counts)))
     of_virtual = [[next(number) for _ in range(count)] for count in counts]
     held = [list(itertools.chain(*of_virtual[p::P])) for p in range(P)]
     height = max(map(len, held))
     wanted = list(itertools.chain(*(layers + [-1] * (height - len(layers)) for layers in held)))
-    assert layout.layer_of_row().tolist() == wanted and (layout.rows, layout.height) == (len(wanted), height)
+    assert layout.layer_of_row().tolist() == wanted and (layout.padded_rows, layout.rows_per_stage) == (len(wanted), height)
     assert layout.layer_of_row()[layout.row_of_layer()].tolist() == list(range(layout.n_layers))
-    assert layout.identity == (wanted == list(range(layout.n_layers)))
+    assert layout.is_contiguous == (wanted == list(range(layout.n_layers)))
     assert layout.wasted_bytes(8) == 8 * wanted.count(-1)
-    assert layout.height <= V * layout.width
+    assert layout.rows_per_stage <= V * layout.rows_per_pass
 
 
 @given(pipelines(), st.data())
@@ -159,8 +159,8 @@ def test_dense_layers_of_a_third_of_the_cost_share_a_stage() -> None:
     """3 dense layers and 58 of experts, as DeepSeek-V3's, on 8 stages of 2 chunks. Every stage has rows for 3 dense layers, not for 6."""
     stack = Stack((Segment("dense", 3, cost=1), Segment("moe", 58, cost=3)), head=2)
     found = divide(stack, 8, 2, balance="flops")
-    assert found["dense"] == StackLayout(8, (3, *(0,) * 15)) and found["moe"].width == 4
-    assert (found["dense"].height, found["moe"].height, found["moe"].rows) == (3, 8, 64)
+    assert found["dense"] == StackLayout(8, (3, *(0,) * 15)) and found["moe"].rows_per_pass == 4
+    assert (found["dense"].rows_per_stage, found["moe"].rows_per_stage, found["moe"].padded_rows) == (3, 8, 64)
 
 
 def blocks(n_layers: int, period: int = 1) -> Stack:
@@ -180,13 +180,13 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             blocks(12, 2), 4, 1, {},
-            "model.n_layers=12 does not divide into the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1 in whole periods of "
+            "model.n_layers=12 does not divide into the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1 in complete periods of "
             "segment 'blocks' (2 layers); model.n_layers=8 or 16 would, or set pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 2, 1, {},
-            "model.n_layers=8 does not divide into the 2 virtual stages of mesh.pipeline=2 x pipeline.chunks=1 in whole periods of segment "
-            "'late' (5 layers); set pipeline.balance=flops or pipeline.layers",
+            "model.n_layers=8 does not divide into the 2 virtual stages of mesh.pipeline=2 x pipeline.chunks=1 in complete periods of "
+            "segment 'late' (5 layers); set pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 3, 1, {},
@@ -200,7 +200,7 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             blocks(6, 2), 4, 1, {"balance": "flops"},
-            "model.n_layers=6 (3 whole periods) is too few for the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1: "
+            "model.n_layers=6 (3 complete periods) is too few for the 4 virtual stages of mesh.pipeline=4 x pipeline.chunks=1: "
             "each needs at least 1; lower mesh.pipeline or pipeline.chunks",
         ),
         (
@@ -210,7 +210,7 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         ),
         (
             EARLY_LATE, 2, 1, {"layers": (4, 4)},
-            "pipeline.layers=4,4 cuts a period of segment 'late' in two; each entry must hold a multiple of 5 of its layers",
+            "pipeline.layers=4,4 divides a period of segment 'late'; each entry must hold a multiple of 5 of its layers",
         ),
     ],
 )  # fmt: skip

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pipeline_schedules import schedules
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules.schedule import Op, Schedule, schedule
-from mesh_lm.schedules.table import COLUMNS, Table, table
+from mesh_lm.schedules.schedule import Op, Schedule, make_schedule
+from mesh_lm.schedules.table import COLUMNS, Table, compile_table
 
 RUN = ("1f1b", "gpipe", "classic_1f1b", "forward")
 
@@ -51,7 +51,7 @@ def run(t: Table) -> Counter[Op]:
 
 @given(schedules(RUN), st.booleans())
 def test_every_read_sees_its_own_value(one: Schedule, drop: bool) -> None:
-    t = table(one, drop_last_forward=drop)
+    t = compile_table(one, drop_last_forward=drop)
     wanted = Counter(one.ticks.keys())
     if drop and one.name != "forward":
         wanted -= Counter(op for op in one.ticks if op.kind == "F" and op.virtual == one.n_virtual - 1)
@@ -65,7 +65,7 @@ def test_every_read_sees_its_own_value(one: Schedule, drop: bool) -> None:
 @given(schedules(RUN))
 def test_slots_are_as_few_as_can_be(one: Schedule) -> None:
     """As many as there are values at once, between the tick after the one in which each is sent and its last use."""
-    t = table(one, drop_last_forward=False)
+    t = compile_table(one, drop_last_forward=False)
     last, final = one.n_virtual - 1, one.kinds[-1]
     inputs, grads = np.zeros((2, one.stages, one.n_ticks), int)
     for (kind, m, s), tick in one.ticks.items():
@@ -78,7 +78,7 @@ def test_slots_are_as_few_as_can_be(one: Schedule) -> None:
 
 @pytest.mark.parametrize("name", RUN[:3])
 def test_one_stage_is_gradient_accumulation(name: str) -> None:
-    t = table(schedule(name, 1, 5))
+    t = compile_table(make_schedule(name, 1, 5))
     assert (t.ticks, t.n_inputs, t.n_grads, t.n_residuals) == (5, 0, 0, 0)
     busy = {"backward_microbatch": np.arange(5)[:, None], "backward_chunk": np.zeros((5, 1))}
     for column in COLUMNS:
@@ -86,7 +86,7 @@ def test_one_stage_is_gradient_accumulation(name: str) -> None:
 
 
 def test_evaluation_has_forwards_only() -> None:
-    t = table(schedule("forward", 4, 8, 2))
+    t = compile_table(make_schedule("forward", 4, 8, 2))
     used = {name for name, column in t.columns.items() if (column >= 0).any()}
     assert used == {"forward_microbatch", "forward_chunk", "forward_input", "receive_input"}
     assert (t.n_grads, t.n_residuals) == (0, 0)
@@ -98,16 +98,16 @@ def test_evaluation_has_forwards_only() -> None:
     [("1f1b", 1, (13, 1, 15)), ("1f1b", 4, (37, 1, 39)), ("classic_1f1b", 1, (8, 1, 8)), ("gpipe", 1, (64, 1, 64))],
 )
 def test_slots_of_eight_stages(name: str, chunks: int, slots: tuple[int, int, int]) -> None:
-    t = table(schedule(name, 8, 64, chunks))
+    t = compile_table(make_schedule(name, 8, 64, chunks))
     assert (t.n_inputs, t.n_grads, t.n_residuals) == slots
 
 
 def test_1f1b_needs_no_more_slots_for_more_microbatches() -> None:
-    few, many = (table(schedule("1f1b", 4, m, 2)) for m in (16, 64))
+    few, many = (compile_table(make_schedule("1f1b", 4, m, 2)) for m in (16, 64))
     assert dataclasses.replace(few, microbatches=0, ticks=0, columns={}) == dataclasses.replace(many, microbatches=0, ticks=0, columns={})
 
 
 def test_split_backward_passes_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        table(schedule("zb_h1", 4, 8))
-    assert str(error.value) == "pipeline schedule zb_h1 computes weight gradients apart (W); the engine runs F and B only"
+        compile_table(make_schedule("zb_h1", 4, 8))
+    assert str(error.value) == "pipeline schedule zb_h1 computes weight gradients separately (W); the engine runs F and B only"

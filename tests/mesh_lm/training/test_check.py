@@ -1,4 +1,4 @@
-"""Bad configs: every problem at once, each with what would work."""
+"""Bad configs: all problems are reported at once, each with what would work."""
 
 import dataclasses
 from typing import Any
@@ -58,26 +58,26 @@ def test_all_problems_at_once() -> None:
         (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
         (
             ["mesh.data=2", "mesh.tensor=4"],
-            "mesh.tensor=4, but rules 'ddp' cut no activation along tensor; "
+            "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; "
             "set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
         ),
         (
             ["mesh.data=4", "mesh.sequence=2"],
-            "mesh.sequence=2: no model of this version is cut along sequence; set mesh.sequence=1",
+            "mesh.sequence=2: no model of this version is sharded over sequence; set mesh.sequence=1",
         ),
         (["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=0"], "pipeline.chunks=0 must be at least 1"),
         (["mesh.data=4", "mesh.pipeline=2", "model.n_layers=0"], "model.n_layers=0 must be at least 1"),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=forward"],
-            "pipeline.schedule=forward has F, and the engine runs F and B: gradients come from the B's; take 1f1b",
+            "pipeline.schedule=forward has F, and the engine runs F and B: gradients need B; use 1f1b",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=zb_h1"],
-            "pipeline.schedule=zb_h1 has FBW, and the engine runs F and B: weight gradients apart (W) are for study; take 1f1b",
+            "pipeline.schedule=zb_h1 has FBW, and the engine runs F and B: separate weight gradients (W) are for study; use 1f1b",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.stash=residuals", "model.remat=offload"],
-            "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; set one of them to another",
+            "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; change one of them",
         ),
         (
             ["mesh.data=1", "mesh.pipeline=8"],
@@ -101,7 +101,7 @@ def test_all_problems_at_once() -> None:
             "model.d_model=28 is not divisible by mesh.data=8 (rules.optimizer: embed -> data); mesh.data can be 1, 2, 4, 7, 14, 28",
         ),
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
-        (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids that model.vocab_size=4096 does not have"),
+        (["data.tokenizer_vocab=9000"], "data.tokenizer_vocab=9000 makes ids outside model.vocab_size=4096"),
         (["model.window=64,0,0"], "model.n_layers=4 is not a multiple of the 3 entries of model.window"),
         (["model.n_kv_heads=3"], "model.n_heads=4 is not divisible by model.n_kv_heads=3"),
         (["model.n_heads=0"], "model.n_heads=0 must be at least 1"),
@@ -116,7 +116,7 @@ def test_all_problems_at_once() -> None:
         (["optimizer.name=adamv"], "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?"),
         (
             ["optimizer.name=sgd"],
-            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for one of your own",
+            "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a custom one",
         ),
         (
             ["optimizer.name=no_such_file:Sgd"],
@@ -133,10 +133,10 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
 @pytest.mark.parametrize(
     ("column", "rows", "problem"),
     [
-        ("params", {"embed": "data"}, "weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'"),
-        ("activations", {"seq": "tensor"}, "attention needs all of a sequence; set it to None"),
-        ("activations", {"batch": ("data", "pipeline")}, "every stage needs the whole batch; leave 'pipeline' out"),
-        ("activations", {"embed": "tensor"}, "the residual stream is cut along batch and seq_resid only; set it to None"),
+        ("params", {"embed": "data"}, "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'"),
+        ("activations", {"seq": "tensor"}, "attention needs the full sequence; set it to None"),
+        ("activations", {"batch": ("data", "pipeline")}, "every stage needs the full batch; remove 'pipeline'"),
+        ("activations", {"embed": "tensor"}, "the residual stream is sharded over batch and seq_resid only; set it to None"),
     ],
 )
 def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], problem: str) -> None:
@@ -157,8 +157,8 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
         with pytest.raises(ConfigError) as caught:
             check(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 8)
         assert str(caught.value).split("\n  - ")[1:] == [
-            f"optimizer.name={name} works on whole matrices, and rules 'x' keep them as flat vectors (rules.optimizer[{shown}); "
-            "take optimizer adamw or lion, or rules without that row, such as zero2"
+            f"optimizer.name={name} needs full matrices, but rules 'x' store its state as flat vectors (rules.optimizer[{shown}); "
+            "use optimizer adamw or lion, or rules without that row, such as zero2"
         ]
     for name in ("adamw", "lion"):
         check(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 8)
@@ -166,21 +166,21 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
     check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
-REPLICAS = "flat vectors are cut over replicas, which are along pipeline, data, expert, sequence"
+REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence"
 
 
 @pytest.mark.parametrize(
     ("column", "rows", "problem"),
     [
-        ("optimizer", {"flat": ("data", "tensor")}, f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}; leave 'tensor' out"),
-        ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; leave 'fsdp' out"),
+        ("optimizer", {"flat": ("data", "tensor")}, f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}; remove 'tensor'"),
+        ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
-        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'"),
+        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'"),
         (
             "optimizer",
             {"flat": "dat"},
-            "rules.optimizer['flat']: mesh axis 'dat' is neither one of every mesh nor declared in rules.axes; did you mean 'data'?",
+            "rules.optimizer['flat']: mesh axis 'dat' is neither a standard mesh axis nor declared in rules.axes; did you mean 'data'?",
         ),
         *(
             (column, {"flat": "data"}, f"rules.{column}['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']")
@@ -189,7 +189,7 @@ REPLICAS = "flat vectors are cut over replicas, which are along pipeline, data, 
     ],
 )
 def test_rows_of_flat_vectors_that_cannot_be(column: str, rows: dict[str, Any], problem: str) -> None:
-    """One line each, before anything is compiled."""
+    """Each problem is one line, before anything is compiled."""
     config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace("x", **{column: rows}))
     with pytest.raises(ConfigError) as caught:
         check(dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 8)
@@ -209,13 +209,13 @@ def test_mesh_axes_that_rules_declare() -> None:
     fits = dataclasses.replace(config, rules=rules.replace(activations=cut), mesh=MeshConfig(data=2, tensor=2, extra=("tensor_y=2",)))
     assert check(fits, 8).mesh == fits.mesh
     assert said(data=4, tensor=2) == [
-        "rules 'mine' declare the mesh axis 'tensor_y', which this mesh does not have; give it a size: mesh.extra=tensor_y=2"
+        "rules 'mine' declare the mesh axis 'tensor_y', which this mesh lacks; give it a size: mesh.extra=tensor_y=2"
     ]
     assert said(data=8, extra=("tensr_y=1", "tensor_y=1")) == [
         "mesh.extra=tensr_y=1: rules 'mine' declare no mesh axis 'tensr_y'; declare it, as in rules.replace(axes={'tensr_y': 'auto'})"
     ]
     assert said(data=4, extra=("tensor_y=2",)) == [
-        "mesh.extra=tensor_y=2, but rules 'mine' cut no activation along tensor_y; "
+        "mesh.extra=tensor_y=2, but rules 'mine' shard no activation over tensor_y; "
         "set mesh.extra=tensor_y=1 or a row of rules.activations to 'tensor_y'"
     ]
     config = dataclasses.replace(fits, model=dataclasses.replace(config.model, d_ff=509))
@@ -231,11 +231,11 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value).split("\n  - ")[1:] == [
-        "rules.activations['blocks/head']: mesh axis 'tensr' is neither one of every mesh nor declared in rules.axes; "
+        "rules.activations['blocks/head']: mesh axis 'tensr' is neither a standard mesh axis nor declared in rules.axes; "
         "did you mean 'tensor'?",
-        "rules.params['blocks/mlp']='data': weights are whole along data; to cut them along the batch use the mesh axis 'fsdp'",
-        "rules.activations['blocks/mlp']='data': along data the batch alone is cut; leave 'data' out",
-        "rules.activations['blocks/embed']='tensor': the residual stream is cut along batch and seq_resid only; set it to None",
+        "rules.params['blocks/mlp']='data': weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'",
+        "rules.activations['blocks/mlp']='data': only the batch is sharded over data; remove 'data'",
+        "rules.activations['blocks/embed']='tensor': the residual stream is sharded over batch and seq_resid only; set it to None",
     ]
     odd = dataclasses.replace(config.model, d_ff=510)
     config = dataclasses.replace(
@@ -246,24 +246,24 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
 
 
 def test_fewer_kv_heads_than_tensor_ways() -> None:
-    """The way out that is offered passes."""
+    """The suggested fix passes the check."""
     many = ["model.n_heads=8", "model.n_kv_heads=2", "mesh.data=2", "mesh.tensor=4", "model.head_dim=16"]
     said = (
         "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2; "
-        "or set kv_heads to None in rules.params and {}rules.activations: each device has all kv heads then"
+        "or set kv_heads to None in rules.params and {}rules.activations: each device then has all kv heads"
     )
     assert problems(*many, "rules=megatron") == [said.format("")]
     assert problems(*many, "rules=zero1+megatron") == [said.format("rules.gradients and rules.optimizer and ")]
     config = parse([f"--config={TINY}", *(f"--config.{override}" for override in many)])
     whole: dict[str, Any] = {kind: {"kv_heads": None} for kind in ("params", "activations")}
     check(dataclasses.replace(config, rules=preset("megatron").replace(**whole)), 8)
-    # Three query heads of a device would share one kv head and a half.
+    # A device's three query heads would share one and a half kv heads.
     (found,) = problems("model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16", "mesh.data=4", "mesh.tensor=2", "rules=megatron")
     assert found.endswith("mesh.tensor can be 1, 3")
 
 
 def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
-    """Each hangs where it is not refused: XLA's permutes stand in the branches of stages. Without stages both are right."""
+    """Both would hang in a pipeline, because XLA's permutes are in branches that some stages skip. Without stages both are correct."""
     stored: dict[str, Any] = {"params": {"embed": None, "mlp": ("fsdp", "tensor")}}
     crossed = stored | {"gathered": {"mlp": ("fsdp", "tensor")}, "activations": {"batch": "data", "mlp": ("tensor", "fsdp")}}
     train = dataclasses.replace(load(TINY).train, microbatches=2)
@@ -274,38 +274,38 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
         with pytest.raises(ConfigError) as caught:
             check(dataclasses.replace(config, mesh=MeshConfig(pipeline=2, fsdp=2, tensor=2)), 8)
         said += str(caught.value).split("\n  - ")[1:]
-    wait = "XLA would permute arrays in a branch that some stages skip, and wait for ever"
+    wait = "XLA would permute arrays in a branch that some stages skip, and deadlock"
     assert said == [
-        f"mesh.pipeline=2: rules.params['mlp']=('fsdp', 'tensor') does not begin with rules.gathered['mlp']=('tensor',); {wait}",
-        "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and rules.gathered['mlp']=('fsdp', 'tensor') do not begin alike; "
-        + wait,
+        f"mesh.pipeline=2: rules.params['mlp']=('fsdp', 'tensor') does not start with rules.gathered['mlp']=('tensor',); {wait}",
+        "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and rules.gathered['mlp']=('fsdp', 'tensor') "
+        "do not start with the same axes; " + wait,
     ]
 
 
-FLAT_NOT_ALONG = "flat vectors are cut over replicas, which are along pipeline, data, expert, sequence; leave"
+FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence; remove"
 
 
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"optimizer": {"flat": ("data", "fsdp")}}, f"rules.optimizer['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp' out"),
-        ({"optimizer": {"blocks/flat": "tensor"}}, f"rules.optimizer['blocks/flat']='tensor': {FLAT_NOT_ALONG} 'tensor' out"),
+        ({"optimizer": {"flat": ("data", "fsdp")}}, f"rules.optimizer['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp'"),
+        ({"optimizer": {"blocks/flat": "tensor"}}, f"rules.optimizer['blocks/flat']='tensor': {FLAT_NOT_ALONG} 'tensor'"),
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
         ({"params": {"flat": "data"}}, "rules.params['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
         (
             {"optimizer": {"flat": "replica"}},
-            "rules.optimizer['flat']: mesh axis 'replica' is neither one of every mesh nor declared in rules.axes; known: data, expert, "
+            "rules.optimizer['flat']: mesh axis 'replica' is neither a standard mesh axis nor declared in rules.axes; known: data, expert, "
             "fsdp, pipeline, sequence, tensor",
         ),
         (
             {"optimizer": {"moe/flat": "data"}},
-            "rules have the scope 'moe' (moe/flat), which is no part of the model; the model has 'blocks'",
+            "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'",
         ),
         (
             {"optimizer": {"flat": "data"}, "params": {"layers": "fsdp", "embed": None}},
-            "rules.optimizer['flat']='data': flat vectors are of one layer each, and rules.params['layers']='fsdp'; set that to 'pipeline'",
+            "rules.optimizer['flat']='data': each flat vector holds one layer, but rules.params['layers']='fsdp'; set that to 'pipeline'",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The config for fewer devices: always one that can run, never more memory a device, never another batch."""
+"""The config for fewer devices: it can always run, never needs more memory per device, and never changes the global batch."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def config(mesh: MeshConfig, batch: int = 64, microbatches: int = 1) -> TrainCon
 
 
 def sequences(config: TrainConfig) -> float:
-    """Of a microbatch, on a device."""
+    """Returns the sequences of a microbatch on a device."""
     return config.train.global_batch / (config.train.microbatches * config.mesh.data * config.mesh.fsdp)
 
 
@@ -68,27 +68,27 @@ def test_microbatches_make_up_for_devices() -> None:
 
 
 def test_seven_nodes_of_eight() -> None:
-    """Llama 3 8B, written for any number of nodes: 512 sequences do not divide over seven, but over four."""
-    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=7, per_node=8)
+    """Llama 3 8B, written for any number of nodes: 512 sequences are divisible by four, but not by seven."""
+    found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and sizes(found) == (4, 8, 16)
     assert sequences(found) == 512 / (8 * 64) == 1
-    found, nodes = on_nodes(llama3_8b.get_config(), whole=8, nodes=8, per_node=8)
+    found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=8, per_node=8)
     assert nodes == 8 and sizes(found) == (8, 8, 8)
 
 
 def test_whole_nodes_only() -> None:
     whole = config(MeshConfig(data=3, fsdp=2), batch=96)
-    found, nodes = on_nodes(whole, whole=3, nodes=2, per_node=2)
+    found, nodes = on_nodes(whole, full=3, nodes=2, per_node=2)
     assert nodes == 2 and sizes(found) == (2, 2, 2), "(3, 1) has three devices, and (2, 2) four"
     with pytest.raises(ConfigError, match="no mesh that data=3 x tensor=2 can shrink to fills whole nodes of 3 devices, out of 1"):
-        on_nodes(config(MeshConfig(data=3, tensor=2), batch=6), whole=2, nodes=1, per_node=3)
+        on_nodes(config(MeshConfig(data=3, tensor=2), batch=6), full=2, nodes=1, per_node=3)
 
 
 @pytest.mark.parametrize(
     ("mesh", "devices", "message"),
     [
         (MeshConfig(data=2, tensor=4), 3, "no mesh that data=2 x tensor=4 can shrink to fits on 3 devices: it needs at least 4"),
-        (MeshConfig(tensor=-1), 3, "mesh.tensor=-1 changes with the number of devices, which only data and fsdp may"),
+        (MeshConfig(tensor=-1), 3, "mesh.tensor=-1 would change with the number of devices, which only data and fsdp may do"),
         (MeshConfig(data=2, tensor=3), 4, "is not divisible by mesh.tensor=3"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_does_not_fit(mesh: MeshConfig, devices: int, message: str) -> None
 
 
 def test_a_worker_asks_for_fewer_nodes() -> None:
-    """Eight devices here, as if on four nodes of two, out of more or fewer."""
+    """Eight devices, as if on four nodes of two, out of more or fewer."""
     whole = config(MeshConfig(data=4, fsdp=4), batch=64)
     assert fit(whole, {}) == whole, "without --min-nodes nothing changes"
     environment = {"MESH_LM_ELASTIC": "8", "MESH_LM_NODES": "4"}

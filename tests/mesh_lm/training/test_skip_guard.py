@@ -1,4 +1,4 @@
-"""Rows of skipped steps: when a run goes back, when it ends, and what it says."""
+"""Streaks of skipped steps: when a run rolls back, when it ends, and its messages."""
 
 import math
 from typing import Any
@@ -7,31 +7,31 @@ import numpy as np
 import pytest
 
 from mesh_lm.config import HealthConfig
-from mesh_lm.training.skip_guard import Sick, SickRun
+from mesh_lm.training.skip_guard import SkipGuard, TooManySkips
 
 NAN = math.nan
 
 
-def told(n: int, skipped: int, loss: float = 2.0, norm: float = 1.0) -> tuple[int, dict[str, Any]]:
+def report(n: int, skipped: int, loss: float = 2.0, norm: float = 1.0) -> tuple[int, dict[str, Any]]:
     return n, {"skipped": np.int32(skipped), "loss": np.float32(loss), "grad_norm": np.float32(norm)}
 
 
 def test_a_row_is_of_steps_that_follow_one_another() -> None:
-    sick = Sick(HealthConfig(skip_limit=3, rewinds=1))
-    assert sick.step(None) is None
+    guard = SkipGuard(HealthConfig(skip_limit=3, rewinds=1))
+    assert guard.step(None) is None
     for n, skipped in enumerate([0, 1, 2, 2, 3, 4], 1):
-        assert sick.step(told(n, skipped)) is None
-    assert sick.row == 2
-    assert sick.step(told(7, 5, NAN)) == 5, "the first of the three"
+        assert guard.step(report(n, skipped)) is None
+    assert guard.consecutive_skips == 2
+    assert guard.step(report(7, 5, NAN)) == 5, "the first of the three"
 
 
 def test_no_rewind_is_left() -> None:
     lines: list[str] = []
-    sick = Sick(HealthConfig(skip_limit=2), lines.append)
-    sick.step(told(1, 0))
-    sick.step(told(2, 1, NAN, NAN))
-    with pytest.raises(SickRun, match=r"2 steps in a row skipped, 2 to 3, the last one with loss 9, gradient norm inf; .*rewinds=1"):
-        sick.step(told(3, 2, 9.0, math.inf))
+    guard = SkipGuard(HealthConfig(skip_limit=2), lines.append)
+    guard.step(report(1, 0))
+    guard.step(report(2, 1, NAN, NAN))
+    with pytest.raises(TooManySkips, match=r"2 steps in a row skipped, 2 to 3, the last one with loss 9, gradient norm inf; .*rewinds=1"):
+        guard.step(report(3, 2, 9.0, math.inf))
     assert lines == [
         "step 2 skipped, 1 in all: loss nan, gradient norm nan",
         "step 3 skipped, 2 in all: loss 9, gradient norm inf",
@@ -39,51 +39,51 @@ def test_no_rewind_is_left() -> None:
 
 
 def test_after_a_rewind_the_counting_starts_again() -> None:
-    """The counter of the state falls back too, and each rewind is counted."""
+    """The state's counter rolls back, too, and each rewind is counted."""
     lines: list[str] = []
-    sick = Sick(HealthConfig(skip_limit=2, rewinds=1), lines.append)
-    assert [sick.step(told(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
-    words = "going back to the checkpoint before step 11, and on with the batches behind step 12"
+    guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1), lines.append)
+    assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
+    words = "rolling back to the checkpoint before step 11, and continuing with the batches after step 12"
     assert lines[-1] == f"2 steps in a row skipped, 11 to 12: {words} (rewind 1 of 1)"
-    assert [sick.step(told(n, skipped)) for n, skipped in ((11, 4), (12, 4), (13, 5))] == [None] * 3 and sick.row == 1
-    with pytest.raises(SickRun, match=r"went back 1 times of health.rewinds=1"):
-        sick.step(told(14, 6, NAN))
+    assert [guard.step(report(n, skipped)) for n, skipped in ((11, 4), (12, 4), (13, 5))] == [None] * 3 and guard.consecutive_skips == 1
+    with pytest.raises(TooManySkips, match=r"has used 1 of health.rewinds=1"):
+        guard.step(report(14, 6, NAN))
 
 
 def test_numbers_that_fall_begin_anew() -> None:
-    """As far as the counter falls: no row of negative steps."""
-    sick = Sick(HealthConfig(skip_limit=2, rewinds=1))
-    assert [sick.step(told(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
-    assert sick.step(told(9, 3)) is None and sick.row == 0
+    """The streak restarts when the counter falls; it never has a negative number of steps."""
+    guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1))
+    assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
+    assert guard.step(report(9, 3)) is None and guard.consecutive_skips == 0
 
 
 def test_the_first_step_after_a_resume() -> None:
-    """The counter it comes with is of the past; that it is not finite tells that it was skipped."""
+    """The first report's counter is from the past; that the loss is not finite shows that the step was skipped."""
     for loss, row in ((2.0, 0), (NAN, 1)):
-        sick = Sick(HealthConfig())
-        assert sick.step(told(101, 7, loss)) is None and sick.row == row
+        guard = SkipGuard(HealthConfig())
+        assert guard.step(report(101, 7, loss)) is None and guard.consecutive_skips == row
 
 
 def test_steps_that_nobody_told_of() -> None:
-    """An evaluation reads the metrics of the step before it: the counter tells what became of it."""
+    """An evaluation reads the metrics of the step before it, so one report is missing; the counter shows whether that step was skipped."""
     lines: list[str] = []
-    sick = Sick(HealthConfig(skip_limit=4, rewinds=1), lines.append)
-    assert [sick.step(told(n, skipped, NAN)) for n, skipped in ((1, 0), (2, 1), (4, 3), (5, 4))][-1] == 2
+    guard = SkipGuard(HealthConfig(skip_limit=4, rewinds=1), lines.append)
+    assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((1, 0), (2, 1), (4, 3), (5, 4))][-1] == 2
     assert "2 of the 2 steps up to 4 skipped, 3 in all: loss nan, gradient norm 1" in lines
-    sick = Sick(HealthConfig(skip_limit=4))
-    assert [sick.step(told(n, skipped)) for n, skipped in ((1, 0), (2, 1), (4, 2))] == [None] * 3 and sick.row == 0
+    guard = SkipGuard(HealthConfig(skip_limit=4))
+    assert [guard.step(report(n, skipped)) for n, skipped in ((1, 0), (2, 1), (4, 2))] == [None] * 3 and guard.consecutive_skips == 0
 
 
 def test_an_outlier_says_what_made_it_one() -> None:
     lines: list[str] = []
-    sick = Sick(HealthConfig(outlier=4.0), lines.append)
+    guard = SkipGuard(HealthConfig(outlier=4.0), lines.append)
     for n, skipped in ((1, 0), (2, 1)):
-        sick.step(told(n, skipped, 11.5, 3.0))
-    words = "one of them over 4 standard deviations above the steps before (health.outlier)"
+        guard.step(report(n, skipped, 11.5, 3.0))
+    words = "one of them more than 4 standard deviations above recent steps (health.outlier)"
     assert lines == [f"step 2 skipped, 1 in all: loss 11.5, gradient norm 3, {words}"]
 
 
 def test_one_bad_step_can_be_the_limit() -> None:
-    assert Sick(HealthConfig(skip_limit=1, rewinds=1)).step(told(1, 1, NAN)) == 1
-    with pytest.raises(SickRun, match=r"^step 1 skipped, the last one"):
-        Sick(HealthConfig(skip_limit=1)).step(told(1, 1, NAN))
+    assert SkipGuard(HealthConfig(skip_limit=1, rewinds=1)).step(report(1, 1, NAN)) == 1
+    with pytest.raises(TooManySkips, match=r"^step 1 skipped, the last one"):
+        SkipGuard(HealthConfig(skip_limit=1)).step(report(1, 1, NAN))

@@ -1,4 +1,4 @@
-"""train.py as a user runs it: on 8 devices, killed and continued, stopped by SIGTERM, and given bad input."""
+"""train.py as users run it: on 8 devices, killed and resumed, stopped by SIGTERM, and with bad input."""
 
 import argparse
 import errno
@@ -21,7 +21,7 @@ import train
 from mesh_lm import distributed
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel
-from mesh_lm.training import monitor
+from mesh_lm.training import loop, monitor
 
 COMPILE_BUDGET = 400
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arguments(text: Path):
-    """Command lines for a tiny run; keywords change fields, with __ for the dot."""
+    """Returns the command line of a tiny run; keywords change fields, with __ for the dot."""
 
     def make(output: Path, file: str = "gpt_tiny", **changes: object) -> list[str]:
         fields = SHRUNK | {"data.path": text, "data.cache": text.parent / "cache", "output": output}
@@ -61,7 +61,7 @@ def losses(output: Path) -> list[float]:
 
 
 def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, read with Orbax alone."""
+    """Returns every array of a checkpoint, read with Orbax alone."""
     tree = ocp.PyTreeCheckpointer().restore(output.absolute() / "checkpoints" / str(step) / "state")
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
@@ -90,20 +90,21 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
 
 KILLED = """
 import os, signal, sys, time, train
-due = train.Checkpoints.due
+from mesh_lm.training import loop
+due = loop.Checkpoints.due
 def die(self, n):
     if n == 6:
         while not (self.directory / "4").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     return due(self, n)
-train.Checkpoints.due = die
+loop.Checkpoints.due = die
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
-    """8 steps straight equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
+    """8 uninterrupted steps equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
     changes = {
         "train__steps": 8,
         "checkpoint__every": 4,
@@ -155,10 +156,10 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
-    due = train.Checkpoints.due
+    """SIGTERM arrives just after step 2 decided not to save, so step 3 saves."""
+    due = loop.Checkpoints.due
     monkeypatch.setattr(
-        train.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
+        loop.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
     )
     assert train.main(arguments(tmp_path)) == 99
     assert leaves(tmp_path, 3)["['step']"] == 3
@@ -167,7 +168,7 @@ def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path,
 @pytest.mark.slow
 def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(train, "mean_loss", lambda *args: 1 / 0)
+        patched.setattr(loop, "mean_loss", lambda *args: 1 / 0)
         train.main(arguments(tmp_path, train__steps=2))
     for _ in range(2):
         assert train.main(arguments(tmp_path, train__steps=2)) == 0
@@ -183,7 +184,7 @@ def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
         return 0.0
 
-    monkeypatch.setattr(train, "mean_loss", mean_loss)
+    monkeypatch.setattr(loop, "mean_loss", mean_loss)
     assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
     assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
@@ -194,7 +195,7 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(train, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
+        patched.setattr(loop, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGTERM) or len(list(batches)))
         assert train.main(arguments(tmp_path)) == 99
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
     assert train.main(arguments(tmp_path)) == 0
@@ -219,7 +220,7 @@ def test_a_disk_that_is_full_at_the_very_end(
 
 @pytest.mark.slow
 def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
-    """Its weights, and only with its tokenizer; the same for whoever uses it later."""
+    """A run starts from another's weights, only with the same tokenizer, which it keeps for later users."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert train.main(arguments(first)) == 0
     still = {"optimizer__learning_rate": 0, "checkpoint__every": 0, "train__steps": 1, "init_from": first}
@@ -286,7 +287,7 @@ def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def losses_alone(arguments, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of a run on one device, in a process of its own."""
+    """Returns the losses of a run on one device, in a process of its own."""
     alone = tmp_path_factory.mktemp("alone")
     process = spawn(arguments(alone, launch__cpu_devices=1))
     out = ended(process)

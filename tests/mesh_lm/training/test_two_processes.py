@@ -1,4 +1,4 @@
-"""Digests and the comparison of copies where no process has all devices: each process gets the same answer."""
+"""Digests and the comparison of replicas across processes: each process gets the same result."""
 
 import json
 import os
@@ -25,5 +25,5 @@ def test_all_processes_get_the_same() -> None:
     assert len(results) == 2 and results[0] == results[1], said
     assert results[0]["digests"] == dict.fromkeys(("copied", "cut", "parts"), results[0]["host"]) and results[0]["well"] == []
     copied, parts = results[0]["sick"]
-    assert copied.startswith("copied: device ") and "(process 1, " in copied and copied.endswith("other bits than the 3 other copies")
+    assert copied.startswith("copied: device ") and "(process 1, " in copied and copied.endswith("differs from the 3 other replicas")
     assert parts.startswith("parts: device ") and "(process 0, " in parts and "(process 1, " in parts and parts.endswith("which are right")

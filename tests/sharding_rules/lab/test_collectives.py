@@ -165,7 +165,7 @@ def assert_sends(report: Report, terms: list[Term]) -> None:
             assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
 
 
-NOTICES = {"exposed-reduction", "whole-copy"}
+NOTICES = {"exposed-communication", "whole-copy"}
 """No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; copies are of stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""

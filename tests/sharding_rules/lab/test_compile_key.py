@@ -26,7 +26,7 @@ def key(scope: str = "mlp", leaf: str = "up", kind_of=lab.kind_of_argument, seco
         return x.sum()
 
     args = ({leaf: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("data")))},)
-    return lab._key(jax.jit(step).lower(*args), MESH, {"name": "step", **about}, lab._arguments(step, args, kind_of))
+    return lab._key(jax.jit(step).lower(*args), MESH, {"name": "step", **about}, lab._arguments(step, args, {}, kind_of))
 
 
 def test_a_kept_report_is_of_this_program(monkeypatch) -> None:
@@ -63,3 +63,35 @@ def test_without_the_compiler_a_plan_says_what_to_install(monkeypatch, there: tu
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"run: pip install 'mesh_lm\[aot\]'"):
         train.main(["--config=configs/gpt_tiny.py", "--plan", "--target=a100", "--devices=16"])
+
+
+def arguments(step, *args, kind_of=lab.kind_of_argument, **kwargs) -> dict[str, tuple]:
+    """Name -> class, whole shape, bytes and axes, of those that the lowered program has as parameters."""
+    _, names = lab._lower(step if hasattr(step, "lower") else jax.jit(step), args, kwargs)
+    return {a.name: (a.kind, a.shape, a.bytes, a.axes) for a in lab._arguments(step, args, kwargs, kind_of, names)}
+
+
+W = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("data")))
+WEIGHTS = ("params", (8, 4), 32, ("data",))
+
+
+def test_arguments_of_ordinary_step_functions() -> None:
+    """Star arguments, keywords, static ones, Python's own numbers, and what has no signature."""
+    assert arguments(lambda *args: args[0]["w"] + args[1], {"w": W}, W) == {
+        "args[0]['w']": WEIGHTS, "args[1]": ("other", (8, 4), 32, ("data",)),
+    }  # fmt: skip
+
+    def step(params, mode, batch, scale, **rest):
+        return params["w"] + batch * scale + rest["mu"] if mode == "train" else params["w"]
+
+    static = jax.jit(step, static_argnames="mode")
+    assert arguments(static, {"w": W}, "train", W, 0.5, mu=W) == {
+        "params['w']": WEIGHTS, "batch": ("batch", (8, 4), 32, ("data",)), "scale": ("other", (), 4, ()),
+        "rest['mu']": ("moments", (8, 4), 32, ("data",)),
+    }  # fmt: skip
+    assert "mode" not in arguments(jax.jit(step, static_argnums=1), {"w": W}, "train", W, 0.5, mu=W)
+    assert arguments(jax.jit(lambda params, n: params["w"] * n), {"w": W}, 3)["n"] == ("other", (), 4, ())
+
+
+def test_a_number_of_numpy_is_as_wide_as_the_program_has_it() -> None:
+    assert arguments(lambda params, n: params["w"] * n, {"w": W}, np.float64(2))["n"][2] == 4

@@ -64,6 +64,7 @@ def test_visits() -> None:
     visits = [(v.computation, v.loops, v.conditional, v.fused) for v in hlo.parse(PROGRAM).visits()]
     assert visits == [
         ("main", (), False, False),
+        ("seldom", (6,), False, False),  # the condition of the loop: once more than its body
         ("body", (5,), False, False),
         ("product", (5,), False, True),
         ("seldom", (), True, False),

@@ -154,8 +154,51 @@ def test_a_permute_between_nodes_in_a_branch() -> None:
     )
     (one,) = of(module, pipeline=2, data=2)
     assert (one.axes, one.group, one.nodes, one.payload, one.wire) == (("pipeline",), 2, 2, 256, 256)
-    assert one.conditional and not one.asynchronous
+    assert one.conditional and one.bounded and not one.asynchronous
     assert flops_by_phase(module, Provenance(module)) == {"forward": 2 * 8**3}
+
+
+GROUP = """%wrapped (p: f32[8,8], q: f32[4,8]) -> (f32[8,8], f32[8,8]) {
+  %p = f32[8,8]{1,0} parameter(0)
+  %q = f32[4,8]{1,0} parameter(1)
+  %sent = f32[8,8]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}, metadata={op_name="jit(f)/ring/ppermute"}
+  %whole = f32[8,8]{1,0} all-gather(%q), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jit(f)/jvp(mlp)/all_gather"}
+  ROOT %both = (f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%sent, %whole)
+}
+"""
+
+
+def test_each_collective_of_a_group_counts() -> None:
+    module = program(
+        """  %half = f32[4,8]{1,0} slice(%x), slice={[0:4], [0:8]}
+  %start = ((f32[8,8]{1,0}, f32[4,8]{1,0}), (f32[8,8]{1,0}, f32[8,8]{1,0}), s32[]) async-start(%x, %half), calls=%wrapped
+  ROOT %done = (f32[8,8]{1,0}, f32[8,8]{1,0}) async-done(%start)""",
+        GROUP,
+    )
+    sent = {one.kind: one for one in of(module, data=2)}
+    assert {kind: (one.name, one.payload, one.where.part) for kind, one in sent.items()} == {
+        "collective-permute": ("sent", 256, "ring"), "all-gather": ("whole", 256, "mlp"),
+    }  # fmt: skip
+    assert all(one.asynchronous for one in sent.values())
+
+
+@pytest.mark.parametrize(("config", "times"), [(', backend_config={"known_trip_count":{"n":"3"}}', 4), ("", 1)])
+def test_a_collective_in_the_condition_of_a_loop_runs_once_more_than_the_body(config: str, times: int) -> None:
+    module = program(
+        f"  ROOT %w = f32[8,8]{{1,0}} while(%x), condition=%test, body=%step{config}",
+        """%test (p: f32[8,8]) -> pred[] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %norm = f32[8,8]{1,0} all-reduce(%p), replica_groups={{0,1}}, metadata={op_name="jit(f)/while/cond/psum"}
+  ROOT %small = pred[] custom-call(%norm), custom_call_target="less"
+}
+
+%step (b: f32[8,8]) -> f32[8,8] {
+  ROOT %b = f32[8,8]{1,0} parameter(0)
+}
+""",
+    )
+    (one,) = of(module, data=2)
+    assert (one.name, one.loops, one.wire, one.bounded) == ("norm", (times,), 256, False)
 
 
 LOOP = """%body (p: (s32[], f32[8,8], f32[8,8])) -> (s32[], f32[8,8], f32[8,8]) {

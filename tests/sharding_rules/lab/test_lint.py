@@ -13,7 +13,7 @@ from sharding_rules import preset
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint import CHECKS, Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.report import Argument, Collective, Location, Memory, Report, Span, Timeline
+from sharding_rules.lab.report import Argument, Collective, Location, Memory, Report, Timeline
 from sharding_rules.lab.summary import size
 
 MESH = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 4}
@@ -92,27 +92,40 @@ def test_a_lawful_step_is_clean(rules: Any, axes: Any) -> None:
 
 
 def test_every_check_is_small_and_named() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 17
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 23
 
 
 @pytest.mark.parametrize(
     ("one", "text"),
     [
-        (collective("all-to-all", "tensor", f"bf16[4,{S},{F}]"), "all-to-all of bf16[4,512,4096] along tensor"),
-        (collective("collective-permute", "fsdp", f"bf16[4,{S},{F}]"), "collective-permute of bf16[4,512,4096] along fsdp"),
+        (
+            collective("all-to-all", "tensor", f"bf16[4,{S},{F}]"),
+            "all-to-all of activation bf16[4,512,4096] (batch, seq, mlp)",
+        ),
+        (
+            collective("collective-permute", "fsdp", f"bf16[4,{S},{F}]"),
+            "activation bf16[4,512,4096] (batch, seq, mlp) along fsdp",
+        ),
         (collective("all-reduce", "tensor", f"bf16[4,{S},{F}]", partial=True, group=2), "between a part of the devices along tensor"),
         (collective("all-gather", "tensor", f"bf16[4,{S},24,{H}]"), "activation bf16[4,512,24,64] is gathered over tensor"),
         (collective("all-gather", "tensor", f"bf16[4,{S},16,{H}]"), "activation bf16[4,512,16,64] is gathered over tensor"),
-        (collective("all-gather", "data", f"bf16[8,{S},{D}]"), ""),
+        (collective("all-gather", "data", f"bf16[8,{S},{D}]"), "bf16[8,512,1024] (batch, seq, embed) is gathered over data, which shards"),
         (collective("all-gather", "tensor", f"f32[{D}]"), ""),
-        (collective("all-gather", "fsdp", f"bf16[4,{S},{D}]"), "activation bf16[4,512,1024] is gathered over fsdp"),
-        (collective("all-gather", "tensor", f"bf16[{D},{F}]"), "blocks.up is gathered over tensor, along which rules.params['mlp'] cuts"),
+        (collective("all-gather", "fsdp", f"bf16[4,{S},{D}]"), "activation bf16[4,512,1024] (batch, seq, embed) is gathered over fsdp"),
+        (collective("all-gather", "fsdp", f"bf16[8,{S},{D}]"), "activation bf16[8,512,1024] (batch, seq, embed) is gathered over fsdp"),
+        (collective("all-gather", "fsdp", f"f32[99,{V}]"), "f32[99,32768] is gathered over fsdp, which shards the batch"),
+        (collective("all-gather", "tensor", f"f32[99,{V}]"), "f32[99,32768] is gathered over tensor"),
+        (
+            collective("all-gather", "tensor", f"bf16[4,{S},{F}]"),
+            "is gathered over tensor, along which rules.activations['mlp']",
+        ),
+        (collective("all-gather", "tensor", f"bf16[{D},{F}]"), "blocks.up is gathered over tensor, along which rules.params['mlp'] shards"),
         (collective("all-gather", "tensor", f"bf16[{N},{H},{D}]"), "blocks.out is gathered over tensor"),
     ],
 )
 def test_reshards(one: Collective, text: str) -> None:
     found = lint(report(one), RULES, AXES)
-    if not text:  # not the tokens of one device: what it is cannot be known
+    if not text:  # too few bytes
         assert found == ()
         return
     assert only(found).check == "reshard" and text in only(found).text
@@ -128,7 +141,8 @@ def test_ways_that_the_rules_do_not_describe_are_left_alone() -> None:
 
 def test_zero_gathers_new_weights_after_the_update() -> None:
     gather = collective("all-gather", "data", f"f32[4,{S},{D}]", loops=(), where=Location("optimizer", "optimizer"))
-    assert lint(report(gather), preset("zero1+hsdp+megatron_sp"), AXES) == ()
+    moments = tuple(dataclasses.replace(a, axes=("data", *a.axes)) if a.kind == "moments" and a.axes else a for a in arguments())
+    assert lint(report(gather, arguments=moments), preset("zero1+hsdp+megatron_sp"), AXES) == ()
 
 
 def test_rematerialization() -> None:
@@ -137,9 +151,14 @@ def test_rematerialization() -> None:
     assert found.check == "rematerialization" and found.text == line
 
 
-def test_a_row_that_cuts_nothing() -> None:
+WHOLE_TABLE = collective("all-gather", "fsdp", f"bf16[{V},{D}]", loops=(M,), where=Location("embed", "forward"))
+"""The gather of an embedding that tensor does not shard."""
+
+
+def test_a_row_that_shards_nothing() -> None:
     rules = RULES.replace(params={"vocab": None, "vocba": "tensor"}, activations={"vocab": None, "vocba": "tensor"})
-    found = {one.check: one for one in lint(report(arguments=arguments(embedding=("fsdp",))), rules, AXES)}
+    whole = report(collectives=(*LAWFUL[:4], WHOLE_TABLE, *LAWFUL[5:]), arguments=arguments(embedding=("fsdp",)))
+    found = {one.check: one for one in lint(whole, rules, AXES)}
     assert found.keys() == {"dead-rule", "replicated"}
     assert found["dead-rule"].fix == "did you mean rules.params['vocab']?" and "embedding stay whole" in found["dead-rule"].text
     assert found["dead-rule"].bytes == found["replicated"].bytes == 3 * V * D * 4 // 2 * 3 // 4
@@ -148,13 +167,16 @@ def test_a_row_that_cuts_nothing() -> None:
 
 
 def test_replicated() -> None:
-    whole = report(arguments=arguments(embedding=("fsdp",)))
+    whole = report(collectives=(*LAWFUL[:4], WHOLE_TABLE, *LAWFUL[5:]), arguments=arguments(embedding=("fsdp",)))
     promised = only(lint(whole, RULES, AXES))
-    assert (promised.check, promised.severity) == ("replicated", "error") and "although rules.params['vocab'] cuts it" in promised.text
+    assert (promised.check, promised.severity) == ("replicated", "error")
+    where = "parameters and moments (mu and nu) of embedding are replicated along tensor"
+    assert promised.text == f"{where}, along which rules.params and rules.optimizer shard them"
+    assert promised.bytes == 3 * V * D * 4 // 2 * 3 // 4
     asked = only(lint(whole, RULES.replace(params={"vocab": None}), AXES))
     assert asked.severity == "error" and "put 'tensor' into rules.params['vocab']" in asked.fix
     guessed = only(lint(whole))
-    assert guessed.severity == "notice" and "embedding is whole along tensor" in guessed.text
+    assert guessed.severity == "notice" and "embedding is replicated along tensor" in guessed.text
     roomy = Memory(100 << 20, 0, 0, 40 << 30, ())
     assert lint(dataclasses.replace(whole, memory=roomy), RULES, AXES) == ()
 
@@ -188,7 +210,6 @@ def test_gathered_twice() -> None:
     [
         (collective("all-gather", "tensor", f"f32[4,{S},{D}]"), "all-gather of activation f32[4,512,1024] in f32 over tensor"),
         (collective("reduce-scatter", "tensor", f"f32[4,{S},{D}]"), "reduce-scatter of activation f32[4,512,1024] in f32 over tensor"),
-        (collective("all-gather", "fsdp", f"f32[{F},{D}]", loops=(M,)), "all-gather of blocks.up in f32 over fsdp"),
         (collective("reduce-scatter", "fsdp", f"f32[{D},{F}]"), ""),  # a gradient
         (collective("all-gather", "fsdp", f"f32[{V},{D}]", loops=(), where=Location("optimizer", "optimizer")), ""),
     ],
@@ -204,8 +225,16 @@ def test_reductions_of_each_microbatch() -> None:
     each = collective("all-reduce", "data fsdp", f"bf16[{3 * D * D}]", where=Location("layers/mlp", "backward", "model.py:3"))
     found = only(lint(report(each), RULES, AXES))
     assert found.check == "microbatch-reduction" and "summed over data in each of 4 microbatches" in found.text
-    assert lint(report(dataclasses.replace(each, axes=("fsdp",))), RULES, AXES) == ()  # fsdp cuts parameters: by nature
-    assert lint(report(dataclasses.replace(each, loops=(), shapes=(f"f32[{3 * D * D}]",))), RULES, AXES) == ()
+    once = dataclasses.replace(each, axes=("data",), loops=(), shapes=(f"f32[{3 * D * D}]",))
+    assert lint(report(once), RULES, AXES) == ()
+    by_nature = dataclasses.replace(each, axes=("fsdp",))
+    assert only(lint(report(by_nature), RULES, AXES)).check == "all-reduce-of-shards"  # fsdp shards parameters
+
+
+def test_f32_weights_on_the_wire() -> None:
+    wide = tuple(dataclasses.replace(one, shapes=(f"f32[{D},{F // 4}]", *one.shapes[1:])) for one in LAWFUL[2:4])
+    found = only(lint(report(collectives=(*LAWFUL[:2], *wide, *LAWFUL[4:])), RULES, AXES))
+    assert (found.check, found.text) == ("f32-collective", "all-gather of blocks.up in f32 over fsdp")
 
 
 FLOAT32, BFLOAT16 = (RULES.replace(RULES.name, reduction=reduction) for reduction in ("float32", "bfloat16"))
@@ -270,7 +299,11 @@ def test_a_kernel_on_the_global_shape(operand: str, row: str) -> None:
 def test_idle_axes() -> None:
     mesh = MESH | {"expert": 2}
     found = only(lint(report(mesh=mesh), RULES, AXES))
-    assert found.check == "idle-axis" and found.text == "mesh axis expert (2) cuts nothing" and "mesh.expert=1" in found.fix
+    assert (
+        found.check == "idle-axis"
+        and found.text == "mesh axis expert (2) shards no argument: all devices along it compute the same"
+        and "mesh.expert=1" in found.fix
+    )
     stores = [dataclasses.replace(a, axes=(*a.axes, "expert")) if a.kind == "params" else a for a in arguments()]
     assert "only stores (embedding, blocks.up, blocks.out and 1 more)" in only(lint(report(mesh=mesh, arguments=tuple(stores)), RULES)).text
 
@@ -285,21 +318,25 @@ def test_device_order_and_nodes() -> None:
     assert lint(report(axis_nodes=dict.fromkeys(MESH, 1) | {"tensor": 2}, target="")) == ()  # nodes of an unknown size
 
 
-def test_a_reduction_with_nothing_to_hide_behind() -> None:
-    last = LAWFUL[-1]
-    span = Span("summed", "network", "all-reduce", 0, 20, (), last.where)
-    one = dataclasses.replace(last, name="summed", flops_hidden_behind=0)
-    slow = report(collectives=(*LAWFUL[:-1], one), timeline=Timeline(100, 80, 40, 20, (span,)))
+def test_communication_that_nothing_hides() -> None:
+    """By mesh axes: two sums that are neither of them long, but together are. What compute runs beside does not count."""
+    pair = tuple(dataclasses.replace(LAWFUL[-1], name=name, exposed=8.0) for name in ("first", "second"))
+    slow = report(collectives=(*LAWFUL[:-1], *pair), timeline=Timeline(100, 80, 40, 16, ()))
     found = only(lint(slow, RULES, AXES))
-    assert (found.check, found.severity) == ("exposed-reduction", "notice") and "takes 20% of the predicted step" in found.text
-    assert lint(dataclasses.replace(slow, timeline=Timeline(1000, 980, 40, 20, (span,))), RULES, AXES) == ()
-    hidden = dataclasses.replace(one, flops_hidden_behind=10**9)
-    assert lint(dataclasses.replace(slow, collectives=(*LAWFUL[:-1], hidden)), RULES, AXES) == ()
+    assert (found.check, found.severity, found.collectives) == ("exposed-communication", "notice", ("first", "second"))
+    assert found.text == "compute waits 16% of the predicted step for all-reduce over data once in a step"
+    assert lint(dataclasses.replace(slow, timeline=Timeline(1000, 980, 40, 16, ())), RULES, AXES) == ()
+    hidden = tuple(dataclasses.replace(one, exposed=1.0) for one in pair)
+    assert lint(dataclasses.replace(slow, collectives=(*LAWFUL[:-1], *hidden)), RULES, AXES) == ()
+    in_node = tuple(dataclasses.replace(one, nodes=1) for one in pair)
+    assert lint(dataclasses.replace(slow, collectives=(*LAWFUL[:-1], *in_node)), RULES, AXES) == ()
 
 
 def test_most_bytes_first() -> None:
-    small, large = (collective("all-to-all", "tensor", f"bf16[4,{S},{width}]") for width in (F, 2 * F))
+    elsewhere = Location("layers/attention", "forward")
+    small = collective("all-to-all", "tensor", f"bf16[4,{S},{F}]", where=elsewhere)
+    large = collective("all-to-all", "tensor", f"bf16[4,{S},{2 * F}]")
     found = lint(report(small, large), RULES, AXES)
     assert [one.bytes for one in found] == [int(large.times * large.wire), int(small.times * small.wire)]
-    assert str(found[0]).startswith("error: reshard: all-to-all of bf16[4,512,8192]")
+    assert str(found[0]).startswith("error: reshard: all-to-all of activation bf16[4,512,8192]")
     assert lint(Report.from_json(report(small, large).to_json()), RULES, AXES) == found

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from sharding_rules import preset
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.report import Argument, Copy, Location, Report, Slot, Timeline
 from tests.sharding_rules.lab import test_lint as flat
-from tests.sharding_rules.lab.test_lint import AXES, LAYER, RULES, B, D, F, M, S, V, collective, only
+from tests.sharding_rules.lab.test_lint import AXES, LAYER, B, D, F, M, S, V, collective, only
 
 P, TICKS = 2, M + 2
+RULES = preset("hsdp+megatron")
 MESH = flat.MESH | {"pipeline": P}
 SLOTS = (Slot("forward_slot", ("1" * M + "00", "0" + "1" * M + "0")), Slot("backward_slot", ("00" + "1" * M, "0" + "1" * M + "0")))
 IN_STAGE = (M, flat.L // P)
@@ -49,7 +51,7 @@ def findings(*more: Any, **changes: Any) -> tuple[Finding, ...]:
 
 @pytest.mark.parametrize("axes", [AXES, None])
 def test_a_lawful_pipeline_is_clean(axes: Any) -> None:
-    """Weights of a stage are gathered in every slot, the embedding is whole on every stage, the ring lies beside the slots."""
+    """Weights of a stage are gathered in every slot, the embedding is replicated on every stage, the ring lies beside the slots."""
     assert lint(report(), RULES if axes else None, axes) == ()
 
 

@@ -19,6 +19,7 @@ from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.page import page
 from sharding_rules.lab.report import Location, Report
+from sharding_rules.lab.summary import matrix
 
 FINDING = Finding("f32 collective", 402 * MIB, Location("loss", "forward", "loss.py:31"), "moves f32 in a bf16 program", "cast it before")
 VOID = {"meta", "br", "link"}
@@ -70,7 +71,8 @@ def whole(report: Report | None = None) -> str:
 def test_the_page_says_it_all() -> None:
     tree = Tree(whole())
     for words in (
-        "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB", "6.01 s (predicted, never measured), of which 1.5 s (25 %) wait",
+        "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB",
+        "6.01 s (predicted, never measured), of which 1.5 s (25 %) wait for the network: MFU 4 %.",
         "1,024 x H100", "data 8 x fsdp 16 x tensor 8", "174.6 B", "2 findings", "params 1.69 2 %", "2 x bf16[12288,6144]",
         "state.params.blocks.mlp.up.weight, cut by fsdp+tensor", "network, 16 devices", "316.34 GiB", "reduce-scatter bf16[2,2048,12288]",
         "384 x 11.7 ms = 4.49 s, 75 % of the step, 25 % of it waiting", "335.0 TFLOP on each device", "moves f32 in a bf16 program",
@@ -100,6 +102,34 @@ def test_the_table_adds_up_to_the_wire() -> None:
     cells = re.findall(r'<td class="n behind" data-value="([^"]+)"', whole())
     sent = sum(report.wire_bytes(axis) for axis in report.mesh)
     assert sum(map(float, cells)) == pytest.approx(sent / GIB)
+
+
+def test_upper_bounds_are_marked() -> None:
+    report = lab_report.report()
+    bounded = dataclasses.replace(report.collectives[0], conditional=True, bounded=True)
+    assert "≤ 384" in Tree(whole(dataclasses.replace(report, collectives=(bounded,)))).text
+    assert "≤ 384" not in Tree(whole()).text
+
+
+def test_each_row_has_its_time() -> None:
+    """384 runs of 1 ms, of which 250 µs in a step are exposed: in the row, and with those of all others in the foot."""
+    text = Tree(whole()).text
+    assert re.search(r"attention forward 384 96\.0 31\.50 384\.0 0\.2", text), text[3000:5000]
+    report = lab_report.report()
+    n = len(report.collectives) - 1
+    total = sum(one.times for one in report.collectives if one.payload > 4)
+    assert f"{total:,.1f} {0.25 * n:.1f}" in text
+
+
+def test_the_matrix_adds_up_to_the_wire() -> None:
+    report = lab_report.report()
+    cells = matrix(report)
+    assert next(iter(cells)) == (("tensor",), "attention") and len(cells) == 6
+    total = sum(row.wire for by_phase in cells.values() for row in by_phase.values())
+    assert total == pytest.approx(sum(c.times * c.wire for c in report.collectives if c.payload > 4))
+    text = Tree(whole()).text
+    assert "over part forward, GiB recompute, GiB backward, GiB optimizer, GiB ms ms exposed" in text
+    assert "tensor attention 63.00 31.50 63.00 1,920.0 1.2" in text  # five collectives, a ms and 384 times each
 
 
 def test_nothing_is_fetched() -> None:
@@ -145,7 +175,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     """Opened from a file: no error on the console, the script ran to its end, charts have a size, a filter and a sort work."""
     probe = """<script>
       document.querySelector('.chips [data-axis="fsdp"]').click();
-      const table = document.querySelector("#network table"), rows = () => [...table.tBodies[0].rows];
+      const table = document.querySelector("#network table.collectives"), rows = () => [...table.tBodies[0].rows];
       const out = document.documentElement.dataset;
       out.shown = rows().filter((row) => !row.hidden).length;
       out.sum = table.tFoot.rows[0].cells[8].textContent;

@@ -41,13 +41,21 @@ def test_one_screen_says_it_all() -> None:
     assert "state.params.blocks.mlp.up.weight, cut by fsdp+tensor" in text
     assert row["tensor,"].split()[:3] == ["tensor,", "NVLink", "all-gather"] and "2,304" in row["tensor,"] and "189.00" in row["tensor,"]
     assert "attention, mlp: fwd+recompute+bwd" in row["tensor,"]
-    assert row["data,"].split()[1:] == ["network", "all-reduce", "f32", "1", "5.00", "8.75", "100", "%", "optimizer"]
-    assert "1,536   144.00    126.00     0 %  attention, mlp: fwd+bwd" in text  # nothing to hide behind
+    assert row["data,"].split()[1:] == ["network", "all-reduce", "f32", "1", "5.00", "8.75", "250", "µs", "optimizer"]
+    assert "1,536   144.00    126.00     1 ms  attention, mlp: fwd+bwd" in text  # of four collectives
     assert "335.0 TFLOP in all" in row["matmuls"]
-    assert "6.01 s predicted, never measured: compute 4.51 s" in row["step"] and "1.5 s exposed (25 %)" in row["step"]
+    assert "6.01 s predicted, never measured: compute 4.51 s" in row["step"] and "1.5 s exposed (25 %), MFU 4 %" in row["step"]
     assert "f32 collective: moves f32 in a bf16 program" in text and "fix: cast it before" in text
     assert "--config.model.remat=full  8.30 GiB at the peak, step x 1.21, fits" in text
     assert "compiled in 14.7 s" in text and "jax 0.10.2" in text
+
+
+def test_upper_bounds_are_marked() -> None:
+    report = lab_report.report()
+    bounded = dataclasses.replace(report.collectives[0], conditional=True, bounded=True)
+    text = shown(dataclasses.replace(report, collectives=(bounded, *report.collectives[1:])))
+    assert "≤ 2,304" in text and "≤: in a branch of a conditional, counted as if it always ran" in text
+    assert "≤" not in shown(report)
 
 
 def test_stages_that_differ_are_told_of() -> None:
@@ -94,6 +102,25 @@ def test_too_much_memory_is_said_and_drawn() -> None:
 def test_unknown_devices_have_no_limit() -> None:
     text = shown(lab_report.report(hbm=0, target="", timeline=None))
     assert "1,024 x device" in text and "not known" in text and "of the peak" in text and "step " not in text
+
+
+def test_utilisation_is_of_the_predicted_step() -> None:
+    report = lab_report.report()
+    assert report.timeline and report.mfu == pytest.approx(250e12 / (report.timeline.step / 1e6 * 989.4e12))
+    assert report.exposed_share == pytest.approx(report.timeline.exposed / report.timeline.step)
+    unknown = lab_report.report(model_flops=0.0)
+    assert unknown.mfu is None and "matmuls at 6 % of the peak" in " ".join(shown(unknown).split()), "335 TFLOP in 6 s"
+    assert lab_report.report(timeline=None).exposed_share is None and lab_report.report(peak_flops=0.0).utilisation is None
+
+
+def test_small_programs_have_small_units() -> None:
+    report = lab_report.report()
+    buffers = tuple(dataclasses.replace(b, bytes=b.bytes // 2**14) for b in report.memory.buffers)
+    memory = dataclasses.replace(report.memory, buffers=buffers, peak=sum(b.bytes for b in buffers))
+    sent = tuple(dataclasses.replace(c, wire=c.wire / 2**20, payload=c.payload >> 10) for c in report.collectives)
+    text = shown(dataclasses.replace(report, memory=memory, collectives=sent))
+    assert re.search(r"memory at the peak +MiB", text) and re.search(r"live at the peak +MiB", text) and re.search(r"[KM]iB sent", text)
+    assert re.search(r"^moments +0\.2 ", text, re.MULTILINE) and "0.00" not in text
 
 
 def test_names_are_no_markup() -> None:

@@ -14,7 +14,7 @@ from sharding_rules.lab.ledger import collectives
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
-from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, replay
+from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, priced, replay
 
 H100 = TARGETS["h100"]
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
@@ -61,6 +61,39 @@ def test_the_network_is_one_queue() -> None:
     second, done = START.replace("%ag", "%ag2"), DONE.replace("%ag)", "%ag2)").replace("%done", "%done2")
     both = replayed(START, second, kernel("k", 10), DONE, done)
     assert (both.step, both.exposed) == pytest.approx((2 * GATHER_US, 2 * GATHER_US - 10))
+
+
+def test_waits_are_of_what_the_network_is_busy_with() -> None:
+    """The second is waited for first: of its wait the first one's time is the first one's."""
+    second, done = START.replace("%ag", "%ag2"), DONE.replace("%ag)", "%ag2)").replace("%done", "%done2")
+    both = replayed(START, second, kernel("k", 10), done, DONE)
+    assert both.waits == pytest.approx({"ag": GATHER_US - 10, "ag2": GATHER_US}) and sum(both.waits.values()) == pytest.approx(both.exposed)
+    inner = ("%p = bf16[1048576]{0} parameter(0)", START, kernel("k", 20), DONE)
+    looped = replayed(loop("w", "inner", 7), inner=inner)
+    assert looped.waits == pytest.approx({"ag": 7 * (GATHER_US - 20)})
+    twice = [dataclasses.replace(GATHER, name="ag", loops=(n,)) for n in (3, 4)]
+    assert [one.exposed for one in priced(twice, looped, H100)] == pytest.approx([3 * (GATHER_US - 20), 4 * (GATHER_US - 20)])
+    assert [one.duration for one in priced(twice, looped, H100)] == pytest.approx([GATHER_US] * 2)
+
+
+def test_a_group_takes_as_long_as_its_collectives_together() -> None:
+    wrapped = (
+        "%p = bf16[1048576]{0} parameter(0)",
+        f"%one = bf16[8388608]{{0}} all-gather(%p), {ALL}",
+        f"%two = bf16[8388608]{{0}} all-gather(%p), {ALL}",
+        "ROOT %t = (bf16[8388608]{0}, bf16[8388608]{0}) tuple(%one, %two)",
+    )
+    start = "%s = ((bf16[1048576]{0}), (bf16[8388608]{0}, bf16[8388608]{0})) async-start(%p), calls=%wrapped"
+    both = replayed(start, kernel("k", 10), "%d = (bf16[8388608]{0}, bf16[8388608]{0}) async-done(%s)", wrapped=wrapped)
+    assert (both.step, both.exposed) == pytest.approx((2 * GATHER_US, 2 * GATHER_US - 10))
+    assert both.waits == pytest.approx({"one": GATHER_US - 10, "two": GATHER_US})
+
+
+def test_the_condition_of_a_loop_counts_where_it_sends() -> None:
+    test = ("%p = bf16[1048576]{0} parameter(0)", START, DONE)
+    body = ("%p = bf16[1048576]{0} parameter(0)", kernel("k", 20))
+    found = replayed(loop("w", "body", 5).replace("condition=%f", "condition=%test"), test=test, body=body)
+    assert found.step == pytest.approx(5 * 20 + 6 * GATHER_US) and found.waits == pytest.approx({"ag": 6 * GATHER_US})
 
 
 def test_a_collective_without_start_and_done_blocks() -> None:

@@ -62,7 +62,7 @@ PLANTS = (
     ),
     Plant(
         "activations['mlp'] forgotten",
-        "rules.params cuts 'mlp' over tensor and rules.activations does not.",
+        "rules.params shards 'mlp' over tensor and rules.activations does not.",
         trainer.HSDP,
         trainer.mlp_activations_forgotten,
         {"wire": 1.2},
@@ -80,7 +80,7 @@ PLANTS = (
     ),
     Plant(
         "moments replicated",
-        "The optimizer's state is made whole on every device.",
+        "The optimizer's state is replicated on every device.",
         trainer.HSDP,
         trainer.moments_replicated,
         {"peak": 1.5},
@@ -116,7 +116,7 @@ PLANTS = (
     ),
     Plant(
         "kv heads gathered",
-        "rules.params cuts 'kv_heads' over tensor and rules.activations does not.",
+        "rules.params shards 'kv_heads' over tensor and rules.activations does not.",
         trainer.GROUPED,
         trainer.kv_heads_gathered,
         {"wire": 1.1},
@@ -143,7 +143,7 @@ PLANTS = (
     ),
     Plant(
         "residual stream not sharded",
-        "Blocks add to a residual stream that the rules of sequence parallelism would cut along the sequence.",
+        "Blocks add to a residual stream that the rules of sequence parallelism would shard along the sequence.",
         trainer.HSDP,
         trainer.residual_stream_not_sharded,
         {"peak": 1.05},
@@ -197,7 +197,7 @@ PLANTS = (
     ),
     Plant(
         "bias table replicated",
-        "Every device holds the attention bias of all heads, and uses that of its own.",
+        "Every device holds the attention bias of all heads, and uses only that of its own heads.",
         plain.BIASED,
         plain.bias_table_replicated,
         {"peak": 1.2},
@@ -250,7 +250,7 @@ ABORTING = (
         trainer.cross_entropy_without_a_constraint,
         {},
         "",
-        ("loss", "shard("),
+        ("cross entropy", "mesh_lm.loss.cross_entropy("),
     ),
 )
 """Those at which XLA ends the process: there is no program to look at, and the error must name the mistake."""

@@ -15,16 +15,16 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm import state
 from mesh_lm.config import LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.model import DecoderConfig, decoder, dense, layers, stack
+from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp, stack
 from mesh_lm.optim import flat
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import program
+from mesh_lm.state import parts
 from sharding_rules import MeshConfig, Rules, Shard, preset
 from sharding_rules.lab.flags import options
-from sharding_rules.shard import StoredWeight, part_of
+from sharding_rules.shard import TableSharding, local_block
 from tests.sharding_rules.lab.plants.program import Compiled
 
 GPT = DecoderConfig(
@@ -94,7 +94,7 @@ def weights_gathered_in_f32(patch: pytest.MonkeyPatch) -> Step:
 
 
 def embed_and_mlp_swapped(patch: pytest.MonkeyPatch) -> Step:
-    class Mlp(layers.Mlp):
+    class Mlp(mlp.Mlp):
         def __init__(self, config: DecoderConfig, weights: layers.Weights, shard: Shard) -> None:
             super().__init__(config, weights, shard)
             d, f = config.d_model, config.d_mlp
@@ -106,7 +106,7 @@ def embed_and_mlp_swapped(patch: pytest.MonkeyPatch) -> Step:
 
 
 def stack_gathered_before_the_scan(patch: pytest.MonkeyPatch) -> Step:
-    fold = stack.fold
+    run_segment = stack.run_segment
 
     def gathered(model: Any, segment: Any, *rest: Any, **more: Any) -> Any:
         graph, params, others = nnx.split(getattr(model, segment.name), nnx.Param, ...)
@@ -116,9 +116,9 @@ def stack_gathered_before_the_scan(patch: pytest.MonkeyPatch) -> Step:
 
         params = jax.tree.map(whole, params, is_leaf=lambda w: isinstance(w, nnx.Variable))
         setattr(model, segment.name, nnx.merge(graph, params, others))
-        return fold(model, segment, *rest, **more)
+        return run_segment(model, segment, *rest, **more)
 
-    patch.setattr(stack, "fold", gathered)
+    patch.setattr(stack, "run_segment", gathered)
     return HSDP
 
 
@@ -136,13 +136,13 @@ def head_in_a_transposed_layout(patch: pytest.MonkeyPatch) -> Step:
 
 
 def embedding_gradient_all_reduced(patch: pytest.MonkeyPatch) -> Step:
-    def whole(self: StoredWeight, dw: jax.Array) -> jax.Array:
-        dw = lax.optimization_barrier(lax.psum(dw, self._batch))
-        for dim, names in enumerate(self.gathered):
-            dw = part_of(dw, names, dim) if names else dw
+    def whole(self: TableSharding, dw: jax.Array) -> jax.Array:
+        dw = lax.optimization_barrier(lax.psum(dw, self.batch_axes))
+        for dim, names in enumerate(self.gather_axes):
+            dw = local_block(dw, names, dim) if names else dw
         return dw
 
-    patch.setattr(StoredWeight, "scatter", whole)
+    patch.setattr(TableSharding, "reduce_scatter", whole)
     return HSDP
 
 
@@ -156,12 +156,12 @@ def batch_gathered_over_fsdp(patch: pytest.MonkeyPatch) -> Step:
 
 
 def moments_replicated(patch: pytest.MonkeyPatch) -> Step:
-    where = state._where
+    where = parts._where
 
     def whole(layout: ModelLayout, kind: Any, name: str, leaf: Any) -> NamedSharding:
         return NamedSharding(layout.shard.mesh, PartitionSpec()) if kind == "optimizer" else where(layout, kind, name, leaf)
 
-    patch.setattr(state, "_where", whole)
+    patch.setattr(parts, "_where", whole)
     return HSDP
 
 
@@ -197,14 +197,14 @@ def hop_in_f32(patch: pytest.MonkeyPatch) -> Step:
 
 
 def master_gathered_in_f32(patch: pytest.MonkeyPatch) -> Step:
-    def gathered(self: flat.Vector, piece: jax.Array) -> Any:
+    def all_gather(self: flat.FlatVector, piece: jax.Array) -> Any:
         def one(row: jax.Array) -> Any:
-            whole = lax.optimization_barrier(lax.all_gather(row, self.over, tiled=True))
-            return self.unpacked(whole.astype(self.dtype))
+            whole = lax.optimization_barrier(lax.all_gather(row, self.replica_axes, tiled=True))
+            return self.unpack(whole.astype(self.dtype))
 
-        return self.by_row(one, piece)
+        return self.map_rows(one, piece)
 
-    patch.setattr(flat.Vector, "gathered", gathered)
+    patch.setattr(flat.FlatVector, "all_gather", all_gather)
     return DISTRIBUTED
 
 

@@ -1,15 +1,15 @@
-"""Which process this is, from flags, variables or Slurm; no process is started."""
+"""The process index from flags, variables or Slurm; no process is started."""
 
 import socket
 from pathlib import Path
 
 import pytest
 
-from mesh_lm.commands.launch import _parse
+from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.place import Place, first_host, gpus_here, tasks_here
+from mesh_lm.launch.process_slot import ProcessSlot, first_host, gpus_here, tasks_here
 
 VARIABLES = {"MESH_LM_COORDINATOR": "node1:99", "MESH_LM_PROCESSES": "4", "MESH_LM_PROCESS_INDEX": "3"}
 SLURM = {
@@ -19,26 +19,26 @@ SLURM = {
 
 
 def test_one_process_is_the_default() -> None:
-    assert Place.of(LaunchConfig(), {}) is None
-    assert Place.of(LaunchConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) is None, "a batch script without srun is one process"
-    assert Place.of(LaunchConfig(coordinator="a:1", processes=1, index=0), {}) is None
+    assert ProcessSlot.of(LaunchConfig(), {}) is None
+    assert ProcessSlot.of(LaunchConfig(), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) is None, "a batch script without srun is one process"
+    assert ProcessSlot.of(LaunchConfig(coordinator="a:1", processes=1, index=0), {}) is None
 
 
 def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     everywhere = VARIABLES | SLURM
-    assert Place.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == Place("[::1]:7", 2, 0)
-    assert Place.of(LaunchConfig(), everywhere) == Place("node1:99", 4, 3)
-    assert Place("[::1]:7", 2, 0).address == ("::1", 7)
-    assert Place.of(LaunchConfig(), VARIABLES | {"MESH_LM_LOCAL_DEVICES": "2,3"}) == Place("node1:99", 4, 3, (2, 3))
+    assert ProcessSlot.of(LaunchConfig(coordinator="[::1]:7", processes=2, index=0), everywhere) == ProcessSlot("[::1]:7", 2, 0)
+    assert ProcessSlot.of(LaunchConfig(), everywhere) == ProcessSlot("node1:99", 4, 3)
+    assert ProcessSlot("[::1]:7", 2, 0).address == ("::1", 7)
+    assert ProcessSlot.of(LaunchConfig(), VARIABLES | {"MESH_LM_LOCAL_DEVICES": "2,3"}) == ProcessSlot("node1:99", 4, 3, (2, 3))
 
 
 @pytest.mark.parametrize(
     ("gpus", "local", "tasks", "mine"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # a task a node: all of them
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # one task per node: all GPUs
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4, (3,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, (2, 3)),
-        ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees its own only
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees only its own
         ({"SLURM_GPUS_ON_NODE": "8"}, 1, 2, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 1, 2, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, None),
@@ -47,14 +47,14 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     ],
 )
 def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks: int, mine: tuple[int, ...] | None) -> None:
-    place = Place.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
-    assert place is not None and place.local_devices == mine
-    assert (place.count, place.index, place.address[0]) == (2, 1, "n1") and 61_440 <= place.address[1] < 65_536
+    slot = ProcessSlot.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
+    assert slot is not None and slot.local_devices == mine
+    assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1") and 61_440 <= slot.address[1] < 65_536
 
 
 def test_two_steps_of_a_job_use_two_ports() -> None:
-    places = [Place.of(LaunchConfig(), SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
-    assert len({place.address[1] for place in places if place}) == 3
+    slots = [ProcessSlot.of(LaunchConfig(), SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
+    assert len({slot.address[1] for slot in slots if slot}) == 3
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def test_tasks_here() -> None:
 @pytest.mark.parametrize(
     ("config", "environment", "message"),
     [
-        ({"coordinator": "a:1"}, {}, "launch.coordinator=a:1 is given without launch.processes and launch.index; a process of several"),
+        ({"coordinator": "a:1"}, {}, "launch.coordinator=a:1 is given without launch.processes and launch.index; a run of several"),
         ({}, {"MESH_LM_PROCESSES": "2", "MESH_LM_PROCESS_INDEX": "0"}, "is given without MESH_LM_COORDINATOR"),
         ({"coordinator": "a", "processes": 2, "index": 0}, {}, "launch.coordinator=a must be host:port of process 0, such as node1:9876"),
         ({"coordinator": "a:1", "processes": 2, "index": 2}, {}, "launch.index=2 must be 0 to launch.processes - 1 = 1"),
         ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be whole numbers"),
-        ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node do not divide over its 3"),
+        ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node cannot be divided equally"),
     ],
 )
 def test_an_impossible_place(config: dict, environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Place.of(LaunchConfig(**config), environment)
+        ProcessSlot.of(LaunchConfig(**config), environment)
     assert message in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def job(*words: str, **environment: str) -> Job:
 
 
 def test_where_a_launcher_is() -> None:
-    """Options win over variables, and these over Slurm; all from one source."""
+    """Options win over variables, and variables over Slurm; all values come from one source."""
     assert (job().nodes, job().node, job().address[0]) == (1, 0, "127.0.0.1")
     assert (job(**NODE).nodes, job(**NODE).node, job(**NODE).address) == (4, 3, ("node1", 99))
     found = job("--nodes=2", "--node=1", "--rendezvous=[::1]:7", **(NODE | SLURM | STEP))
@@ -103,7 +103,7 @@ def test_where_a_launcher_is() -> None:
     found = job(**(SLURM | STEP))
     assert (found.nodes, found.node, found.address[0]) == (2, 1, "n1") and 61_440 <= found.address[1] < 65_536
     assert job(SLURM_JOB_ID="7", SLURM_NNODES="4").nodes == 1, "a batch script without srun is one node"
-    with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; give it --ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; pass --ntasks-per-node=1"):
         job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
 
 
@@ -112,7 +112,7 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
     assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
     assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: the CPU's device is each one's own"
-    with pytest.raises(ConfigError, match="8 GPUs of this node do not divide over its 3 workers; start a worker a node, or a worker a GPU"):
+    with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
 
 

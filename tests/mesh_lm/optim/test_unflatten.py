@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mesh_lm.config import load
-from mesh_lm.optim import Optimizer, unflat
-from mesh_lm.optim.flat import Vector
+from mesh_lm.optim import Optimizer, unflatten
+from mesh_lm.optim.flat import FlatVector
 from mesh_lm.parallel import relayout
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning.program import Program
@@ -29,18 +29,20 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
     layout = ModelLayout.of(GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh))
     (vector,) = [each for each in layout.flat.vectors if each.rows]
     where = {
-        m.name: unflat.spread(layout.shardings("params")[m.name], layout.in_memory[m.name].shape, vector.over, first=1)
+        m.name: unflatten.shard_over_replicas(
+            layout.shardings("params")[m.name], layout.memory_shapes[m.name].shape, vector.replica_axes, first=1
+        )
         for m in vector.matrices
     }
     random = np.random.default_rng(0)
-    bits = {name: random.integers(0, 2**32, layout.in_memory[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
-    flat = jax.device_put(np.zeros(vector.leaf.shape, np.float32), vector.sharding)
+    bits = {name: random.integers(0, 2**32, layout.memory_shapes[name].shape, np.uint32) for name in where}  # NaNs, infinities, -0.0
+    flat = jax.device_put(np.zeros(vector.array_spec.shape, np.float32), vector.sharding)
     for matrix in vector.matrices:
         array = jax.device_put(bits[matrix.name].view(np.float32), where[matrix.name])
-        flat = unflat.with_matrix(vector, matrix, flat, array)
+        flat = unflatten.insert_matrix(vector, matrix, flat, array)
     assert flat.sharding.is_equivalent_to(vector.sharding, flat.ndim)
     for matrix in vector.matrices:
-        found = unflat.matrix_of(vector, matrix, flat, where[matrix.name])
+        found = unflatten.extract_matrix(vector, matrix, flat, where[matrix.name])
         assert np.array_equal(np.asarray(found).view(np.uint32), bits[matrix.name])
     elements = sum(each.size for each in bits.values())
     assert np.count_nonzero(np.asarray(flat).view(np.uint32)) <= elements <= flat.size, "padding is zero"
@@ -52,10 +54,10 @@ def programs(entry: DiskArray) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeSt
     memory = jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where)
     disk = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=entry.canonical)
     if entry.vector and entry.matrix:
-        flat = jax.ShapeDtypeStruct(entry.vector.leaf.shape, entry.dtype, sharding=entry.vector.sharding)
-        yield "out", unflat._out(entry.vector, entry.matrix, entry.where), [flat], 1
-        yield "into", unflat._into(entry.vector, entry.matrix, entry.where), [flat, memory], 1
-    if entry.stack and not entry.stack.identity:
+        flat = jax.ShapeDtypeStruct(entry.vector.array_spec.shape, entry.dtype, sharding=entry.vector.sharding)
+        yield "out", unflatten._out(entry.vector, entry.matrix, entry.where), [flat], 1
+        yield "into", unflatten._into(entry.vector, entry.matrix, entry.where), [flat, memory], 1
+    if entry.stack and not entry.stack.is_contiguous:
         kept = int(not entry.vector)
         yield "to canonical", relayout._program(entry.stack, entry.where, in_memory, False), [memory], kept
         yield "to memory", relayout._program(entry.stack, entry.where, in_memory, True), [disk], kept
@@ -77,7 +79,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
     made = Program.of(config, "h100", 3072)
     layout, seen, found = made.layout, set(), {}
     for entry in entries(layout, Optimizer(config.optimizer, 10)):
-        in_memory = layout.in_memory[entry.name].shape
+        in_memory = layout.memory_shapes[entry.name].shape
         block = on_device(jax.ShapeDtypeStruct(in_memory, jnp.float32, sharding=layout.shardings("params")[entry.name]))
         for name, program, arguments, kept in programs(entry):
             lowered = program.lower(*arguments)
@@ -87,7 +89,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
             memory = lowered.compile().memory_analysis()
             extra = memory.peak_memory_in_bytes - sum(map(on_device, arguments[:kept]))
             share = on_device(arguments[-1] if name == "into" else jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where))
-            spare = 0 if entry.rows and isinstance(entry.vector, Vector) else share
+            spare = 0 if entry.rows and isinstance(entry.vector, FlatVector) else share
             found[entry.key, name] = extra / 2**30
             assert extra <= block + spare + 2**20, f"{name} of {entry.key}: {extra / 2**30:.3f} GiB, of a leaf of {block / 2**30:.3f}"
     assert {name for _, name in found} == {"out", "into", "to canonical", "to memory"}
@@ -100,7 +102,7 @@ def test_the_weights_that_the_layers_use_are_gathered_layer_by_layer() -> None:
     """The last program of a restore: beside the master and what it makes, a row and the tables, in bf16."""
     flat = Program.of(load("configs/megatron_314b.py"), "h100", 3072).layout.flat
     master = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=flat.shardings[name]) for name, leaf in flat.leaves.items()}
-    memory: Any = jax.jit(flat.used).lower(master).compile().memory_analysis()
-    gathered = [(bool(vector.rows), 2 * vector.piece * vector.replicas) for vector in flat.vectors]
+    memory: Any = jax.jit(flat.compute_params).lower(master).compile().memory_analysis()
+    gathered = [(bool(vector.rows), 2 * vector.shard_size * vector.replicas) for vector in flat.vectors]
     assert sorted(stacked for stacked, _ in gathered) == [False, False, False, True], "the embedding, the head, positions; and the layers"
     assert memory.temp_size_in_bytes <= sum(n for _, n in gathered)

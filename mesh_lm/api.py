@@ -1,0 +1,114 @@
+"""The Python API, exported by the package itself: `import mesh_lm; run = mesh_lm.train("gpt_tiny")`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mesh_lm.config import LaunchConfig, ModelConfig, TrainConfig, files
+from mesh_lm.training.run import Callback as Callback
+from mesh_lm.training.run import Run as Run
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mesh_lm.data.dataset import Dataset
+    from mesh_lm.inference.trained import TrainedModel
+    from mesh_lm.optim import Rule
+    from sharding_rules import MeshConfig, Rules
+    from sharding_rules.lab import Report
+
+
+def train(
+    config: TrainConfig | str | Path,
+    *,
+    optimizer: Rule | type | None = None,
+    data: Dataset | Sequence[int] | np.ndarray | None = None,
+    callbacks: Sequence[Callback | object] = (),
+) -> Run:
+    """Trains a model, from the newest checkpoint of its output directory where there is one, and returns the run.
+
+    Args:
+      config: what to train; or a config file, or the name of one that comes with mesh_lm, such as "gpt_tiny".
+      optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the config's section `optimizer`; None: the one
+        that optimizer.name names. Clipping, the learning rate and weight decay are as the section says.
+      data: what to train on instead of what the config's section `data` names: token ids [n] of which the last twentieth is held out, or
+        a dataset (`mesh_lm.data.dataset.Dataset`). The section still says how documents are separated, and how far to read ahead.
+      callbacks: objects with some of the methods of `Callback`, called in this order.
+
+    Raises:
+      ConfigError: what cannot run, with every reason at once.
+    """
+    from mesh_lm.training import loop
+
+    config = _config(config)
+    if data is not None:
+        from mesh_lm.data.dataset import dataset_of
+
+        data = dataset_of(data)
+        source = dataclasses.replace(config.data, path="", blend=(), tokenizer="", tokenizer_vocab=0)
+        config = dataclasses.replace(config, data=source)
+    return loop.train(config, optimizer=optimizer, data=data, callbacks=callbacks)
+
+
+def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto") -> Report:
+    """Compiles the training step for GPUs that are not here, and returns what the compiler made of it; nothing is trained.
+
+    Args:
+      config: as for `train`.
+      target: the GPU: h100, h200, a100 or b200.
+      devices: how many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes.
+      flags: the set of XLA flags to compile with; auto: the run's own (launch.xla_flags).
+
+    Raises:
+      ConfigError: what cannot run on so many devices.
+      LabError: the compiler for the target is missing (pip install 'mesh_lm[aot]'), or fails.
+    """
+    from mesh_lm.distributed import gpu
+    from mesh_lm.planning.program import compile_config, devices_for, flags_of
+    from sharding_rules.lab.flags import options
+
+    config = _config(config)
+    gpu.choose_platform()
+    chosen = flags_of(config, target) if flags == "auto" else flags
+    return compile_config(config, target, devices_for(config, devices), options(chosen))
+
+
+def load(
+    path: str | Path,
+    *,
+    config: TrainConfig | ModelConfig | str | Path | None = None,
+    mesh: MeshConfig | None = None,
+    rules: Rules | str | None = None,
+    tokenizer: str = "",
+    dtype: str = "",
+    cpu_devices: int = 0,
+) -> TrainedModel:
+    """Reads a trained model, each device its own part of the weights; it has `generate` and `score`.
+
+    Args:
+      path: the output directory of a run (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
+      config: needed for a model class of your own, whose code a checkpoint does not hold: its config, or the file that makes it.
+      mesh, rules: how the model lies on the devices; None: as in training where that fits, else a copy on each device.
+      tokenizer: as data.tokenizer; empty: the one kept beside the checkpoint or the weights.
+      dtype: type of matmuls and activations; empty: as in training.
+      cpu_devices: devices to divide the CPU into, before JAX has used one; 0: as they are.
+
+    Raises:
+      ConfigError: there is no such checkpoint, it is of another model, or its tokenizer is missing.
+    """
+    from mesh_lm import distributed
+    from mesh_lm.inference.trained import TrainedModel
+    from sharding_rules import preset
+
+    model = config if isinstance(config, ModelConfig) else None if config is None else _config(config).model
+    options = dataclasses.replace(LaunchConfig(), cpu_devices=cpu_devices)
+    distributed.start(TrainConfig(model=model or ModelConfig(), output=str(path), launch=options))
+    chosen = preset(rules) if isinstance(rules, str) else rules
+    return TrainedModel.load(path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype)
+
+
+def _config(config: TrainConfig | str | Path) -> TrainConfig:
+    return config if isinstance(config, TrainConfig) else files.load(str(config))

@@ -1,0 +1,45 @@
+"""What a shell completes after `mesh-lm`: the subcommands, their options, and the choices of those that have few."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_type_hints
+
+from mesh_lm.commands import checkpoint, evaluate, generate, huggingface, pipeline, prepare
+from mesh_lm.commands.command_line import SPELLINGS
+from mesh_lm.commands.main import COMMANDS, PROG
+from mesh_lm.commands.options import Group, completion
+from mesh_lm.commands.plan_options import Plan
+from mesh_lm.config.files import DEFAULT, load
+from mesh_lm.launch.job import Options
+
+
+def script_for(shell: str) -> str:
+    """A script for bash, zsh, tcsh or fish. In the first: eval "$(mesh-lm --print-completion=bash)"."""
+    run = [("config", str, DEFAULT), *_fields(load(DEFAULT))]
+    plan = [(field.name, get_type_hints(Plan)[field.name], field.default) for field in dataclasses.fields(Plan)]
+    classes: dict[str, type | Group] = {
+        "train": _made("Train", [*run, *plan]),
+        "plan": _made("PlanRun", [*(field for field in run if field[0] != "output"), ("output", str, ""), *plan[1:]]),
+        "prepare": prepare.Prepare,
+        "generate": generate.Arguments,
+        "evaluate": evaluate.Arguments,
+        "import": huggingface.Import,
+        "export": huggingface.Export,
+        "checkpoint": {name: (cls, (cls.__doc__ or "").partition("\n")[0]) for name, cls in checkpoint.COMMANDS.items()},
+        "launch": Options,
+        "pipeline": pipeline.Arguments,
+        "bench": _made("Bench", []),
+    }
+    return completion(shell, PROG, {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}, SPELLINGS)
+
+
+def _fields(config: Any) -> list[tuple[str, Any, Any]]:
+    """(name, type, default) of each field, a section of the class that it has in this config."""
+    hints = get_type_hints(type(config))
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return [(name, type(value) if dataclasses.is_dataclass(value) else hints[name], value) for name, value in values.items()]
+
+
+def _made(name: str, fields: list[tuple[str, Any, Any]]) -> type:
+    return dataclasses.make_dataclass(name, [(field, hint, dataclasses.field(default=value)) for field, hint, value in fields])

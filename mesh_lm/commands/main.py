@@ -1,0 +1,143 @@
+"""`mesh-lm`, or `python -m mesh_lm`: one command for all that the project does. Imports what the chosen subcommand needs, and no more."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import mesh_lm
+from mesh_lm.errors import ConfigError, did_you_mean
+from mesh_lm.launch import EXIT_CANNOT
+
+PROG = "mesh-lm"
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+
+
+class Command(NamedTuple):
+    """A subcommand: in `module`, parse(argv, prog) reads its arguments, and run(arguments) returns its status."""
+
+    module: str
+    about: str
+    jax: bool = True
+    """Whether `run` may start JAX with other processes; then `mesh_lm.distributed.run` watches over it."""
+    cannot: int = EXIT_CANNOT
+    """Status after a mistake in its arguments."""
+    suffix: str = ""
+    """Of the names parse and run, where a module has several commands."""
+
+
+COMMANDS = {
+    "train": Command("train", "Train a model"),
+    "plan": Command("plan_options", "Compile a run for GPUs that are not here; show memory, communication and time"),
+    "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
+    "generate": Command("generate", "Continue texts with a trained model"),
+    "evaluate": Command("evaluate", "Measure perplexity on a text, or run lm-evaluation-harness tasks"),
+    "import": Command("huggingface", "Make a run from a Hugging Face model directory", suffix="_import"),
+    "export": Command("huggingface", "Write a run as a Hugging Face model directory", suffix="_export"),
+    "checkpoint": Command("checkpoint", "List, verify or compare checkpoints (ls, verify, diff)", cannot=2),
+    "launch": Command("launch", "Start and supervise the processes of a run on this node", jax=False),
+    "pipeline": Command("pipeline", "Draw pipeline schedules and compare their costs", jax=False),
+    "bench": Command("bench", "Run a benchmark of this repository", jax=False),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit status; mistakes are one message."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words else "--help"
+    if name in ("--help", "-h", "help"):
+        print(overview())
+        return 0
+    if name in ("--version", "-V"):
+        print(version())
+        return 0
+    try:
+        if name.partition("=")[0] == "--print-completion":
+            print(_completion(name.partition("=")[2] or "".join(words[:1])))
+            return 0
+        if name not in COMMANDS:
+            raise ConfigError(f"{PROG} has no command {name!r}{_near(name)}")
+    except ConfigError as error:
+        return _refused(error, EXIT_CANNOT)
+    return run(name, words)
+
+
+def door(name: str) -> NoReturn:
+    """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends it."""
+    leave(run(name, sys.argv[1:]))
+
+
+def script() -> NoReturn:
+    """The console script `mesh-lm`."""
+    leave(main())
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
+    command = COMMANDS[name]
+    module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
+    try:
+        arguments = getattr(module, f"parse{command.suffix}")(list(argv), f"{PROG} {name}")
+        execute = getattr(module, f"run{command.suffix}")
+        if not command.jax:
+            return execute(arguments)
+    except ConfigError as error:
+        return _refused(error, command.cannot)
+    from mesh_lm import distributed
+
+    return distributed.run(execute, arguments)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process. Python would end with status 120 where a full disk, or a closed pipe, takes no more of the log."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        os._exit(status)
+    sys.exit(status)
+
+
+def overview() -> str:
+    """The help of `mesh-lm` itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: {PROG} COMMAND [argument ...]", ""]
+    lines += [f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items()]
+    lines += [
+        "",
+        f"  {PROG} COMMAND --help             the options of a command",
+        f"  {PROG} --version                  the versions of mesh_lm, JAX and Python",
+        f"  {PROG} --print-completion=SHELL   a script that completes commands and options in {', '.join(SHELLS)}",
+    ]
+    return "\n".join(lines)
+
+
+def version() -> str:
+    """Of mesh_lm, JAX and Python."""
+    return f"mesh_lm {mesh_lm.__version__}, jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
+
+
+def _near(name: str) -> str:
+    found = difflib.get_close_matches(name, COMMANDS, n=1)
+    return did_you_mean([f"{PROG} {near}" for near in found]) or f"; it has {', '.join(COMMANDS)}"
+
+
+def _completion(shell: str) -> str:
+    if shell not in SHELLS:
+        raise ConfigError(f"--print-completion={shell}: expected one of {', '.join(SHELLS)}")
+    from mesh_lm.commands.completion import script_for
+
+    return script_for(shell)
+
+
+def _refused(error: ConfigError, status: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,68 @@
+"""What `mesh-lm plan FILE`, and `python train.py --config=FILE --plan`, are asked for. Flax and the lab are imported when they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from mesh_lm.commands import command_line
+from mesh_lm.commands.options import HELP, print_help
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
+from sharding_rules.lab.flags import FLAG_SETS
+from sharding_rules.lab.targets import TARGETS
+
+SCREEN = "screen"
+_REPORT, _OUTPUT = "--plan", "--output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to plan for."""
+
+    plan: str = ""
+    """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for Perfetto) or .json; also --output."""
+    target: str = "h100"
+    """The GPU: h100, h200, a100 or b200."""
+    devices: int = 0
+    """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
+    max_microbatch: bool = False
+    """Find by compiling how many sequences a microbatch can have on each device."""
+    flags: str = "auto"
+    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the run's own (launch.xla_flags)."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"--{name}={value}: expected one of {', '.join(known)}")
+        if self.devices < 0:
+            raise ConfigError(f"--devices={self.devices} must be at least 1")
+        if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
+            raise ConfigError(f"--plan={self.plan}: expected a file that ends in .html or .json, or nothing for the screen")
+
+
+def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:
+    """What `mesh-lm plan` is asked for. --output=FILE names the report; the run's own directory is --config.output. Raises ConfigError."""
+    argv = [_REPORT + word.removeprefix(_OUTPUT) if word.partition("=")[0] == _OUTPUT else word for word in argv]
+    planned, config = parse_either(argv, prog, Plan(SCREEN))
+    return planned or Plan(SCREEN), config
+
+
+def parse_either(argv: Sequence[str], prog: str = "train.py", default: Plan | None = None) -> tuple[Plan | None, TrainConfig]:
+    """The plan that a command line asks for, `default` without --plan, and the run. Raises ConfigError for the mistakes in it."""
+    if HELP & {f"--{word.lstrip('-')}" for word in argv} and (default or any(word.partition("=")[0] == _REPORT for word in argv)):
+        print_help(Plan, "What a run would do on GPUs that are not here. FILE and its options are those of `mesh-lm train --help`.", prog)
+    config, given = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
+    if given and "plan" not in given and not default:
+        name, value = next(iter(given.items()))
+        word = f"--{name}={value}"
+        raise ConfigError(f"{word} goes with --plan: python train.py --config=FILE --plan {word}")
+    return (dataclasses.replace(default or Plan(SCREEN), **given) if given else default), config
+
+
+def run(asked: tuple[Plan, TrainConfig]) -> int:
+    """As `mesh_lm.commands.plan.show`."""
+    from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered first
+
+    return show(*asked)

@@ -1,0 +1,103 @@
+"""A generation is one life of all workers: the nodes that run it, how its processes ended, and the signals that end it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import sys
+import time
+from typing import Any
+
+from mesh_lm.launch import EXIT_FEWER, EXIT_PREEMPTED, messages
+from mesh_lm.launch.wire import Peer
+
+SignalPlan = tuple[tuple[float, int], ...]
+"""(seconds after the order, signal) of each signal that a worker gets while it lives."""
+# After a crash the others usually end by themselves with the same error, which is worth reading. JAX swallows SIGTERM.
+CRASHED: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
+AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
+UNKILLABLE = 60.0
+"""Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead disk or GPU, stays."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A node whose agent is connected."""
+
+    peer: Peer
+    host: str
+
+
+@dataclasses.dataclass
+class Generation:
+    """One life of all workers, on the nodes `members`, in the order of their processes."""
+
+    number: int
+    members: list[int]
+    running: set[int]
+    """Members with workers that have not ended."""
+    per_node: int
+    """Processes of each member."""
+    statuses: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Process -> its status, for the processes that ended by themselves."""
+    stopping: str = ""
+    """Why its end was ordered: crash, signal, grow or fewer."""
+    failure: int | None = None
+    """The status to fail with."""
+    culprit: int | None = None
+    """The node whose worker failed first."""
+    deadline: float = math.inf
+    """When nodes whose workers still run count as lost (time.monotonic)."""
+    fewer: int = 0
+    """The number of nodes that is enough, as its workers reported; 0: they did not."""
+    beats: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Process -> its last heartbeat, with "heard": when it came (time.monotonic)."""
+    looked: tuple[float, dict[int, dict[str, Any]]] = (0.0, {})
+    """The time of the last search for stragglers, and the heartbeats at that time."""
+
+    @property
+    def n_processes(self) -> int:
+        """The number of processes."""
+        return len(self.members) * self.per_node
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every process has ended by itself."""
+        return len(self.statuses) == self.n_processes
+
+    def processes_of(self, node: int) -> range:
+        """The processes on a member."""
+        first = self.members.index(node) * self.per_node
+        return range(first, first + self.per_node)
+
+    def fail(self, status: int, node: int | None = None) -> None:
+        """Sets the status to fail with, and the node to blame."""
+        self.failure, self.culprit = status, self.culprit if node is None else node
+
+    def saved_and_left(self) -> bool:
+        """Whether all processes ended in order after a signal asked them to."""
+        return self.failure is None and {*self.statuses.values()} <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM} and self.all_ended
+
+    def log_progress(self, *blamed: int, stalled: bool = True) -> None:
+        """Logs the last heartbeats of all processes, with the suspects marked: those `blamed`, else, if `stalled`, `messages.suspects`."""
+        if self.n_processes > 1 and self.beats:
+            beats = {process: beat | {"age": time.monotonic() - beat["heard"]} for process, beat in self.beats.items()}
+            marked = blamed or (messages.suspects(beats) if stalled else ())
+            log("\n".join(["last heartbeats:", *messages.progress_table(beats, marked)]))
+
+    def log_stragglers(self, every: float) -> None:
+        """Logs processes that slow the others down, once every `every` seconds."""
+        when, before = self.looked
+        if time.monotonic() - when > every:
+            for line in messages.stragglers(before, self.beats):
+                log(line)
+            self.looked = (time.monotonic(), {process: beat for process, beat in self.beats.items() if beat["step"] > 0})
+
+
+def log(text: str) -> None:
+    """Prints an event on the launcher's stderr. A log that cannot be written (full disk, no reader) is ignored."""
+    with contextlib.suppress(OSError):
+        print(f"[launch] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,44 @@
+"""Whether to try again after a failure, how long to wait before that, and which nodes to leave out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mesh_lm.launch.job import Job
+
+_LONGEST_PAUSE = 60.0
+
+
+class Restarts:
+    """Counts the restarts in a row that brought no new checkpoint, and the nodes whose workers failed first.
+
+    Attributes:
+      newest: step of the newest checkpoint, as process 0 reports it; -1: none. It falls when a run rolls back.
+      futile: restarts in a row that brought no new checkpoint.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.newest = self._newest_before = -1
+        self.futile = 0
+        self._failures = Counter[int]()  # node -> how often its workers failed first since the last new checkpoint
+
+    def after_failure(self, culprit: int | None) -> float | None:
+        """Returns the seconds to wait before the next attempt, or None to give up. culprit: the node whose worker failed first."""
+        if self.newest != self._newest_before:
+            self._newest_before, self.futile = self.newest, 0
+            self._failures.clear()
+        if culprit is not None:
+            self._failures[culprit] += 1
+        if self.futile >= self._job.restarts:
+            return None
+        pause = min(_LONGEST_PAUSE, 2.0 ** (self.futile - 1)) if self.futile else 0.0
+        self.futile += 1
+        return pause
+
+    def usable(self, nodes: Iterable[int]) -> list[int]:
+        """The nodes that are connected, the best first. Nodes that fail repeatedly are left out if the others are enough."""
+        bad = [number for number in sorted(nodes) if number and self._failures[number] > 1]
+        good = [number for number in sorted(nodes) if number not in bad]
+        return good if len(good) >= self._job.least else good + bad

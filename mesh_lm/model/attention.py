@@ -1,0 +1,130 @@
+"""Causal self-attention of a decoder, and rotary positions. Sizes: B batch, S sequence, D embed, N heads, K kv heads, H head dim."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_lm.errors import ConfigError
+from mesh_lm.model.cache import Past
+from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.layers import Linear, Norm, Weights
+from pallas_kernels import Unsupported, capability_of, flash_attention
+from sharding_rules import Shard, ShardingRuleError
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped queries. One matmul makes q, k and v if they have the same number of heads."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.config, self.shard = config, shard
+        d, n, k, h = config.d_model, config.n_heads, config.kv_heads, config.d_head
+        # [D, 3, N, H], not [D, 3N, H]: if the joint dimension were sharded, XLA would gather it before every split.
+        if n == k:
+            self.qkv = Linear("bsd,dfnh->bsfnh", weights, (d, 3, n, h), ("embed", "fused", "heads", "head_dim"), shard)
+        else:
+            self.q = Linear("bsd,dnh->bsnh", weights, (d, n, h), ("embed", "heads", "head_dim"), shard)
+            self.kv = Linear("bsd,dfkh->bsfkh", weights, (d, 2, k, h), ("embed", "fused", "kv_heads", "head_dim"), shard)
+        out_axes = ("embed", "heads", "head_dim")
+        self.out = Linear("bsnh,dnh->bsd", weights, (d, n, h), out_axes, shard, std=weights.residual_std, bias_axes=("norm",))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = Norm(config, weights, h), Norm(config, weights, h)
+        if config.sinks:
+            self.sinks = weights((n,), ("heads",), fill=0.0)
+
+    def __call__(
+        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, past: Past | None = None
+    ) -> tuple[jax.Array, Past | None]:
+        """(output [B, S, D], `past` with the keys and values of these tokens). Tokens see each other and what `past` holds."""
+        shard = self.shard
+        if self.config.n_heads == self.config.kv_heads:
+            fused = shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
+            q, k, v = fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
+        else:
+            q = shard(self.q(x_BSD), "batch", "seq", "heads", "head_dim")
+            kv = shard(self.kv(x_BSD), "batch", "seq", "fused", "kv_heads", "head_dim")
+            k, v = kv[:, :, 0], kv[:, :, 1]
+        if self.config.qk_norm:
+            # The backward of a norm needs its input, so save_names saves q and k before the norm.
+            q, k = self.q_norm(checkpoint_name(q, "q")), self.k_norm(checkpoint_name(k, "k"))
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if not self.config.qk_norm:
+            q, k = checkpoint_name(q, "q"), checkpoint_name(k, "k")
+        v = checkpoint_name(v, "v")
+        kv_segment_ids = start = None
+        if past is not None:
+            past = past.put(k, v, shard)
+            if not (isinstance(past.start, int) and past.start == 0):  # otherwise the cache is empty
+                (k, v), kv_segment_ids, start = past.keys_and_values(), past.cache["segment_ids"], jnp.asarray(past.start)
+                k, v = k.astype(q.dtype), v.astype(q.dtype)
+        # The implementation that was named for training may not support decoding.
+        implementation = None if self.config.attention == "auto" or past is not None else self.config.attention
+        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, implementation)
+        return self.out(shard(y, "batch", "seq", "heads", "head_dim")), past
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None,
+        kv_segment_ids: jax.Array | None, start: jax.Array | None, implementation: Literal["mosaic", "cudnn", "xla"] | None,
+    ) -> jax.Array:  # fmt: skip
+        """Runs the kernel on each device's own sequences and heads. start: the position of query 0 among the keys, if it is not 0.
+
+        Raises ConfigError if the implementation cannot serve the call.
+        """
+        config, shard = self.config, self.shard
+        heads_by, kv_by = (shard.axes_for(name) for name in ("heads", "kv_heads"))
+        group = config.n_heads // config.kv_heads
+
+        device = shard.mesh.devices.flat[0]  # may not belong to this process: --plan compiles without GPUs
+        local = config.n_heads // shard.n_shards(heads_by)
+        if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
+            raise ShardingRuleError(
+                f"rules.activations: {local} query heads on each device do not share complete kv heads ({group} query heads each); "
+                "shard kv_heads like heads, or set heads and kv_heads to None"
+            )
+
+        def kernel(q, k, v, segment_ids, kv_segment_ids, sinks, start):
+            if heads_by and not kv_by and config.kv_heads > 1:
+                # There are more devices than kv heads: these are replicated, and each device takes those of its query heads.
+                first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
+                k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
+            try:
+                return flash_attention(
+                    q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
+                    sinks=sinks, q_offset=0 if start is None else start, implementation=implementation,
+                    platform=device.platform, capability=capability_of(device),
+                )  # fmt: skip
+            except Unsupported as error:
+                raise ConfigError(f"model.attention={config.attention}: {error}") from error
+
+        q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))
+        kv_spec = shard.spec("activations", ("batch", "seq", "kv_heads", "head_dim"))
+        row_spec, sink_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("heads",))
+        sinks = self.sinks[...] if config.sinks else None
+        in_specs = (q_spec, kv_spec, kv_spec, row_spec, row_spec, sink_spec, jax.P())
+        return shard.shard_map(kernel, in_specs, q_spec)(q, k, v, segment_ids, kv_segment_ids, sinks, start)
+
+
+def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
+    """Angles, float32 [..., H/2], of positions int32 [...], with Llama-3's scaling of long wavelengths if configured."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.d_head, 2, dtype=jnp.float32) / config.d_head)
+    if config.rope_scaling != 1:
+        # Llama 3 (arXiv 2407.21783; constants as released): wavelengths over a quarter of the original context are stretched fully.
+        low, high = 1.0, 4.0
+        turns = config.rope_original_seq_len * frequency / (2 * math.pi)
+        keep = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
+    return positions[..., None].astype(jnp.float32) * frequency
+
+
+def rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
+    """x rotated by RoPE, on the two halves of H, as Llama stores them. angles: [S, H/2] or [B, S, H/2]."""
+    sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
+    a, b = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSNH.dtype)

@@ -1,0 +1,38 @@
+"""The MLP of a decoder. Sizes: B batch, S sequence, D embed, F mlp, G gate and up."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.layers import Linear, Weights, recomputed
+from sharding_rules import Shard
+
+
+@recomputed
+def swiglu(up_BSGF: jax.Array) -> jax.Array:
+    """silu(gate) * up, [B, S, F]."""
+    return jax.nn.silu(up_BSGF[:, :, 0]) * up_BSGF[:, :, 1]
+
+
+gelu = recomputed(jax.nn.gelu)
+
+
+class Mlp(nnx.Module):
+    """GELU or SwiGLU between two matmuls. One matmul makes both gate and up."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        self.config, self.shard = config, shard
+        d, f = config.d_model, config.d_mlp
+        if config.activation == "swiglu":
+            self.up = Linear("bsd,dgf->bsgf", weights, (d, 2, f), ("embed", "fused", "mlp"), shard)
+        else:
+            self.up = Linear("bsd,df->bsf", weights, (d, f), ("embed", "mlp"), shard)
+        self.down = Linear("bsf,df->bsd", weights, (d, f), ("embed", "mlp"), shard, std=weights.residual_std, bias_axes=("norm",))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        up = checkpoint_name(self.up(x_BSD), "mlp_up")
+        h = swiglu(up) if self.config.activation == "swiglu" else gelu(up)
+        return self.down(self.shard(h, "batch", "seq", "mlp"))

@@ -1,0 +1,212 @@
+"""A whole run. The training loop is `loop`; all that may happen between two of its steps is in `Between`, in order.
+
+Every object that a run needs is made here, once, and passed down. There is no global state and no branch per strategy: how a run is
+parallel is in its mesh and its rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import takewhile
+from typing import Any
+
+import jax
+
+from mesh_lm import distributed
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.checkpoint.reader import SavedCheckpoint
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import prepare
+from mesh_lm.data.dataset import Dataset
+from mesh_lm.data.loader import Batch
+from mesh_lm.distributed.phases import Phases
+from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
+from mesh_lm.optim import Optimizer, Rule, own_rule
+from mesh_lm.parallel.engine import batch_sharding, evaluate
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state import State, weights_of
+from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.training import elastic
+from mesh_lm.training.check import check
+from mesh_lm.training.evaluation import mean_loss, sample
+from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.ready import require_ready
+from mesh_lm.training.replicas import require_equal
+from mesh_lm.training.run import Run
+from mesh_lm.training.skip_guard import SkipGuard
+from mesh_lm.training.step import Step, train_step
+from mesh_lm.training.watchdog import Watchdog
+from sharding_rules import Shard, make_mesh
+
+
+def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Between) -> None:
+    """Trains until the run has made all its steps, or is told to stop."""
+    state = run.state
+    while run.unfinished:
+        position, batch = next(batches)
+        state, metrics = step(state, batch)
+        run.step += 1
+        state = between(state, metrics, position)
+
+
+def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
+    """Trains a model, from its newest checkpoint where there is one, and returns the run. See `mesh_lm.train`."""
+    # 1. What cannot run stops here, with every reason at once.
+    phases = Phases()
+    require_ready(config)
+    section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
+    config = dataclasses.replace(config, optimizer=section)
+    distributed.start(config, phases=phases)
+    config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
+
+    # 2. Mesh and rules, bound into the one object through which the model speaks of sharding; shapes and shardings, no memory touched.
+    layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)
+    update = Optimizer(config.optimizer, config.train.steps, rule)
+    step = train_step(layout, update, config.seed, config.health.outlier)
+
+    with (
+        Watchdog(config.health, phases, distributed.log_prefix()),
+        distributed.StopOnSigterm() as stop,
+        Checkpoints(config, phases) as checkpoints,
+    ):
+        # 3. State and data: the newest checkpoint that is whole, restored onto whatever mesh this run has; or none yet.
+        saved, restored = checkpoints.restore(layout, update)
+        read = weights(config.init_from, layout) if config.init_from and not saved else None
+        phases.at("data")
+        corpus, batches = _data(config, data, layout, saved)
+        if read and (tokenizer := corpus.tokenizer()):
+            require_tokenizer(config.init_from, tokenizer)
+        if restored is None:
+            restored = fresh_state(layout, update, read()) if read else init_state(layout, update, config.seed)
+        run = Run(config, layout, update, saved.step if saved else 0, restored)
+
+        # 4. The loop, and what it came to: the held-out loss, a plot and a text.
+        with distributed.collective_errors():
+            tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
+            monitor = Monitor(config, layout, corpus, phases, run.step)
+        with monitor, closing(batches.train()) as training:
+            if saved:
+                monitor.note(_resumed(saved, run, batches))
+            between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
+            between.call("on_start")
+            loop(run, step, phases.steps(training), between)
+            if not run.preempted and between.last_evaluation():
+                text = sample(layout, weights_of(run.state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None
+                monitor.finish(text)
+                between.call("on_end")
+    return run
+
+
+def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Dataset, Batches]:
+    """The data and its batches, from where the checkpoint left off. The position in them is one number."""
+    with distributed.collective_errors(), distributed.process0_first("data"):
+        vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        place = (saved.data, saved.step) if saved else (None, 0)
+        batches = Batches(config, corpus, batch_sharding(layout), *place)
+    fix = "give them the same files, and an output on a disk that they share"
+    distributed.assert_equal_across_processes("the data", str(batches.state(batches.position)), fix)
+    return corpus, batches
+
+
+def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
+    """Where the run goes on, or that it is finished, and what is no longer as it was when the checkpoint was saved."""
+    changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
+    if run.unfinished:
+        return f"resumed at step {run.step} ({saved.certificate}){changes}"
+    return f"step {run.step} of train.steps={run.config.train.steps} is done; raise train.steps to train on ({saved.certificate}){changes}"
+
+
+class Between:
+    """What happens between two steps: skipped steps and roll-backs, the user's callbacks, signals, saving, evaluation."""
+
+    def __init__(
+        self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
+        callbacks: Sequence[Any],
+    ) -> None:  # fmt: skip
+        self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
+        self._phases, self._stop, self._callbacks = phases, stop, callbacks
+        self._guard = SkipGuard(run.config.health, monitor.note)
+        self._evaluation = jax.jit(evaluate(run.layout))
+        self._position: int | None = None
+
+    def __call__(self, state: State, metrics: dict[str, jax.Array], position: int) -> State:
+        """After a step was dispatched. position: in the data, behind its batch. Returns the state that the next step is to take."""
+        run, checkpoints = self._run, self._checkpoints
+        run.state, n, self._position = state, run.step, position
+        if began := self._guard.step(self._monitor.step(n, metrics)):  # too many skipped steps: roll back, and skip their batches
+            return self._roll_back(began)
+        self.call("on_step", metrics)
+        checkpoints.poll(n)
+        last = n == run.config.train.steps or run.stopping
+        stopping = self._stop.poll()  # read once: a signal from here on is for the next step
+        # During a streak of skipped steps nothing is saved: retention must not delete the checkpoint to roll back to.
+        saving = last or stopping or (checkpoints.due(n) and not self._guard.consecutive_skips)
+        self._compare_replicas(saving)
+        if saving:
+            self._save(last=last or stopping)
+        if stopping and not last:
+            self._monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
+            run.preempted = True
+        elif not last and (every := run.config.train.eval_every) and n % every == 0:
+            self._evaluate(n)
+        return run.state
+
+    def call(self, hook: str, *about: Any) -> None:
+        """Calls what the callbacks have of this name. Where one of them raises, saves the run before raising that."""
+        if not any(hasattr(callback, hook) for callback in self._callbacks):
+            return
+        before = self._phases.phase
+        self._phases.at("evaluate")  # the watchdog gives it health.patience
+        try:
+            with distributed.collective_errors():
+                for callback in self._callbacks:
+                    getattr(callback, hook, lambda *about: None)(self._run, *about)
+        except Exception:
+            self._monitor.flush()
+            self._save(last=True)
+            raise
+        self._phases.at(before)
+
+    def _save(self, *, last: bool) -> None:
+        if self._position is not None:  # else this process has made no step
+            run, data = self._run, self._batches.state(self._position)
+            run.state = self._checkpoints.save(run.step, run.state, data, run.layout, run.optimizer, last=last)
+
+    def _roll_back(self, before: int) -> State:
+        run = self._run
+        saved, run.state = self._checkpoints.roll_back(before, run.state, run.layout, run.optimizer)
+        run.step = saved.step
+        self._monitor.roll_back(saved.step)
+        return run.state
+
+    def _compare_replicas(self, saving: bool) -> None:
+        every = self._run.config.health.replicas
+        if every and (saving or self._run.step % every == 0):
+            self._phases.at("evaluate")
+            require_equal(self._run.state)
+
+    def _evaluate(self, n: int) -> None:
+        """The held-out loss after step n; a signal ends it, and then nothing is noted."""
+
+        def go_on(batch: object) -> bool:
+            self._phases.at("evaluate")
+            return not self._stop.poll()
+
+        with self._monitor.paused():
+            heldout = takewhile(go_on, self._batches.heldout())
+            loss = mean_loss(self._evaluation, weights_of(self._run.state), heldout)
+        if not self._stop.requested:
+            self.call("on_evaluation", self._monitor.heldout(n, loss))
+
+    def last_evaluation(self) -> bool:
+        """Evaluates what was trained, unless that is on record. Whether it came to its end; if not, the run counts as preempted."""
+        self._phases.at("evaluate")
+        step = int(self._run.state["step"])
+        if not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
+            self._evaluate(step)
+        self._run.preempted = self._stop.requested
+        return not self._stop.requested

@@ -1,0 +1,54 @@
+"""docs/tours: Megatron-LM's arguments stand beside fields that exist, and the two commands of that page describe the same run."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+from mesh_lm.commands import command_line
+from mesh_lm.config import TrainConfig, load
+from mesh_lm.model import DecoderConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tours" / "from_megatron.md").read_text()
+TABLE = re.findall(r"^\| (`--.*) \| (.*) \|$", PAGE, re.MULTILINE)
+MEGATRON, OURS = (text.replace("\\\n", " ") for text in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def fields() -> set[str]:
+    """Every field as section.field, and those of the run itself."""
+    config = dataclasses.replace(load("configs/gpt_tiny.py"), model=DecoderConfig())
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+    found = {
+        f"{name}.{field.name}" for name, value in sections.items() if dataclasses.is_dataclass(value) for field in dataclasses.fields(value)
+    }
+    return found | set(sections)
+
+
+def test_the_fields_of_the_table_exist() -> None:
+    named = {word.split("=")[0] for _, ours in TABLE for word in re.findall(r"`([a-z][\w.]*(?:=[\w.]+)?)`", ours)}
+    presets = {"megatron", "megatron_sp", "distributed", "fsdp", "hsdp"}
+    assert len(TABLE) > 35 and len(named) > 50 and named - presets <= fields()
+
+
+def test_each_argument_of_their_command_is_in_the_table() -> None:
+    known = {word for theirs, _ in TABLE for word in re.findall(r"--[\w-]+", theirs)}
+    asked = {word.split("=")[0] for word in shlex.split(MEGATRON) if word.startswith("--")}
+    elsewhere = {"--nproc-per-node", "--micro-batch-size", "--tokenizer-type"}  # the launcher's, and those that the page explains
+    assert asked - known - elsewhere == set()
+
+
+def test_both_commands_are_the_same_run() -> None:
+    theirs = dict(re.findall(r"--([\w-]+) (?!--)([\w.,/-]+)", MEGATRON))
+    words = shlex.split(OURS)
+    config = command_line.parse(words[words.index("train") + 1 :])
+    model, loop = config.model, config.train
+    assert isinstance(model, DecoderConfig)
+    assert (model.n_layers, model.d_model, model.n_heads, model.seq_len) == tuple(
+        int(theirs[name]) for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+    )
+    gpus = int(re.findall(r"--nproc-per-node=(\d+)", MEGATRON)[0])
+    data = gpus // int(theirs["tensor-model-parallel-size"])
+    assert loop.global_batch == int(theirs["global-batch-size"]) == loop.microbatches * data * int(theirs["micro-batch-size"])
+    assert loop.steps == int(theirs["train-iters"]) and config.optimizer.learning_rate == float(theirs["lr"])
+    assert config.mesh.tensor == int(theirs["tensor-model-parallel-size"]) and config.rules.name == "distributed+megatron_sp"
+    assert config.data.split == theirs["split"] and config.checkpoint.every == int(theirs["save-interval"])

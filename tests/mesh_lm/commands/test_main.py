@@ -1,0 +1,122 @@
+"""`mesh-lm`: its list of commands, its errors, and the packages that it does not import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh_lm.commands.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[3]
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = main(argv)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys, "--help")
+    assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines() if line.startswith("  ")][: len(COMMANDS)] == [
+        *COMMANDS
+    ]
+    assert said(capsys)[1] == out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import jax
+
+    status, out, _ = said(capsys, "--version")
+    assert status == 0 and out.startswith("mesh_lm ") and f"jax {jax.__version__}" in out
+
+
+MISTAKES = {
+    "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
+    "fly": f"mesh-lm has no command 'fly'; it has {', '.join(COMMANDS)}",
+    "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, tcsh, fish",
+    "generate --propmt=a": (
+        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: missing; expected str"
+    ),
+    "bench lodaer": "mesh-lm bench lodaer: no such benchmark; did you mean loader?; see mesh-lm bench",
+    "launch --devices=4 trian.py": f"trian.py: no such script in {ROOT}; did you mean train.py?",
+    "launch trian": f"trian: no such script in {ROOT}; did you mean train?",
+    "launch -m mesh_lm.genrate": "-m mesh_lm.genrate: no module named mesh_lm.genrate",
+    "launch -m": "name a Python script, such as train.py, a command, such as train, or -m and a module, such as mesh_lm.generate",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert said(capsys, *words.split()) == (1, "", f"error: {MISTAKES[words]}\n")
+
+
+COMPLETED = {
+    "mesh-lm tr": "train",
+    "mesh-lm checkpoint ve": "verify",
+    "mesh-lm train --optimizer.learn": "--optimizer.learning_rate",
+    "mesh-lm generate --temp": "--temperature",
+    "mesh-lm launch --per": "--per_node",
+}
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """Runs the printed script in a real shell."""
+    printed = subprocess.run([sys.executable, "-m", "mesh_lm", "--print-completion", "bash"], cwd=ROOT, capture_output=True, check=True)
+    (tmp_path / "mesh-lm.bash").write_bytes(printed.stdout)
+    lines = [f". {tmp_path}/mesh-lm.bash"]
+    for words in COMPLETED:
+        lines += [f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; echo ${{COMPREPLY[*]}}"]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert dict(zip(COMPLETED, done.stdout.split("\n"), strict=False)) == COMPLETED, done.stderr
+
+
+HEAVY = ("jax", "flax", "rich", "numpy", "tyro")
+LIGHT = {
+    "--help": HEAVY,
+    "--version": HEAVY,
+    "trian": HEAVY,
+    "prepare --help": HEAVY[:2],
+    "generate --help": HEAVY[:2],
+    "generate --propmt=a": HEAVY[:2],
+    "evaluate --help": HEAVY[:2],
+    "import --help": HEAVY[:2],
+    "export --help": HEAVY[:2],
+    "checkpoint verify --help": HEAVY[:2],
+    "launch --help": HEAVY[:2],
+    "launch nowhere.py": HEAVY[:2],
+    "pipeline --help": HEAVY[:2],
+    "bench": HEAVY,
+    "train --help": ("flax", "optax", "orbax", "grain", "matplotlib"),
+}
+"""Command line -> packages that it must not import."""
+
+
+def test_what_help_and_mistakes_do_not_import() -> None:
+    """Each import costs the user time: JAX alone about a second on two cores."""
+    code = (
+        "import io, json, os, sys\n"
+        "from mesh_lm.commands.main import main\n"
+        f"for words, absent in {LIGHT!r}.items():\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdout = sys.stderr = io.StringIO()\n"
+        "        try:\n"
+        "            main(words.split())\n"
+        "        except SystemExit:\n"
+        "            pass\n"
+        "        there = [name for name in absent if name in sys.modules]\n"
+        "        os.write(1, (json.dumps([words, there]) + chr(10)).encode())\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f'["{words}", []]' for words in LIGHT], done.stderr
+
+
+def test_both_doors_are_one() -> None:
+    """`python -m mesh_lm.X` and `mesh-lm X`; the launcher exits with its own status for mistakes."""
+    for words in (["-m", "mesh_lm", "launch"], ["-m", "mesh_lm.launch"]):
+        done = subprocess.run([sys.executable, *words, "nowhere.py"], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: nowhere.py: no such script in {ROOT}\n")

@@ -1,0 +1,40 @@
+"""Lint of every config that ships, compiled for the GPUs of its row in docs/configs.md: no errors, and notices only of what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_page
+from mesh_lm.config import load
+from mesh_lm.planning.program import Program, flags_of
+from sharding_rules.lab.flags import options
+from sharding_rules.lab.lint import lint
+
+COMPILE_BUDGET = 20
+pytestmark = pytest.mark.deviceless
+DEVICES = {row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text())["tables"][plan_page.CONFIGS]["rows"]}
+EXPOSED = {
+    "llama3_405b": {"fsdp"}, "llama3_70b": {"fsdp"}, "megatron_16b": {"data"}, "megatron_32b": {"data"}, "megatron_70b": {"data"},
+    "megatron_119b": {"data"},
+}  # fmt: skip
+"""Mesh axes for whose collectives compute waits a tenth of the predicted step or more. That is so, and no mistake of a config."""
+SLOW = ("gpt_1_3b", "llama3_8b", "megatron_32b", "megatron_462b")
+"""Those that CI lints: one node, FSDP, data parallelism, stages. The others are exhaustive."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=getattr(pytest.mark, "slow" if name in SLOW else "exhaustive")) for name in DEVICES]
+)
+def test_a_shipped_config_has_no_errors(reports: str, name: str) -> None:
+    config = load(name)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent)))
+    made = Program.of(config, "h100", DEVICES[name])
+    found = lint(made.compile(options(flags_of(config, "h100"))), config.rules, made.layout.axes)
+    assert not [one for one in found if one.severity == "error"], "\n".join(map(str, found))
+    assert {one.check for one in found} <= {"exposed-communication"}
+    axes = {one.text.partition(" over ")[2].partition(" ")[0] for one in found}
+    assert axes == EXPOSED.get(name, set()), "\n".join(map(str, found))
