@@ -80,6 +80,7 @@ class Batches:
 
     @property
     def changed(self) -> list[str]:
+        """Messages about how the data differs from the saved state."""
         return self._corpus.changed(self._order)
 
     def state(self, position: int) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class TextCorpus:
         return self.tokenizer().fingerprint
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
-        """As `Dataset.training_order`."""
+        """Implements `Dataset.training_order`."""
         documents, eod = self.train(), self.eod
         text = TokenStream(documents, vocab=config.model.vocab_size)
         if config.data.documents != "packed":
@@ -103,15 +103,15 @@ class TextCorpus:
         return PackedSequences(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=documents.fingerprint())
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
-        """As `Dataset.heldout_order`."""
+        """Implements `Dataset.heldout_order`."""
         return padded_order([TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod)
 
     def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
-        """Returns nothing: the position says everything."""
+        """Returns {}: the position is the entire state."""
         return {}
 
     def changed(self, order: SampleOrder) -> list[str]:
-        """Returns nothing: other text has another name."""
+        """Returns []: other text has another name."""
         return []
 
 
@@ -166,7 +166,7 @@ def prepare(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
             "the path must be readable, and the cache writable with space left"
         ) from error
-    return _load(directory)  # pyright: ignore[reportReturnType]  # it is frozen, and nobody assigns to a dataset's attributes
+    return _load(directory)  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:

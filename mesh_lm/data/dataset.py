@@ -1,4 +1,4 @@
-"""What the trainer asks of data: `Dataset`. Text, Megatron prefixes and arrays of token ids are behind it, and so is data of one's own."""
+"""The data interface of the trainer, `Dataset`; text, Megatron prefixes, token arrays and custom data implement it."""
 
 from __future__ import annotations
 
@@ -16,76 +16,81 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
 
 _SAMPLED = 2**20
+"""Token ids at each end of an array that its name covers."""
 _HELD_OUT = 20
-"""One token in so many is held out of an array, at its end."""
+"""1 / this fraction of an array is held out, at its end."""
 
 
 class Dataset(Protocol):
-    """Training and held-out sequences, each by its position. Derive from it: what has a value here may be left out."""
+    """Training and held-out sequences by position. Derive from it; members with a value here are optional."""
 
     name: str
-    """Identifies the data and its order. Checkpoints hold a position in it, which is only valid under the same name."""
+    """Identifies the data and its order. A checkpoint's data position is only valid for the same name."""
     train_tokens: int
     """Tokens of one epoch."""
     heldout_tokens: int
     eod: int | None = None
-    """Id of the end-of-document token; None: unknown, and then documents cannot be separated."""
+    """Id of the end-of-document token; None: unknown, so that documents cannot be separated."""
     fingerprint: str | None = None
-    """Of the tokenizer that made the ids, where it is known: equal fingerprints mean equal ids."""
+    """Fingerprint of the tokenizer, if known; equal fingerprints mean equal ids."""
     train_bytes: int | None = None
-    """UTF-8 bytes of the training text; None: unknown, and then losses are not given per byte."""
+    """UTF-8 bytes of the training text; None: unknown, so that losses are not reported per byte."""
     heldout_bytes: int | None = None
     gzip_bits_per_byte: float | None = None
-    """What gzip -9 and xz -9 make of the held-out text, to compare the model with."""
+    """Bits per byte of gzip -9 and xz -9 on the held-out text, as baselines."""
     xz_bits_per_byte: float | None = None
 
     def tokenizer(self) -> Tokenizer | None:
-        """What turns the ids into text, for the sample at the end and for `mesh_lm.load`; None: neither is possible without one."""
+        """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""
         return None
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
-        """Sequences of config.model.seq_len by global sample position, epoch after epoch.
+        """Returns sequences of config.model.seq_len by global sample position, across epochs.
 
-        saved: what `state` gave a checkpoint of this run, with its "position"; None: a new run. last: the position at which it will end.
+        Args:
+          saved: the `state` in a checkpoint of this run, with its "position"; None: a new run.
+          last: the position at which the run will end.
         """
         ...
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
-        """The held-out sequences, always in the same order."""
+        """Returns the held-out sequences, always in the same order."""
         ...
 
     def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
-        """JSON that a checkpoint is to hold beside the position, for `training_order`."""
+        """Returns JSON for a checkpoint, in addition to the position, for `training_order`."""
         return {}
 
     def changed(self, order: SampleOrder) -> list[str]:
-        """How the data differs from that of the checkpoint from which training goes on, in words."""
+        """Returns messages about how the data differs from that of the resumed checkpoint."""
         return []
 
 
 def padded_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
-    """All tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
+    """Returns all tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
     return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if len(text.tokens)])
 
 
 class TokenArray(Dataset):
-    """Token ids that are in memory, or in a memory map: one stream, of which each epoch has its own order of sequences."""
+    """Token ids in memory or in a memory map, as one stream; each epoch permutes its sequences."""
 
     def __init__(
         self, tokens: Sequence[int] | np.ndarray, heldout: Sequence[int] | np.ndarray | None = None, *, eod: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-          tokens: ids [n] to train on, integers of any type; not copied where they are an array.
-          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which are then not trained on.
+        """Takes token ids.
+
+        Args:
+          tokens: ids [n] to train on, integers of any type; arrays are not copied.
+          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not trained on.
           eod: the id that ends each document; None: the tokenizer's, or unknown.
 
         Raises:
-          ConfigError: not a sequence of integers, or none.
+          ConfigError: the ids are not a sequence of integers, or there are none.
         """
         ids = _ids(tokens)
-        cut = len(ids) - len(ids) // _HELD_OUT
-        self._train, self._heldout = (ids[:cut], ids[cut:]) if heldout is None else (ids, _ids(heldout))
+        n_train = len(ids) - len(ids) // _HELD_OUT
+        self._train, self._heldout = (ids[:n_train], ids[n_train:]) if heldout is None else (ids, _ids(heldout))
         if not len(self._heldout):
             raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
         self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
@@ -98,14 +103,17 @@ class TokenArray(Dataset):
         self.name = f"tokens-{digest.hexdigest()[:16]}"
 
     def tokenizer(self) -> Tokenizer | None:
+        """Implements `Dataset.tokenizer`."""
         return self._tokenizer
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+        """Implements `Dataset.training_order`."""
         if config.data.documents == "packed":
             raise ConfigError("data.documents=packed: an array of token ids is one stream; write documents with `mesh-lm prepare`")
         return Sequences(self._stream(self._train, config), config.model.seq_len, eod=self.eod, seed=config.seed)
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
+        """Implements `Dataset.heldout_order`."""
         return padded_order([self._stream(self._heldout, config)], config, self.eod)
 
     def _stream(self, ids: np.ndarray, config: TrainConfig) -> TokenStream:
@@ -113,9 +121,9 @@ class TokenArray(Dataset):
 
 
 def dataset_of(data: Dataset | Sequence[int] | np.ndarray) -> Dataset:
-    """A dataset as it is, and token ids as a `TokenArray`. Raises ConfigError for anything else."""
-    lacks = [name for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order") if not hasattr(data, name)]
-    return data if not lacks else TokenArray(data)  # pyright: ignore[reportReturnType, reportArgumentType]
+    """Returns a dataset unchanged, and token ids as a `TokenArray`. Raises ConfigError for anything else."""
+    missing = [name for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order") if not hasattr(data, name)]
+    return data if not missing else TokenArray(data)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -124,6 +132,6 @@ def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-        found = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
-        raise ConfigError(f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {found}")
+        given = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
+        raise ConfigError(f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {given}")
     return ids

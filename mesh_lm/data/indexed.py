@@ -92,7 +92,7 @@ class Documents:
 
     @property
     def source(self) -> str:
-        """Where the tokens are, for errors."""
+        """The file of the tokens, for errors."""
         return str(bin_path(self.prefix))
 
     def __getitem__(self, document: int) -> np.ndarray:
@@ -112,7 +112,7 @@ class Documents:
 
 
 class InMemory:
-    """One document that is not in a file, for a `TokenStream`; the attributes are those of `Documents`."""
+    """A single document in memory, for a `TokenStream`, with the attributes of `Documents`."""
 
     prefix = source = "the given token ids"
 

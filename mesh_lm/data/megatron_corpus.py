@@ -83,19 +83,19 @@ class MegatronCorpus(Dataset):
         return self._texts("valid", vocab)
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> BlendedOrder:
-        """As `Dataset.training_order`."""
+        """Implements `Dataset.training_order`."""
         return BlendedOrder(config, self, saved, last)
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
-        """As `Dataset.heldout_order`."""
+        """Implements `Dataset.heldout_order`."""
         return padded_order(self.heldout(config.model.vocab_size), config, self.eod)
 
     def state(self, order: BlendedOrder, position: int) -> dict[str, Any]:
-        """Returns the plan of the blend, and how far each member was read."""
+        """Returns the plan of the blend, and the samples drawn from each member."""
         return {"blend": order.plan.state(order.consumed(position))}
 
     def changed(self, order: BlendedOrder) -> list[str]:
-        """As `Dataset.changed`."""
+        """Implements `Dataset.changed`."""
         return list(order.plan.changed)
 
     def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
@@ -186,22 +186,22 @@ class BlendedOrder:
         )
         orders = packed or [self._appended(i) for i in range(len(tokens))]
         weights = list(self.plan.weights or normalized(epoch_sizes))
-        consumed = [share.consumed for share in self.plan.members]
+        consumed = [member.consumed for member in self.plan.members]
         size = max(1, n_samples - self.plan.start)
         ahead = (config.data.prefetch + 2) * config.train.global_batch
         self.seq_len = seq_len
         self._order = Blend(orders, weights, size, ahead=ahead, consumed=consumed, start=self.plan.start, cache=corpus.cache)
 
     def __len__(self) -> int:
-        """Returns the sequences of one epoch."""
+        """Returns the number of sequences in one epoch."""
         return len(self._order)
 
     def read(self, indices: np.ndarray) -> TokenWindows:
-        """As `SampleOrder.read`."""
+        """Implements `SampleOrder.read`."""
         return self._order.read(indices)
 
     def consumed(self, position: int) -> list[int]:
-        """Returns the samples of each member that are read before the position."""
+        """Returns the samples drawn from each member before the position."""
         return self._order.consumed(position)
 
     def _packed(self) -> list[PackedSequences]:
@@ -217,13 +217,13 @@ class BlendedOrder:
 
     def _appended(self, i: int) -> ConcatOrder:
         """Returns a member's orders in sequence; order k has seed + k."""
-        share, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
+        progress, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
         return ConcatOrder(
             [
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
                     cache=self._corpus.cache, fingerprint=member.fingerprint,
                 )
-                for k, n in enumerate(share.orders)
+                for k, n in enumerate(progress.orders)
             ]
         )  # fmt: skip

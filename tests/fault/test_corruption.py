@@ -120,7 +120,7 @@ def test_f6_no_damage_is_restored_in_silence(
         record_property(what, number)
 
 
-def test_f6_nothing_whole_is_no_silent_new_start(
+def test_f6_no_intact_checkpoint_is_an_error(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """A run without an intact checkpoint fails, at once and when it is started again."""

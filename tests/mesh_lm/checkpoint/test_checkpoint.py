@@ -57,7 +57,7 @@ def test_the_tree_on_disk_is_plain(copy: Path) -> None:
     assert keys == {("step",), ("skipped",), *((kind, name) for kind in ("params", "mu", "nu") for name in names)}
 
 
-def test_changed_fields_are_told(copy: Path) -> None:
+def test_changed_fields_are_reported(copy: Path) -> None:
     changed = at(copy, optimizer=OptimizerConfig(learning_rate=1.0), seed=5)
     with Checkpoints(changed) as checkpoints:
         saved = checkpoints.newest()
@@ -106,7 +106,7 @@ def test_policy(tmp_path: Path) -> None:
         assert checkpoints.newest().step == 8
 
 
-def test_what_goes_wrong_after_the_first_failure_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silences TensorStore writes that end after a failed one closed the event loop, and pending Orbax reads; other errors are shown."""
     told: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))

@@ -166,7 +166,7 @@ def test_a_model_without_a_family() -> None:
         to_json(OtherConfig(), "float32")  # type: ignore[arg-type]
 
 
-def test_a_stretched_context_is_the_one_told() -> None:
+def test_an_extended_context_is_exported() -> None:
     """transformers refuses texts beyond max_position_embeddings, but a short training sequence does not limit the model."""
     config = dataclasses.replace(huggingface.config_of(FIXTURES / "llama3"), seq_len=8)
     assert to_json(config, "float32")["max_position_embeddings"] == 64

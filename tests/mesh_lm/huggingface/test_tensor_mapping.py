@@ -48,7 +48,7 @@ def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataO
 
 
 @given(vocab=st.integers(1, 9), padding=st.integers(0, 5), data=st.data())
-def test_padding_is_zero_and_is_cut(vocab: int, padding: int, data: st.DataObject) -> None:
+def test_padding_is_zero_and_is_dropped(vocab: int, padding: int, data: st.DataObject) -> None:
     row = next(row for row in ROWS if row.param == "head")
     table, sizes = np.arange(1, 2 * vocab + 1, dtype=np.int32).reshape(vocab, 2), {"V": vocab, "D": 2}
     padded = np.concatenate([table, np.zeros((padding, 2), np.int32)])

@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rules", "mesh", "sampling"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
+def test_equals_generation_without_a_cache(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
     layout = layout_on(name, rules, **mesh)
     engine = Engine(layout, placed(name, layout), sampling)
     session = engine.start(PROMPTS, NEW, seed=5)
@@ -199,7 +199,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
     assert scores[1].greedy[-1]
 
 
-def test_sequences_are_cut_nowhere() -> None:
+def test_sequences_are_not_sharded() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     whole = without_sequence_sharding(layout)
     assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)

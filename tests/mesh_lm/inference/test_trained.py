@@ -78,7 +78,7 @@ def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
         TrainedModel.load(run, mesh=MeshConfig(tensor=3))
 
 
-def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
+def test_stages_of_training_are_merged_into_fsdp(run: Path) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
     saved = json.loads(path.read_text())
     saved["config"]["mesh"] |= {"pipeline": 2, "data": 2, "tensor": 2}

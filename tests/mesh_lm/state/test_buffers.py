@@ -165,7 +165,7 @@ def test_local_checkpoints_keep_buffers(tmp_path: Path) -> None:
     assert same({jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}, wanted)
 
 
-def test_a_sick_step_leaves_buffers_alone() -> None:
+def test_a_skipped_step_leaves_buffers_alone() -> None:
     place = "flat stages"
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0)
     before, batch = canonical(state, place), batch_at(place, 1)
