@@ -39,7 +39,7 @@ class Plan:
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices} must be at least 1")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
-            raise ConfigError(f"--plan={self.plan}: expected a file that ends in .html or .json, or nothing for the screen")
+            raise ConfigError(f"{self.plan}: the report is a file that ends in .html or .json; without a file it goes to the screen")
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:

@@ -49,7 +49,7 @@ def test_a_plan_by_its_own_command() -> None:
     [
         (["--devices=8"], "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8"),
         (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
-        (["--plan=report.pdf"], "--plan=report.pdf: expected a file that ends in .html or .json, or nothing for the screen"),
+        (["--plan=report.pdf"], "report.pdf: the report is a file that ends in .html or .json; without a file it goes to the screen"),
         (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
         (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
         (["--plan", "--devices=many"], "--devices=many: expected int"),
