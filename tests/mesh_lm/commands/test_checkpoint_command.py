@@ -86,7 +86,7 @@ def test_the_digest_of_parts_is_that_of_the_whole(dtype: type, shape: tuple[int,
 
 
 def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read at once: cut over four devices"
+    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read in one piece: sharded over four devices"
     status, out, err = said(capsys, "verify", run)
     line = r"{}: whole; 51 arrays, 28\.06 kB, state [0-9a-f]{{16}}, \d+\.\d s\n"
     assert (status, err) == (0, "") and re.fullmatch(line.format(1) + line.format(2), out), out

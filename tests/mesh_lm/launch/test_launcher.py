@@ -141,7 +141,7 @@ def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out = ended(process)
     assert process.returncode == 137 and not alive(worker["pid"]), out
-    assert len(lives(tmp_path)) == 1, "a run that was told to end is not started again"
+    assert len(lives(tmp_path)) == 1, "a run that was asked to end is not restarted"
 
 
 def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:

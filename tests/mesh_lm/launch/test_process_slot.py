@@ -111,7 +111,7 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
     assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
-    assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: the CPU's device is each one's own"
+    assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: each worker has its own CPU device"
     with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
 
