@@ -166,7 +166,7 @@ def test_an_optimizer_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint"):
         mesh_lm.train(half)
     assert mesh_lm.train(half, optimizer=SignDescent).losses == by_class.losses
-    with pytest.raises(ConfigError, match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; a rule has what"):
+    with pytest.raises(ConfigError, match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; implement"):
         mesh_lm.train(config, optimizer={1: 2})  # pyright: ignore[reportArgumentType]
 
 

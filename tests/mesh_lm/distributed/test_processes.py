@@ -252,7 +252,7 @@ def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
     )
     assert process.returncode == 0 and process.stdout.count("Namespaces are one honking great idea") == 2
     process = subprocess.run([sys.executable, "-m", "mesh_lm.launch", "--per-node=2"], env=environment(), capture_output=True, text=True)
-    assert process.returncode == 2 and "name a Python script, such as train.py, or -m and a module" in process.stderr
+    assert process.returncode == 1 and "name a Python script, such as train.py" in process.stderr
 
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
