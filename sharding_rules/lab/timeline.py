@@ -175,7 +175,7 @@ class _Prices:
         return self.target.flops.get("f8" if dtype.startswith("f8") else dtype, self.target.flops["bf16"])
 
     def _memory(self, instruction: Instruction) -> float:
-        """Returns the microseconds of reading the operands and writing the result once. Of an array that a fusion only slices, or updates in
+        """Returns the microseconds of reading the operands and writing the result once. Of an array that a fusion slices, or updates in
         place, the slice counts."""
         inside = [one for name in instruction.called for one in self.module.computations.get(name, ())]
         if not inside:
