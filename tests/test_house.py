@@ -65,6 +65,13 @@ def test_files_are_short() -> None:
     assert not too_long
 
 
+def test_functions_fit_on_a_screen() -> None:
+    """No function of the product is longer than 60 lines, its docstring included."""
+    functions = ((p, node) for p in FILES for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.FunctionDef))
+    lengths = {f"{p.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for p, node in functions}
+    assert not {name: n for name, n in lengths.items() if n > 60}
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [

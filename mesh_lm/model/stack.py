@@ -115,16 +115,12 @@ def run_segment(
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
     n, period = rows.size, segment.period
-
-    def periods(tree: Any) -> Any:
-        return tree if period == 1 else jax.tree.map(lambda w: w.reshape(n // period, period, *w.shape[1:]), tree)
-
     # With remat, each layer reads its row of weights inside the rematerialised function: read outside, the weights would be saved as
     # residuals, a copy of the model. Without remat the scan slices them, and the backward pass reads the stack itself.
     by_row, stacks, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
     if not by_row:
-        stacks = periods(jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
-    sink_stacks = periods(nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
+        stacks = _by_period(period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    sink_stacks = _by_period(period, nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
 
     # The conditional is inside the rematerialised function for the same reason.
     def layer(x: jax.Array, cache: Any, stack: Any, sunk: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
@@ -162,9 +158,18 @@ def run_segment(
         return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
 
     (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, sink_stacks, jnp.arange(0, n, period)))
+    return x, cache, _totals(segment.name, by_layer)
+
+
+def _by_period(period: int, tree: Any) -> Any:
+    """A tree of stacks [n, ...] as [n / period, period, ...]; unchanged for a period of 1."""
+    return tree if period == 1 else jax.tree.map(lambda w: w.reshape(-1, period, *w.shape[1:]), tree)
+
+
+def _totals(segment: str, by_layer: Sums) -> Sums:
+    """The sums of a segment, from those of its layers, [periods, period, ...]: scalars added up, arrays with the layers in front."""
     scalars = {name: values.sum() for name, values in by_layer.items() if values.ndim == 2}
-    arrays = {f"{segment.name}/{name}": values.reshape(n, *values.shape[2:]) for name, values in by_layer.items() if values.ndim > 2}
-    return x, cache, scalars | arrays
+    return scalars | {f"{segment}/{name}": values.reshape(-1, *values.shape[2:]) for name, values in by_layer.items() if values.ndim > 2}
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -61,24 +61,12 @@ def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] 
 @overload
 def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **features: Unpack[Features]) -> tuple[Array, Array]: ...
 def flash_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
-    q_offset: int | Array = 0,
-    sinks: Array | None = None,
-    block_mask: BlockMask | None = None,
-    return_lse: bool = False,
-    implementation: Literal["mosaic", "cudnn", "xla"] | None = None,
-    platform: str | None = None,
+    q: Array, k: Array, v: Array, *, causal: bool = True, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, segment_ids: Array | None = None, kv_segment_ids: Array | None = None, q_offset: int | Array = 0,
+    sinks: Array | None = None, block_mask: BlockMask | None = None, return_lse: bool = False,
+    implementation: Literal["mosaic", "cudnn", "xla"] | None = None, platform: str | None = None,
     capability: tuple[int, int] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, Array]:  # fmt: skip
     """Softmax attention with O(S) memory: softmax(scale * q k^T) v over the visible keys of each query.
 
     Args:
@@ -108,22 +96,9 @@ def flash_attention(
     Raises ValueError with every fault of the arguments, `Unsupported` if `implementation` cannot serve the call.
     """
     problem = describe_attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_offset=q_offset,
-        sinks=sinks,
-        block_mask=block_mask,
-        return_lse=return_lse,
-        platform=platform,
-        capability=capability,
-    )
+        q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
+        q_offset=q_offset, sinks=sinks, block_mask=block_mask, return_lse=return_lse, platform=platform, capability=capability,
+    )  # fmt: skip
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
     choice = choose_attention(problem)

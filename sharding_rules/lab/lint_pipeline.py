@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sharding_rules.lab.lint_context import Finding, LintContext
-from sharding_rules.lab.report import SCALAR, Copy, Location
+from sharding_rules.lab.report import SCALAR, Collective, Copy, Location
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import MEMORY
 
@@ -31,11 +31,8 @@ def stage_branches(context: LintContext) -> Iterator[Finding]:
 
 def exposed_hops(context: LintContext) -> Iterator[Finding]:
     """Sends from stage to stage with no matmul between their start and their done: at best they lie beside writes of a stash."""
-    axis = context.vocabulary.pipeline_axis
     for one in context.report.collectives:
-        if one.kind != "collective-permute" or axis not in one.axes or not one.loops or one.conditional or one.payload < SCALAR:
-            continue
-        if not one.flops_hidden_behind:
+        if is_exposed_hop(context, one):
             text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind no matmul"
             neutral = (
                 "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is above XLA's limit, 76 % of the memory, "
@@ -43,6 +40,12 @@ def exposed_hops(context: LintContext) -> Iterator[Finding]:
             )
             fix = context.vocabulary.fix("exposed-hop", neutral)
             yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
+
+
+def is_exposed_hop(context: LintContext, one: Collective) -> bool:
+    """Whether a collective is a stage's send to the next stage, in every tick, that no matmul hides."""
+    hop = one.kind == "collective-permute" and context.vocabulary.pipeline_axis in one.axes and bool(one.loops)
+    return hop and not one.conditional and one.payload >= SCALAR and not one.flops_hidden_behind
 
 
 def whole_hops(context: LintContext) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from sharding_rules.lab.lint_context import EXCHANGES, SUMS, Finding, LintContext, names_of
+from sharding_rules.lab.lint_pipeline import is_exposed_hop
 from sharding_rules.lab.report import SCALAR, Collective, Location
 from sharding_rules.lab.targets import TARGETS
 
@@ -67,7 +68,7 @@ def exposed(context: LintContext) -> Iterator[Finding]:
         return
     found: dict[tuple[tuple[str, ...], str], list[Collective]] = {}
     for one in report.collectives:
-        if one.nodes > 1 and one.exposed > 0:
+        if one.nodes > 1 and one.exposed > 0 and not is_exposed_hop(context, one):  # such a hop has a finding of its own
             found.setdefault((one.axes, _when(context, one)), []).append(one)
     for (axes, when), each in found.items():
         share = sum(one.exposed for one in each) / report.timeline.step

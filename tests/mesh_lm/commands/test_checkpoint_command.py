@@ -256,9 +256,8 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         (["diff", run, tmp_path / "empty"], "no checkpoint in .*/empty/checkpoints"),
         (["ls", tmp_path], "holds no checkpoints; name a run's output"),
         (["verify", run, "--step=9"], "no --step=9; there are 1, 2"),
-        (["verify"], "the following arguments are required: path; see python -m mesh_lm.checkpoint verify --help"),
-        (["list", run], "invalid choice: 'list'"),
-        ([], "the following arguments are required: ls | verify | diff"),
+        (["list", run], "needs one of ls, verify, diff, not list"),
+        ([], "needs one of ls, verify, diff, not nothing"),
     ):
         status, out, err = said(capsys, *argv)
         assert (

@@ -109,7 +109,13 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_files_are_filled_in_order() -> None:
-    assert weights_out._cut([("a", 3), ("b", 4), ("c", 4), ("d", 99), ("e", 1)], 8) == [{"a": 3, "b": 4}, {"c": 4}, {"d": 99}, {"e": 1}]
+    sizes = [("a", 3), ("b", 4), ("c", 4), ("d", 99), ("e", 1)]
+    assert weights_out._split_into_files(sizes, 8) == [
+        {"a": 3, "b": 4},
+        {"c": 4},
+        {"d": 99},
+        {"e": 1},
+    ]
 
 
 _ROTARY = {"vocab_size": 70, "vocab_multiple": 64, "seq_len": 16, "n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48,
