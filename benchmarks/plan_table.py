@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -203,23 +204,26 @@ def measured(subject: Subject, quick: bool) -> Row:
     import jax  # imported here, so that the process that starts the others stays small
 
     from mesh_lm.planning.program import compile_config, with_compilable_attention
+    from sharding_rules.lab.child import server
     from sharding_rules.lab.flags import options
 
-    marks: dict[str, float] = {}
+    lowered: list[float] = []
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
+            lowered.append(time.monotonic())  # the lab takes the program from JAX then, and compiles it in a child
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
     flags = options("pipeline") if config.mesh.pipeline > 1 else None  # as in a run with stages
     report = compile_config(config, TARGET, subject.devices, flags)
-    end, used = time.monotonic(), sum(os.times()[:4]) - used
+    end = time.monotonic()
+    server().close()  # the seconds of the child are known when its parent has ended
+    used = sum(os.times()[:4]) - used
     row: Row = {"name": subject.name, **about(config, subject.devices)}
     row |= {
-        "lower_s": marks["lowered"] - begin, "compile_s": marks["compiled"] - marks["lowered"], "read_s": end - marks["compiled"],
+        "lower_s": lowered[-1] - begin, "compile_s": report.compile_seconds, "read_s": end - lowered[-1] - report.compile_seconds,
         "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30, "instructions": report.instructions,
         "text_bytes": report.text_bytes,
     }  # fmt: skip
@@ -298,9 +302,9 @@ def least_bytes(config: Any) -> float | None:
 
 
 def resident() -> int:
-    """Returns this process's peak memory in bytes. ru_maxrss would include its parent's memory at the time of the fork."""
+    """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of this one would include its parent's."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024 if found else 0
 
 
 if __name__ == "__main__":

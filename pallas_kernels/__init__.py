@@ -1,4 +1,4 @@
-"""Attention and grouped matmul, each behind one door. Stands alone: needs jax and numpy only.
+"""Attention and grouped matmul, each with one public function. Depends on jax and numpy only.
 
 from pallas_kernels import flash_attention, grouped_matmul
 out_BSNH = flash_attention(q_BSNH, k_BTKH, v_BTKH, causal=True)

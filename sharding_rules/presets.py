@@ -28,7 +28,7 @@ PRESETS: dict[str, Rules] = {
         Rules("zero1", params=_WEIGHTS, activations=_DATA, gradients=_WEIGHTS, optimizer=_BY_DATA),
         Rules("zero2", params=_WEIGHTS, activations=_DATA, gradients=_BY_DATA, optimizer=_BY_DATA),
         # Megatron-LM's distributed optimizer, ZeRO-1 for any number of replicas: the layers use a copy of the weights in the compute type,
-        # and the fp32 weights and moments are padded vectors with a part on each replica.
+        # and the fp32 weights and moments are padded vectors that are sharded over the replicas.
         Rules("distributed", params=_WEIGHTS, activations=_DATA, optimizer={**_WEIGHTS, "flat": ("pipeline", "data")}),
         # ZeRO-3 / FSDP (arXiv 2304.11277): weights are sharded, too; each layer gathers its own when it runs.
         Rules("fsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": "fsdp"}),

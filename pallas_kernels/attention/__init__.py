@@ -1,4 +1,4 @@
-"""Attention: `api.py` is the door; `mosaic.py`, `cudnn.py` and `xla.py` stand behind it; `reference.py` is what they are tested against."""
+"""Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its implementations, `reference.py` the formula."""
 
 from pallas_kernels.attention.api import Choice, Unsupported, choose_attention, flash_attention
 from pallas_kernels.attention.block_mask import BlockMask

@@ -1,4 +1,4 @@
-"""The door to attention: one function, one rule for which implementation serves a call.
+"""The public attention function, and the choice of an implementation for a call.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
 """
@@ -13,26 +13,26 @@ from pallas_kernels.attention import cudnn, mosaic, xla
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import AttentionProblem, describe_attention
 
-# In the order of preference. The last one serves every valid problem.
+# In order of preference. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
 
 
 class Unsupported(ValueError):
-    """The implementation asked for cannot serve this call; the message says why."""
+    """Raised if the named implementation cannot serve a call; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that serves a problem, and why each of the others cannot."""
+    """The implementation for a problem, with the reasons why others cannot serve it."""
 
     name: str
     rejected: Mapping[str, str]
 
 
 def choose_attention(problem: AttentionProblem) -> Choice:
-    """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons of those that cannot. Pure.
+    """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons against those that cannot. Pure.
 
-    To ask without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
+    Without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
     """
     reasons = {name: implementation.unsupported_reason(problem) for name, implementation in IMPLEMENTATIONS.items()}
     name = next(name for name, reason in reasons.items() if reason is None)
@@ -40,7 +40,7 @@ def choose_attention(problem: AttentionProblem) -> Choice:
 
 
 class Features(TypedDict, total=False):
-    """The keywords of `flash_attention` but `return_lse`, for type checkers."""
+    """The keywords of `flash_attention` except `return_lse`, for type checkers."""
 
     causal: bool
     scale: float | None
@@ -92,8 +92,8 @@ def flash_attention(
       kv_segment_ids: integers [B, T], where the keys are not those of the queries; None means segment_ids.
       q_offset: position of query 0 counted from key 0; may be negative or traced. Without `causal` it has no effect.
       sinks: floats [N], a learned logit of each head that takes part in the softmax but has no value (gpt-oss,
-        arXiv 2508.10925). Give it to one only of the calls that `merge` puts together.
-      block_mask: which blocks of queries and keys see each other at all, static; the masks above cut what it leaves.
+        arXiv 2508.10925). Pass it to only one of the calls that `merge` combines.
+      block_mask: a static pattern of blocks of queries and keys that see each other; the masks above apply as well.
       return_lse: return the log-sum-exp too.
       implementation: None lets `choose_attention` decide.
       platform, capability: as in `describe_attention`.
@@ -105,7 +105,7 @@ def flash_attention(
 
     Shapes are those of one device: under a mesh, call it inside `jax.shard_map`.
 
-    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
+    Raises ValueError with every fault of the arguments, `Unsupported` if `implementation` cannot serve the call.
     """
     problem = describe_attention(
         q,

@@ -1,8 +1,8 @@
-"""Sparse attention by blocks: which block of queries sees which block of keys, fixed when the program is traced.
+"""Block-sparse attention: a pattern, static when the program is traced, of blocks of queries and keys that see each other.
 
 A block that is not visible costs nothing. `fixed` and `strided` are Sparse Transformers' patterns (Child et al. 2019,
-arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv 2007.14062), all with blocks for positions, as their
-authors' kernels have them. The other masks of a call (causal, window, segments) cut what a pattern leaves.
+arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv 2007.14062), all with blocks instead of positions, as in their
+authors' kernels. The other masks of a call (causal, window, segments) apply as well.
 """
 
 import dataclasses
@@ -11,21 +11,21 @@ from functools import cached_property
 import numpy as np
 
 MULTIPLE = 64
-"""Sizes of a block are multiples of this: the smallest tile that a GPU's matrix units like."""
+"""Block sizes are multiples of this, the smallest efficient tile of a GPU's matrix units."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A static pattern; equal patterns are equal and hash alike, so that it can be an argument of `jax.jit`.
+    """A static pattern. It compares and hashes by value, so that it can be a static argument of `jax.jit`.
 
-    Raises ValueError for a pattern of another type or rank, or another size of block.
+    Raises ValueError for a pattern of another type or rank, and for another block size.
     """
 
     visible: np.ndarray
     """bool [N or 1, ceil(S / size), ceil(T / size)]: by query head (1: the same for all), block of queries, block of keys. Blocks
     count from query 0 and key 0 of the call, whatever its `q_offset`."""
     size: int
-    """Positions in a block, of queries as of keys; a multiple of 64."""
+    """Positions in a block of queries or keys; a multiple of 64."""
 
     def __post_init__(self) -> None:
         visible = np.array(self.visible, order="C")
@@ -50,26 +50,28 @@ class BlockMask:
         return hash(self._key)
 
     def faults(self, S: int, T: int, N: int) -> list[str]:
-        """What is wrong with it for S queries, T keys and N query heads; empty: nothing."""
+        """The faults of the pattern for S queries, T keys and N query heads; empty: none."""
         want = (-(-S // self.size), -(-T // self.size))
         heads, *have = self.visible.shape
-        found = []
+        faults = []
         if tuple(have) != want:
-            found.append(f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} keys need {want[0]} x {want[1]}")
+            faults.append(
+                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} keys need {want[0]} x {want[1]}"
+            )
         if heads not in (1, N):
-            found.append(f"block_mask has {heads} heads; it must have 1 (for all) or {N}")
-        return found
+            faults.append(f"block_mask has {heads} heads; it must have 1 (for all) or {N}")
+        return faults
 
     def dense(self, S: int, T: int) -> np.ndarray:
-        """bool [N or 1, S, T], position by position."""
+        """The pattern by position, bool [N or 1, S, T]."""
         rows, keys = np.arange(S) // self.size, np.arange(T) // self.size
         return self.visible[:, rows[:, None], keys]
 
     @classmethod
     def fixed(cls, S: int, T: int | None = None, *, size: int = 128, stride: int, summary: int = 1, heads: int = 1) -> "BlockMask":
-        """Each query sees its own stretch of `stride` blocks, and of every stretch the last `summary` blocks.
+        """Each query sees its own stretch of `stride` blocks, and the last `summary` blocks of every stretch.
 
-        With several heads each has other summary blocks, one group before the last for every head, and so round.
+        With several heads, head i uses the i-th last group of `summary` blocks instead, modulo the number of groups.
         """
         row, key = _blocks(S, T, size)
         if not 1 <= summary <= stride:
@@ -81,14 +83,14 @@ class BlockMask:
 
     @classmethod
     def strided(cls, S: int, T: int | None = None, *, size: int = 128, stride: int) -> "BlockMask":
-        """Each query sees the blocks up to `stride` away, and all those that are a multiple of `stride` away."""
+        """Each query sees the blocks up to `stride` away, and those at multiples of `stride`."""
         row, key = _blocks(S, T, size)
         apart = np.abs(row - key)
         return cls((apart <= _at_least(1, stride=stride)) | (apart % stride == 0), size)
 
     @classmethod
     def sliding(cls, S: int, T: int | None = None, *, size: int = 128, blocks: int) -> "BlockMask":
-        """Each query sees the keys of its own block and of `blocks - 1` on either side."""
+        """Each query sees the keys of its own block and of `blocks - 1` blocks on either side."""
         row, key = _blocks(S, T, size)
         return cls(np.abs(row - key) < _at_least(1, blocks=blocks), size)
 
@@ -110,10 +112,10 @@ class BlockMask:
 
         Args:
           window_blocks: odd, its own block in the middle.
-          random_blocks: of those that it does not see already, drawn without repetition; all of them where there are fewer.
-          causal: draw from earlier blocks only. For calls that are causal, which would hide about half of the random blocks.
-          heads: how many draws, one a head.
-          seed: of the draws.
+          random_blocks: drawn without repetition from the blocks that a query does not see already; all of these if they are fewer.
+          causal: draw from earlier blocks only, for causal calls, which would hide about half of the random blocks.
+          heads: the number of heads, each with its own draw.
+          seed: for the draws.
         """
         row, key = _blocks(S, T, size)
         _at_least(0, global_blocks=global_blocks, random_blocks=random_blocks)
@@ -127,14 +129,14 @@ class BlockMask:
 
 
 def _blocks(S: int, T: int | None, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T / size)]."""
+    """Indices of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T / size)]."""
     T = S if T is None else T
     _at_least(1, S=S, T=T, size=size)
     return np.arange(-(-S // size))[None, :, None], np.arange(-(-T // size))[None, None]
 
 
 def _at_least(least: int, **values: int) -> int:
-    """The last of the values. Raises ValueError for one that is less."""
+    """The last of the values. Raises ValueError for a value less than `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"BlockMask: {name} must be at least {least}, got {value}")

@@ -1,7 +1,7 @@
-"""What a kernel costs, written where XLA's compiled program keeps it: XLA cannot look into a kernel.
+"""The cost of a kernel as metadata in XLA's compiled program, because XLA cannot analyse a kernel.
 
-Pallas's own `cost_estimate` does not get there on Mosaic GPU (jax 0.10.2 and 0.11.2 drop it); attributes of the call do. Any reader of
-the program finds `kernel` (a name), `kernel_flops` and `kernel_bytes` on the custom call.
+Pallas's own `cost_estimate` does not reach the program on Mosaic GPU (jax 0.10.2 and 0.11.2 drop it), but attributes of the call do: the
+custom call has `kernel` (a name), `kernel_flops` and `kernel_bytes`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pallas_kernels.attention.block_mask import BlockMask
 
 @contextlib.contextmanager
 def cost_metadata(kernel: str, *, flops: int, bytes_accessed: int) -> Iterator[None]:
-    """Around the call of a kernel. flops: of its matmuls; bytes_accessed: of device memory, each operand and result once."""
+    """Inside, calls of kernels get these costs. flops: of matmuls; bytes_accessed: of device memory, each operand and result once."""
     with set_xla_metadata(kernel=kernel, kernel_flops=int(flops), kernel_bytes=int(bytes_accessed)):
         yield
 
@@ -23,9 +23,9 @@ def cost_metadata(kernel: str, *, flops: int, bytes_accessed: int) -> Iterator[N
 def visible_pairs(
     S: int, T: int, *, causal: bool = True, window: int | None = None, q_offset: int | None = 0, block_mask: BlockMask | None = None
 ) -> float:
-    """Pairs of query and key that see each other, of one head (of the mean head, where a pattern differs by head).
+    """The number of pairs of query and key that see each other in one head (the mean over heads, if a pattern differs by head).
 
-    Without documents, which are data. An offset that is traced (None) counts as if queries and keys ended together.
+    Documents are ignored, because they are data. A traced offset (None) counts as if queries and keys ended together.
     """
     first = (T - S if q_offset is None else q_offset) + np.arange(S)
     stop = np.clip(first + 1, 0, T) if causal else np.full(S, T)
@@ -37,7 +37,7 @@ def visible_pairs(
     for i in range(rows):
         span = slice(i * size, (i + 1) * size)
         edges = np.arange(blocks + 1) * size
-        # Keys that each query of the block has in each block of keys.
+        # Keys that each query of the block sees in each block of keys.
         seen = np.clip(np.minimum(stop[span, None], edges[1:]) - np.maximum(start[span, None], edges[:-1]), 0, None)
         total += float(seen.sum(0) @ block_mask.visible[:, i].sum(0))
     return total / heads

@@ -1,4 +1,4 @@
-"""Attention over a set of keys from attention over its parts (ring attention, arXiv 2310.01889; split keys)."""
+"""Combines attention over disjoint sets of keys (ring attention, arXiv 2310.01889; split keys)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,13 @@ from jax import Array
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Joins the results of the same queries over two disjoint sets of keys.
+    """The attention of the same queries over the union of two disjoint sets of keys.
 
     Args: outputs [B, S, N, H] and log-sum-exps [B, S, N], as `flash_attention(..., return_lse=True)` returns them. Keep a
     running output in fp32: the result has the wider dtype of the two.
 
-    Returns the output and the log-sum-exp over the union. Differentiable in all four; a part that saw no key (-inf) has
-    no weight and gets zero gradients, and -inf stays -inf where neither saw one.
+    Returns the output and the log-sum-exp over the union. Differentiable in all four. A part without visible
+    keys (-inf) has weight 0 and zero gradients; without any visible key the log-sum-exp stays -inf.
     """
     top = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
     top = jnp.where(top == -jnp.inf, 0, top)

@@ -1,4 +1,4 @@
-"""Our own kernel for Hopper, `hopper/`, written in Pallas for Mosaic GPU: the door to it and what it can serve."""
+"""The kernel of this project for Hopper, in Pallas for Mosaic GPU (`hopper/`): what it can serve, and its call."""
 
 from jax import Array
 
@@ -7,9 +7,9 @@ from pallas_kernels.attention.problem import AttentionProblem
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Widths of a query's and of a value's head that the kernel has tiles for."""
 BLOCK = 128
-"""A block mask comes in multiples of this many positions: the kernel skips whole tiles of keys."""
+"""Block sizes of a block mask are multiples of this, because the kernel skips complete tiles of keys."""
 GRID = 65_535
-"""CUDA's limit of a grid's second and third dimension."""
+"""CUDA's limit for the second and third dimension of a grid."""
 
 
 def unsupported_reason(problem: AttentionProblem) -> str | None:
@@ -19,7 +19,7 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     on_gpu = problem.platform == "gpu"
     reasons = {
         f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
-        # Its instructions (wgmma) are those of sm_90a alone: neither older nor newer GPUs have them.
+        # Its instructions (wgmma) exist on sm_90a only, not on older or newer GPUs.
         f"it needs compute capability 9.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": on_gpu
         and problem.capability != (9, 0),
         f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),

@@ -1,4 +1,4 @@
-"""What an attention call asks for, as plain data: checked once, and all that the choice of an implementation may look at.
+"""An attention call as plain data, which is checked once, and on which the choice of an implementation depends.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim.
 """
@@ -23,9 +23,9 @@ class AttentionProblem:
     """One call without its arrays. Make it with `describe_attention`, which checks it."""
 
     platform: str
-    """Platform the program is compiled for: cpu, gpu, ..."""
+    """The platform that the program is compiled for: cpu, gpu, ..."""
     capability: tuple[int, int]
-    """CUDA compute capability, (9, 0) for Hopper. Of meaning on a gpu only."""
+    """CUDA compute capability, (9, 0) for Hopper. Used on gpu only."""
     dtype: str
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class AttentionProblem:
     window: int | None = None
     softcap: float | None = None
     q_offset: int | None = 0
-    """None: traced, not known when compiling."""
+    """None: traced, and so unknown when compiling."""
     segments: bool = False
     sinks: bool = False
     return_lse: bool = False
@@ -63,7 +63,7 @@ def describe_attention(
     """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be `jax.ShapeDtypeStruct`s.
 
     `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
-    `capability`: None means that of the first GPU here, and (8, 0) without one, as jax itself assumes; see `capability_of`.
+    `capability`: None means that of the first local GPU, or (8, 0) without one, as jax itself assumes; see `capability_of`.
 
     Raises ValueError with every fault found.
     """
@@ -94,14 +94,14 @@ def describe_attention(
 
 
 def capability_of(device: Any) -> tuple[int, int]:
-    """CUDA compute capability of a JAX device, also of one that is only compiled for; (0, 0) for what is no NVIDIA GPU."""
-    # An AMD GPU gives a name here, such as gfx942.
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    """CUDA compute capability of a JAX device, including a compile-only one; (0, 0) for anything but an NVIDIA GPU."""
+    # An AMD GPU has a name here, such as gfx942.
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(version[1]), int(version[2])) if version else (0, 0)
 
 
 def target_of(platform: str | None, capability: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
-    """Both as a `AttentionProblem` has them; what is None is this process's own, as `describe_attention` says."""
+    """(platform, capability) of the target device, with the defaults that `describe_attention` documents."""
     here = jax.default_backend()
     if capability is None:
         capability = capability_of(jax.local_devices()[0]) if here == "gpu" else (8, 0)

@@ -1,4 +1,4 @@
-"""Attention as its formula, dense: what the others are tested against.
+"""Dense attention by its formula, the reference of the tests.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim.
 """
@@ -26,7 +26,7 @@ def reference_attention(
     sinks: Array | None = None,
     block_mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
-    """Arguments as in `flash_attention`, unchecked; computed in fp32, fp64 for fp64 inputs, with memory O(S T).
+    """Attention in fp32 (fp64 for fp64 inputs), with memory O(S T). Arguments as in `flash_attention`, but unchecked.
 
     Returns out [B, S, N, Hv] and the log-sum-exp [B, S, N], both in that precision.
     """
@@ -52,7 +52,7 @@ def reference_attention(
     sink_N = jnp.full((N,), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
     top = jnp.maximum(jnp.where(mask, s_BNST, -jnp.inf).max(-1), sink_N[:, None])
     top = jnp.where(top == -jnp.inf, 0, top)
-    # The inner `where` keeps exp finite where the outer one drops it: 0 * inf in the gradient is nan.
+    # The inner `where` keeps exp finite in masked places: 0 * inf in the gradient would be nan.
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s_BNST - top[..., None], 0)), 0)
     total = p.sum(-1) + jnp.exp(sink_N[:, None] - top)
     safe = jnp.where(total == 0, 1, total)

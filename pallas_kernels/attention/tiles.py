@@ -1,7 +1,7 @@
-"""How the chunked attention of `xla.py` cuts its square into tiles, and what is visible in each.
+"""The tiles of the chunked attention of `xla.py`, and what is visible in each.
 
-The queries of one kv head form one matrix (the heads of a group below each other), so that grouped-query attention needs
-no code of its own: each row carries its position and its segment.
+The queries of one kv head form one matrix, with the heads of a group stacked, so that grouped-query attention needs no
+extra code: each row has its position and its segment.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, G = N/K, X any other dims,
 n chunks, R rows of a tile (G x chunk), C keys of a tile.
@@ -32,10 +32,10 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """All that is static about one call: the features, and the cut into chunks.
+    """The static part of a call: its features, and the division into chunks.
 
-    `unrolled`: S and T fit one chunk each; then the rows are cut into a few blocks, each against its own range of keys.
-    `block_mask`: every tile lies in one block of it, and `unrolled` is off.
+    `unrolled`: S and T fit one chunk each; then the rows are divided into a few blocks, each with its own range of keys.
+    `block_mask`: each tile is inside one block of it, and `unrolled` is off.
     """
 
     causal: bool
@@ -52,10 +52,11 @@ class TilePlan:
 
     @classmethod
     def of(cls, problem: AttentionProblem, q_chunk: int, kv_chunk: int) -> "TilePlan":
+        """The plan for a problem, with chunks of at most these sizes."""
         S, T, mask = problem.q_shape[1], problem.k_shape[1], problem.block_mask
         features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
         if mask is not None:
-            # The largest even parts of a block that the chunks asked for can be.
+            # The largest even parts of a block that are at most the chunks requested.
             q_chunk, kv_chunk = (
                 max(c for c in range(64, mask.size + 1, 64) if mask.size % c == 0 and c <= max(64, x)) for x in (q_chunk, kv_chunk)
             )
@@ -69,14 +70,16 @@ class TilePlan:
 
     @property
     def n_q(self) -> int:
+        """Query chunks."""
         return -(-self.S // self.q_chunk)
 
     @property
     def n_kv(self) -> int:
+        """Key chunks."""
         return -(-self.T // self.kv_chunk)
 
     def visible_keys(self, i: int) -> tuple[int, int]:
-        """The range of keys that some row of query chunk i may see: all of them when the offset is traced."""
+        """The range of keys that some row of query chunk i may see: all keys if the offset is traced."""
         if self.q_offset is None or not self.causal:
             return 0, self.T
         first = self.q_offset + i * self.q_chunk
@@ -98,13 +101,13 @@ class TilePlan:
         return [tile for tile in tiles if some_head[self.block_of(tile)]]
 
     def block_of(self, tile: Tile) -> tuple[int | Array, int | Array]:
-        """Where the mask has the tile: block of queries, block of keys."""
+        """The mask's block of queries and block of keys that contain a tile."""
         size = 1 if self.block_mask is None else self.block_mask.size
         return tile.i * self.q_chunk // size, tile.j * self.kv_chunk // size
 
 
 def _even(length: int, chunk: int) -> int:
-    """The chunk size that cuts `length` into as few pieces as `chunk` does, with little padding; matmuls like 16s."""
+    """The chunk size that divides `length` into as few pieces as `chunk` does, with little padding: a multiple of 16, for matmuls."""
     n = -(-length // chunk)
     return length if n == 1 else min(chunk, -(-length // (16 * n)) * 16)
 
@@ -131,7 +134,7 @@ def from_rows(x_nBKRX: Array, S: int, N: int) -> Array:
 
 
 class Side(NamedTuple):
-    """Where the rows (or the keys) are: positions [n, R] and segments [n, B, R] of all chunks, or one chunk's."""
+    """Positions [n, R] and segments [n, B, R] of the rows (or the keys) of all chunks, or of one chunk."""
 
     position: Array
     segment: Array | None
@@ -142,17 +145,17 @@ class Side(NamedTuple):
 
 
 def sides(plan: TilePlan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array) -> tuple[Side, Side]:
-    """Rows and keys of all chunks; `q_offset` counts where the plan has none."""
+    """(rows, keys) of all chunks. `q_offset` is used if the plan has none."""
 
-    def cut(x: Array, n: int, chunk: int, fill: int) -> Array:
+    def chunked(x: Array, n: int, chunk: int, fill: int) -> Array:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill)
         return jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
 
     def rows(x: Array) -> Array:
-        return jnp.concatenate([cut(x, plan.n_q, plan.q_chunk, 0)] * G, axis=-1)
+        return jnp.concatenate([chunked(x, plan.n_q, plan.q_chunk, 0)] * G, axis=-1)
 
     def keys(x: Array) -> Array:
-        return cut(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION)
+        return chunked(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION)
 
     first = q_offset if plan.q_offset is None else plan.q_offset
     row_positions, key_positions = rows(first + jnp.arange(plan.S, dtype=jnp.int32)), keys(jnp.arange(plan.T, dtype=jnp.int32))
@@ -170,7 +173,7 @@ def visible(plan: TilePlan, tile: Tile, K: int, rows: Side, keys: Side) -> Array
     if rows.segment is not None and keys.segment is not None:
         conditions.append(rows.segment[:, None, :, None] == keys.segment[:, None, None, :])
     if plan.block_mask is not None and len(plan.block_mask.visible) > 1:
-        # Some head sees this tile: here are those that do not.
+        # Some head sees this tile; this masks those that do not.
         heads_N = jnp.asarray(plan.block_mask.visible)[:, *plan.block_of(tile)]
         conditions.append(jnp.repeat(heads_N.reshape(K, -1), plan.q_chunk, axis=1)[..., None])
     return functools.reduce(jnp.logical_and, conditions) if conditions else None

@@ -1,7 +1,7 @@
-"""Which tiles a Hopper kernel takes: a table, `tuning.json`, made by `autotune.py`.
+"""The tiles of the Hopper kernels, from the table `tuning.json`, which `pallas_kernels/dev/autotune.py` makes.
 
-Each row says what it is for (device, head_dims, dtype, causal, from a length on; null: any) and gives the tiles of the three kernels.
-The first row that fits serves, so that what was measured on a device stands above what merely compiles well.
+Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the three kernels. The first
+entry that matches is used, so entries measured on a device come before entries that were only compiled.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ PATH = Path(__file__).with_name("tuning.json")
 
 @dataclasses.dataclass(frozen=True)
 class TuningEntry:
-    """One line of the table."""
+    """An entry of the table."""
 
     head_dims: tuple[int, int]
-    """Widths of a query's and of a value's head."""
+    """Widths of the heads of queries and of values."""
     tiling: Tiling
     device: str | None = None
-    """Part of the device's name as JAX has it, such as H200."""
+    """A part of jax's device_kind, such as H200."""
     dtype: str | None = None
     causal: bool | None = None
     length: int = 0
-    """Serves from this many keys on."""
+    """The minimum number of keys."""
 
     def serves(self, problem: AttentionProblem, device: str) -> bool:
+        """Whether the entry's conditions hold for a problem on a device."""
         return (
             self.head_dims == (problem.q_shape[3], problem.v_shape[3])
             and (self.device is None or self.device in device)
@@ -46,7 +47,7 @@ class TuningEntry:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
-        """From a row of the file."""
+        """An entry from the file's JSON."""
         tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")})
         about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
@@ -54,18 +55,18 @@ class TuningEntry:
 
 @functools.cache
 def entries() -> tuple[TuningEntry, ...]:
-    """The table, in its order."""
+    """All entries, in the order of the table."""
     return tuple(TuningEntry.of(row) for row in json.loads(PATH.read_text())["rows"])
 
 
 def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:
-    """The tiles for `problem`. device: its name; None: the first GPU of this process, or none in particular.
+    """The tiles for `problem`. device: its device_kind; None: that of the first GPU of this process, if there is one.
 
-    Raises LookupError where no row serves; `mosaic.unsupported_reason` has said so before.
+    Raises LookupError if no entry matches; `mosaic.unsupported_reason` excludes such problems.
     """
     if device is None:
         device = jax.local_devices()[0].device_kind if jax.default_backend() == "gpu" else ""
-    found = next((row for row in entries() if row.serves(problem, device)), None)
-    if found is None:
+    entry = next((entry for entry in entries() if entry.serves(problem, device)), None)
+    if entry is None:
         raise LookupError(f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}")
-    return found.tiling
+    return entry.tiling

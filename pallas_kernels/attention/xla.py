@@ -3,12 +3,12 @@
 FlashAttention-2 (Dao, arXiv 2307.08691): online softmax over tiles of keys; the backward pass recomputes the
 probabilities from the log-sum-exp. Written by hand under `jax.custom_vjp`, since autodiff would keep every tile.
 
-Two walks over the same tiles (`tiles.py`):
-- S and T fit one chunk each: a few blocks of rows, each against its static range of keys, unrolled. No loop.
-- else one loop over the tiles in which something is visible. With a static `q_offset` that list is known when tracing,
-  so causal and windowed calls skip the others; with a traced one all tiles are walked. The trip count is static in both.
+It visits the tiles (`tiles.py`) in one of two ways:
+- If S and T fit one chunk each: a few blocks of rows, each with its static range of keys, unrolled without a loop.
+- Otherwise in one loop over the tiles in which something is visible. With a static `q_offset` these are known when
+  tracing, so causal and windowed calls skip the others; with a traced one all tiles are visited. The trip count is static.
 
-A `jax.checkpoint` policy can keep what the backward pass needs by the names "attention_out" and "attention_lse".
+A `jax.checkpoint` policy can save what the backward pass needs by the names "attention_out" and "attention_lse".
 
 Shape suffixes: those of `tiles.py`, H head dim (that of v for v and out).
 """
@@ -26,13 +26,13 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.attention.problem import AttentionProblem
 from pallas_kernels.attention.tiles import Side, Tile, TilePlan, from_rows, sides, take, to_rows, visible
 
-# Below every logit, yet finite: a maximum that starts here never makes inf - inf, even in rows that see no key.
+# Below every logit, but finite: a maximum that starts here never computes inf - inf, even in rows that see no key.
 _FLOOR = -1e30
 _T = TypeVar("_T")
 
 
 def unsupported_reason(problem: AttentionProblem) -> str | None:
-    """The reason why this implementation cannot serve a valid problem: there is none."""
+    """None: this implementation serves every valid problem."""
     return None
 
 
@@ -49,9 +49,9 @@ def attend(
     q_chunk: int = 512,
     kv_chunk: int = 512,
 ) -> tuple[Array, Array]:
-    """Serves a checked `problem`. Arrays as in `flash_attention`; `q_chunk` and `kv_chunk` are in positions.
+    """Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32 (fp64 for fp64).
 
-    Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32 (fp64 for fp64).
+    problem: describes these arrays, which are as in `flash_attention`. `q_chunk` and `kv_chunk` are in positions.
     """
     plan = TilePlan.of(problem, q_chunk, kv_chunk)
     sinks = None if sinks is None else sinks.astype(_accum(q))
@@ -67,7 +67,7 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
 
 
 class _State(NamedTuple):
-    """Online softmax of some rows: running maximum and sum [..., R], output before its division [..., R, H]."""
+    """Online softmax of some rows: running maximum and sum [..., R], output before normalisation [..., R, H]."""
 
     m: Array
     l: Array
@@ -80,13 +80,13 @@ class _State(NamedTuple):
         return _State(m, self.l * keep + p.sum(-1), self.acc * keep[..., None] + pv)
 
     def finish(self) -> tuple[Array, Array]:
-        """Output and log-sum-exp: 0 and -inf for rows that saw nothing."""
+        """(output, log-sum-exp): 0 and -inf for rows that see no key."""
         l = jnp.where(self.l == 0, 1, self.l)
         return self.acc / l[..., None], jnp.where(self.l == 0, -jnp.inf, self.m + jnp.log(l))
 
 
 def _start(plan: TilePlan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _State:
-    """A sink is a key without a value: the state that its rows start from."""
+    """The initial state of rows. A sink is a key without a value, which is the state that its rows start from."""
     B, K, R, _ = q_BKRH.shape
     acc = jnp.zeros((B, K, R, H), _accum(q_BKRH))
     if sinks_N is None:
@@ -97,7 +97,7 @@ def _start(plan: TilePlan, q_BKRH: Array, H: int, sinks_N: Array | None) -> _Sta
 
 
 def _logits(plan: TilePlan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side, keys: Side) -> tuple[Array, Array | None]:
-    """Masked logits [B, K, R, C], and the slope of the soft cap where there is one."""
+    """(masked logits [B, K, R, C], the slope of the soft cap, if there is one)."""
     s, slope = _dot("bkrh,bkch->bkrc", q_BKRH, k_BKCH) * plan.scale, None
     if plan.softcap is not None:
         t = jnp.tanh(s / plan.softcap)
@@ -107,13 +107,13 @@ def _logits(plan: TilePlan, tile: Tile, q_BKRH: Array, k_BKCH: Array, rows: Side
 
 
 def _walk(plan: TilePlan, add: Callable[[Tile, _T], _T], sums: _T) -> _T:
-    """Adds every tile to `sums` in a loop."""
+    """`sums` with every tile added, in a loop."""
     tiles = np.array([(tile.i, tile.j) for tile in plan.tiles()], np.int32).reshape(-1, 2)
     return jax.lax.scan(lambda y, ij: (add(Tile(ij[0], ij[1], 0, plan.kv_chunk), y), None), sums, tiles)[0]
 
 
 def _after(x: _T, previous: object) -> _T:
-    """x, not to be used before `previous` is there: so that unrolled tiles come one by one and share their memory."""
+    """x, unavailable before `previous` is computed, so that unrolled tiles run one by one and share memory."""
     return jax.lax.optimization_barrier((x, previous))[0]
 
 
@@ -169,7 +169,7 @@ def _forward(
 
 def _backward(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
     q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse = residuals
-    # Without it XLA would keep the logits of the forward pass rather than compute equal ones here.
+    # Without this barrier XLA would keep the logits of the forward pass instead of recomputing them here.
     q, lse = jax.lax.optimization_barrier((q, lse))
     dout, dlse = cotangents
     N, K = q.shape[2], k.shape[2]

@@ -1,1 +1,1 @@
-"""Tools for those who change the kernels: an interpreter for CPUs, what a compiled kernel uses, and the search for tiles."""
+"""Tools for kernel development: an interpreter for CPUs, the resources of compiled kernels, and the search for tile sizes."""

@@ -1,12 +1,11 @@
-"""Makes the tables of tiles: which tiles compile well, found without a GPU, and which of those are fastest, found with one.
+"""Makes the tables of tile sizes: those that compile well, which needs no GPU, and the fastest of them, which needs one.
 
-    python -m pallas_kernels.dev.autotune             # compiles every candidate for a GPU that is not here: candidates.json
-    python -m pallas_kernels.dev.autotune --measure   # on a Hopper GPU: times those that passed, puts the best into tuning.json
+    python -m pallas_kernels.dev.autotune             # compiles every candidate without a GPU: candidates.json
+    python -m pallas_kernels.dev.autotune --measure   # on a Hopper GPU: times those that pass, writes the best to tuning.json
 
-The first needs the extra `aot`. A candidate passes when it fits shared memory, spills no register, and keeps its wgmmas asynchronous,
-with no feature and with all of them.
-Without measurements tuning.json has the first candidate that passes: they come in the order in which larger blocks and deeper
-pipelines should win.
+The first needs the extra `aot`. A candidate passes if it fits shared memory, spills no registers, and keeps its wgmmas asynchronous, both
+without features and with all of them. Without measurements, tuning.json has the first candidate that passes: larger blocks and deeper
+pipelines come first.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 CANDIDATES = Path(__file__).with_name("candidates.json")
 LENGTHS = (2048, 16384)
-"""Sequence lengths that are timed, of 32,768 tokens and heads of 2,048 in all."""
+"""Sequence lengths to time, with 32,768 tokens and a total head width of 2,048."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Tiles of one kernel for one pair of head dims."""
+    """Tile sizes of one kernel for one pair of head dims."""
 
     kernel: Kernel
     head_dims: tuple[int, int]
@@ -52,7 +51,7 @@ class Candidate:
 
 
 def candidates() -> Iterator[Candidate]:
-    """All that is worth compiling, the more promising first."""
+    """All candidates, the more promising ones first."""
     for head_dims in HEAD_DIMS:
         for kernel in KERNELS:
             for block in (128, 64):  # which divide every block mask's blocks
@@ -61,7 +60,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
-    """The kernel alone, on arrays of whole tiles; lse to the base 2."""
+    """The outputs of the kernel alone, on arrays of complete tiles; lse to the base 2."""
     if candidate.kernel == "forward":
         return forward(spec, candidate.tiles, q, k, v, sides)
     arrays = (q, k, v, dout, lse, delta, {name: x for name, x in sides.items() if name != "sinks"})
@@ -71,18 +70,18 @@ def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any,
 
 
 def shapes(candidate: Candidate, S: int, B: int, N: int, K: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """The matrices and vectors of `run`: q, k, v, dout, lse, delta."""
+    """The shapes of q, k, v, dout, lse and delta for `run`."""
     H, V = candidate.head_dims
     matrices = [jax.ShapeDtypeStruct((B, S, heads, width), jnp.dtype(dtype)) for heads, width in ((N, H), (K, H), (K, V), (N, V))]
     return [*matrices, *[jax.ShapeDtypeStruct((B, N, S), jnp.float32)] * 2]
 
 
 def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | None = None, **features: Any) -> tuple[bool, dict[str, Any]]:
-    """Whether a candidate passes, causal with grouped heads unless `features` of Spec say otherwise, and what was found.
+    """(whether a candidate passes, its resources). Causal with grouped heads unless `features` of Spec say otherwise.
 
-    cache: a directory that keeps what compiling found.
+    cache: a directory that keeps the results of compilations.
 
-    Raises ValueError where the compiler is not installed, and what compiling raises unless it is that shared memory does not suffice.
+    Raises ValueError if the compiler is not installed, and errors of the compilation other than insufficient shared memory.
     """
     from pallas_kernels.dev.resources import resources
 
@@ -95,30 +94,30 @@ def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | No
     if spec.sinks:
         sides["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
     try:
-        found = resources(lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, N, K, dtype), cache=cache)
+        kernels = resources(lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, N, K, dtype), cache=cache)
     except ValueError as error:
         if "shared memory" not in str(error):
             raise
         return False, {"error": str(error)}
-    spills = sum(kernel.spill_stores + kernel.spill_loads for kernel in found)
-    serialised = sum("serialized" in warning for kernel in found for warning in kernel.warnings)
-    about = {
-        "registers": max(kernel.registers for kernel in found),
+    spills = sum(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
+    serialised = sum("serialized" in warning for kernel in kernels for warning in kernel.warnings)
+    summary = {
+        "registers": max(kernel.registers for kernel in kernels),
         "spills": spills,
-        "shared_memory": max(kernel.dynamic_shared for kernel in found),
-        "wgmma": sum(kernel.wgmma for kernel in found),
-        "tma": sum(kernel.tma_loads + kernel.tma_stores for kernel in found),
+        "shared_memory": max(kernel.dynamic_shared for kernel in kernels),
+        "wgmma": sum(kernel.wgmma for kernel in kernels),
+        "tma": sum(kernel.tma_loads + kernel.tma_stores for kernel in kernels),
         "serialised": serialised,
     }
-    return spills == 0 and not serialised, about
+    return spills == 0 and not serialised, summary
 
 
 EVERYTHING = {"window": 300, "softcap": 30.0, "segments": True, "sinks": True}
-"""The features that take registers and shared memory, together."""
+"""All features that need registers and shared memory."""
 
 
 def compile_all(cache: str | None) -> None:
-    """Writes candidates.json, and the rows of tuning.json that rest on no measurement."""
+    """Writes candidates.json, and the entries of tuning.json without a measurement."""
     lines = []
     for candidate in candidates():
         passes, about = compiles_well(candidate, cache=cache)
@@ -147,11 +146,12 @@ def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
 
 
 def as_data(tiles: Tiles) -> dict[str, int]:
+    """Tile sizes as JSON data."""
     return dataclasses.asdict(tiles)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """One line for each entry of a list, so that a change shows as the lines that changed."""
+    """Writes JSON with a line for each entry of a list, for readable diffs."""
     lists = ",\n".join(
         f' "{name}": [\n' + ",\n".join(f"  {json.dumps(line)}" for line in value) + "\n ]"
         if isinstance(value, list)
@@ -162,7 +162,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls: int = 10) -> float:
-    """Median time of one call among `repeats` rounds of `calls` each; compiled and warmed up before."""
+    """The median time of a call over `repeats` rounds of `calls`, after a first call that compiles and warms up."""
     jax.block_until_ready(call(*arrays))
     times = []
     for _ in range(repeats):
@@ -174,12 +174,12 @@ def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls
 
 
 def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
-    """Times every candidate that passed on this process's GPU, for `seconds` at most; rows for tuning.json, written as they are found.
+    """Times every candidate that passed on this process's GPU, for at most `seconds`. Returns entries for tuning.json, and writes them.
 
-    A row takes the place of an older one of the same device and shape; all others stay.
+    An entry replaces an older one of the same device and shape; all others stay.
     """
     device, started = jax.local_devices()[0].device_kind, time.monotonic()
-    found: list[dict[str, Any]] = []
+    new: list[dict[str, Any]] = []
     before = json.loads(tuning.PATH.read_text())["rows"]
     for head_dims, causal, length in order(lengths):
         best: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str
             timed = []
             for candidate in passing(kernel, head_dims):
                 if time.monotonic() - started > seconds:
-                    return found
+                    return new
                 timed.append((time_of(candidate, length, causal), candidate))
                 print(f"{candidate} causal={causal} length {length}: {timed[-1][0]:.3f} ms", flush=True)
             best[kernel] = min(timed, key=lambda pair: pair[0])
@@ -203,26 +203,26 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str
                 "ms": {kernel: round(ms, 4) for kernel, (ms, _) in best.items()},
             },
         }
-        found.append(row)
-        write(tuning.PATH, {"rows": merged(found, before)})
-    return found
+        new.append(row)
+        write(tuning.PATH, {"rows": merged(new, before)})
+    return new
 
 
-def merged(found: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of tuning.json: those found on one device, and those from before that none of them replaces."""
+def merged(new: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of tuning.json: new ones, measured on one device, and older ones that they do not replace."""
 
-    def subject(row: dict[str, Any]) -> tuple[Any, ...]:
+    def conditions(row: dict[str, Any]) -> tuple[Any, ...]:
         return row.get("device"), tuple(row["head_dims"]), row.get("causal"), row.get("length", 0)
 
-    replaced, devices = {subject(row) for row in found}, {row["device"] for row in found}
-    kept = [row for row in before if subject(row) not in replaced]
+    replaced, devices = {conditions(row) for row in new}, {row["device"] for row in new}
+    kept = [row for row in before if conditions(row) not in replaced]
     same = [row for row in kept if row.get("device") in devices]
-    # The first row that fits serves: of one device longer lengths come first.
-    return [*sorted([*found, *same], key=lambda row: -row.get("length", 0)), *(row for row in kept if row not in same)]
+    # The first entry that matches is used, so longer lengths of a device come first.
+    return [*sorted([*new, *same], key=lambda row: -row.get("length", 0)), *(row for row in kept if row not in same)]
 
 
 def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int]]:
-    """What to time, the most used first."""
+    """(head dims, causal, length) of each case to time, the most common first."""
     for head_dims in sorted(HEAD_DIMS, key=lambda dims: (dims != (128, 128), dims != (64, 64), dims)):
         for length in sorted(lengths, reverse=True):
             for causal in (True, False):
@@ -230,7 +230,7 @@ def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int
 
 
 def time_of(candidate: Candidate, length: int, causal: bool) -> float:
-    """Milliseconds on random data."""
+    """The milliseconds of a kernel on random data."""
     H, V = candidate.head_dims
     N, B = max(1, 2048 // V), max(1, 32768 // length)
     spec = Spec(length, length, 1 / math.sqrt(H), causal=causal)
@@ -242,9 +242,9 @@ def time_of(candidate: Candidate, length: int, causal: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="time on this machine's GPU what candidates.json lets pass")
+    parser.add_argument("--measure", action="store_true", help="time the candidates that pass on this machine's GPU")
     parser.add_argument("--seconds", type=float, default=300, help="with --measure: stop after this long (default 300)")
-    parser.add_argument("--cache", help="directory that keeps what compiling found")
+    parser.add_argument("--cache", help="directory that keeps the results of compilations")
     args = parser.parse_args()
     if not args.measure:
         compile_all(args.cache)

@@ -1,7 +1,7 @@
-"""What a Mosaic GPU kernel takes of an H100 that is not here: registers, spills, shared memory, and the instructions that matter.
+"""The resources of a Mosaic GPU kernel on an H100: registers, spills, shared memory, and counts of the important instructions.
 
-Needs XLA's compiler for CUDA and ptxas (the extra `aot`), no GPU and no driver. Instructions are counted in the PTX, which needs no
-disassembler; on the one kernel compared, jax's attention, wgmma and TMA loads were as many as HGMMA and UTMALDG in the machine code.
+It needs XLA's compiler for CUDA and ptxas (the extra `aot`), but no GPU and no driver. Instructions are counted in the PTX, which needs no
+disassembler; for the one kernel compared, jax's attention, the counts of wgmma and TMA loads equal HGMMA and UTMALDG in the machine code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Held while the process's environment tells Mosaic GPU to write down what it compiles."""
+"""Held while the environment of the process makes Mosaic GPU dump what it compiles."""
 _FORMAT = 1
-"""Of what is kept on disk."""
+"""The version of the cached results."""
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """One kernel. Bytes, unless said otherwise.
+    """The resources of one kernel, in bytes where not stated otherwise.
 
-    registers is per thread at launch; set_registers what setmaxnreg makes of it, as ("inc" | "dec", number), in the order of the PTX.
-    spill_stores and spill_loads are per thread, as ptxas counts them. warnings are ptxas's own lines: C7512 says that the wgmma
-    instructions are serialised.
+    registers: per thread at launch; set_registers: changes by setmaxnreg, as ("inc" | "dec", number), in the order of the PTX.
+    spill_stores and spill_loads: per thread, as ptxas counts them. warnings: lines of ptxas; C7512 means that wgmma instructions are
+    serialised.
     """
 
     name: str
@@ -59,40 +59,42 @@ class KernelResources:
 def resources(
     fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0), cache: str | os.PathLike[str] | None = None
 ) -> list[KernelResources]:
-    """Compiles fn for one GPU that is not here and reads what ptxas says of its Mosaic GPU kernels, in the order of compilation.
+    """The resources of fn's Mosaic GPU kernels, in the order of compilation. Compiles fn without a GPU.
 
     Args:
-      fn: a function of arrays, jitted or not; a kernel that it calls twice with the same shapes is compiled, and counted, once.
+      fn: a function of arrays, jitted or not. A kernel that it calls twice with the same shapes is compiled, and counted, once.
       shapes: its arguments, pytrees of jax.ShapeDtypeStruct.
-      capability: of the GPU: (9, 0) is Hopper.
+      capability: that of the GPU; (9, 0) is Hopper.
       cache: a directory that keeps the results by program and versions.
 
-    Raises ValueError where the compiler is not installed, or fn has no Mosaic GPU kernel; what lowering raises, such as a kernel whose
-    shared memory does not fit, passes through.
+    Raises ValueError if the compiler is not installed, and if fn has no Mosaic GPU kernel. Errors of the lowering, such as insufficient
+    shared memory, propagate.
     """
     sharding = SingleDeviceSharding(_device(capability))
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
     traced = jax.jit(lambda *args: fn(*args)).trace(*placed)
     kept = Path(cache) / f"kernels-{_key(traced.jaxpr, capability)}.json" if cache else None
     if kept and kept.exists():
-        return [_from_json(found) for found in json.loads(kept.read_text())]
+        return [_from_json(kernel) for kernel in json.loads(kept.read_text())]
     lowered = traced.lower()
     if not _kernels(program := lowered.compiler_ir()):
         raise ValueError(f"{getattr(fn, '__name__', fn)} lowers to no Mosaic GPU kernel")
     with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder, _dumping(folder):
-        _make_unknown(program)
+        _change_hashes(program)
         lowered.compile()
-        found = [_read(path) for path in sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
+        kernels = [_read(path) for path in sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
-    return found
+        kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]))
+    return kernels
 
 
 def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
-    """Of the traced program, which has neither addresses nor lines; what is lowered has both, and a count of kernels lowered before."""
+    """The cache key of a traced program. The lowered program would include addresses, lines and a count of earlier kernels."""
     if "inline_mgpu" in (text := str(jaxpr)):
-        raise ValueError("a kernel with inline_mgpu cannot be kept by its program: its Python function is not part of it; pass no cache")
+        raise ValueError(
+            "a kernel with inline_mgpu cannot be cached, because its Python function is not part of the program; pass no cache"
+        )
     program = re.sub(r"0x[0-9a-f]+", "", text)
     return hashlib.sha256(f"{_FORMAT} {jax.__version__} {capability}\n{program}".encode()).hexdigest()[:24]
 
@@ -100,7 +102,7 @@ def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
 @functools.cache
 def _device(capability: tuple[int, int]) -> Any:
     if not (importlib.util.find_spec("jax_cuda13_plugin") or importlib.util.find_spec("jax_cuda12_plugin")):
-        raise ValueError("compiling for a GPU that is not here needs XLA's compiler for CUDA; run: pip install 'mesh_lm[aot]'")
+        raise ValueError("compiling without a GPU needs XLA's compiler for CUDA; run: pip install 'mesh_lm[aot]'")
     fields = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152, "shared_memory_per_core": 233472,
         "threads_per_core_limit": 2048, "core_count": 132, "fpus_per_core": 128, "block_dim_limit_x": 2147483647,
@@ -119,7 +121,8 @@ def _device(capability: tuple[int, int]) -> Any:
 
 @contextlib.contextmanager
 def _dumping(folder: str) -> Iterator[None]:
-    """DUMP_TO also writes every pass's program, tens of megabytes: the only place that says how much dynamic shared memory is asked for."""
+    """Makes Mosaic GPU dump to a folder. DUMP_TO writes the program after every pass, tens of megabytes: the only source of the dynamic
+    shared memory of a launch."""
     wanted = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -135,28 +138,30 @@ def _dumping(folder: str) -> Iterator[None]:
 
 def _kernels(program: Any) -> list[Any]:
     """The calls of Mosaic GPU kernels in a StableHLO module."""
-    found, left = [], [program.operation]
+    calls, left = [], [program.operation]
     while left:
         operation = left.pop()
         if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == "mosaic_gpu_v2":
-            found.append(operation)
+            calls.append(operation)
         left += [inner.operation for region in operation.regions for block in region.blocks for inner in block.operations]
-    return found
+    return calls
 
 
-def _make_unknown(program: Any) -> None:
-    """Mosaic GPU compiles a kernel once per process, by the hash that its call carries, and says nothing the second time."""
+def _change_hashes(program: Any) -> None:
+    """Changes the hashes of kernels. Mosaic GPU compiles a kernel once per process and hash, and dumps nothing the second time."""
     salt = os.urandom(16)
     with program.context:
         for call in _kernels(program):
             config = {entry.name: entry.attr for entry in call.attributes["mhlo.backend_config"]}
             known = config["kernel_hash"].value_bytes
-            config["kernel_hash"] = ir.StringAttr.get(hashlib.sha256(known + salt).digest())  # calls of one kernel stay one kernel
+            config["kernel_hash"] = ir.StringAttr.get(
+                hashlib.sha256(known + salt).digest()
+            )  # calls of the same kernel still have the same hash
             call.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
 
 
 def _read(ptx: Path) -> KernelResources:
-    text, said, passes = ptx.read_text(), ptx.with_suffix(".ptxas").read_text(), ptx.with_suffix(".mlir-passes.log")
+    text, ptxas, passes = ptx.read_text(), ptx.with_suffix(".ptxas").read_text(), ptx.with_suffix(".mlir-passes.log")
 
     def number(pattern: str, where: str, default: int | None = None) -> int:
         if match := re.search(pattern, where):
@@ -170,19 +175,19 @@ def _read(ptx: Path) -> KernelResources:
     return KernelResources(
         name=re.sub(r"_\d+$", "", ptx.stem),
         threads=number(r"\.maxntid (\d+)", text),
-        registers=number(r"Used (\d+) registers", said),
-        stack=number(r"(\d+) bytes stack frame", said),
-        spill_stores=number(r"(\d+) bytes spill stores", said),
-        spill_loads=number(r"(\d+) bytes spill loads", said),
-        static_shared=number(r"(\d+) bytes smem", said, 0),
+        registers=number(r"Used (\d+) registers", ptxas),
+        stack=number(r"(\d+) bytes stack frame", ptxas),
+        spill_stores=number(r"(\d+) bytes spill stores", ptxas),
+        spill_loads=number(r"(\d+) bytes spill loads", ptxas),
+        static_shared=number(r"(\d+) bytes smem", ptxas, 0),
         dynamic_shared=number(r"dynamic_shared_memory_size %c(\d+)_i32", launch),
         wgmma=len(re.findall(r"\bwgmma\.mma_async\.", text)),
         tma_loads=len(re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::", text)),
         tma_stores=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global\.", text)),
         set_registers=tuple((way, int(n)) for way, n in re.findall(r"\bsetmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", text)),
-        warnings=tuple(line.strip() for line in said.splitlines() if "warning" in line.lower() or re.search(r"\(C\d+\)|serialized", line)),
+        warnings=tuple(line.strip() for line in ptxas.splitlines() if "warning" in line.lower() or re.search(r"\(C\d+\)|serialized", line)),
     )
 
 
-def _from_json(found: dict[str, Any]) -> KernelResources:
-    return KernelResources(**found | {"set_registers": tuple(map(tuple, found["set_registers"])), "warnings": tuple(found["warnings"])})
+def _from_json(data: dict[str, Any]) -> KernelResources:
+    return KernelResources(**data | {"set_registers": tuple(map(tuple, data["set_registers"])), "warnings": tuple(data["warnings"])})

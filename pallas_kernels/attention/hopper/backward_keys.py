@@ -1,6 +1,6 @@
 """The backward pass on Hopper: the gradients of keys and values.
 
-A tile of keys walks the queries of every head of its group, so that grouped-query attention needs no sum afterwards. Everything is
+A tile of keys visits the queries of every head of its group, so that grouped-query attention needs no sum afterwards. Everything is
 transposed: rows are keys, columns queries. Sizes as in `spec.py`.
 """
 
@@ -52,14 +52,14 @@ def dkv(
     sides: dict[str, Array | None],
     part: Part = "both",
 ) -> Refs:
-    """`dk` [B, T, K, H] and `dv` [B, T, K, V], or one of them; arguments as of `dq`, but the walks are of tiles of keys.
+    """`dk` [B, T, K, H] and `dv` [B, T, K, V], or one of them. Arguments as for `dq`, but with the walks of tiles of keys.
 
-    Where the heads are too wide for both sums to stay in registers, two calls make one each; s is then computed once more.
+    If the heads are too wide for both sums to stay in registers, two calls compute one each, and s is computed twice.
     """
     (B, S, N, H), (_, T, K, V) = q.shape, v.shape
     W, C, stages = COMPUTING, tiles.block, min(tiles.stages, N // K * (S // tiles.block))
     with_dk = part != "dv"
-    # What the last product of a step reads is held longest; where memory is short, the other gets fewer slots.
+    # The operand of the last product of a step is held longest; if memory is short, the other operand gets fewer slots.
     held, other = (C * H, C * V) if with_dk else (C * V, C * H)
     turns = stages
     stages, fewer = slots(stages, tiles.rows * (H + V if with_dk else max(H, V)), held, other)
@@ -73,7 +73,7 @@ def dkv(
         "v_s": matrix(WARPGROUP, V, v.dtype, (W,)) if with_dk or V != H else None,
         "q_s": matrix(C, H, q.dtype, (q_stages,)),
         "dout_s": matrix(C, V, q.dtype, (dout_stages,)),
-        # Each array takes a kilobyte at least, and wide heads leave but three: lse and delta share one, and so do all ids.
+        # Each array takes at least a kilobyte, and wide heads leave only three: lse and delta share one array, and so do all ids.
         "vectors_s": plgpu.SMEM((q_stages + dout_stages * with_dk, C), jnp.float32),
         "ids_s": plgpu.SMEM((tiles.rows + q_stages * C,), jnp.int32) if spec.segments else None,
         "here": plgpu.Barrier(num_arrivals=1 + with_dk + spec.segments, num_barriers=W),
@@ -84,7 +84,7 @@ def dkv(
     }
 
     def body(refs: Refs) -> None:
-        # Each warpgroup finds by itself where it is: in common, that would take registers before they are dealt out.
+        # Each warpgroup computes its own position: shared code would need registers before they are distributed.
         wg = warpgroup()
         pl.when(wg == W)(lambda: _Kernel(spec, tiles, N // K, part, refs).fetch())
         pl.when(wg < W)(lambda: _Kernel(spec, tiles, N // K, part, refs).compute(wg))
@@ -108,15 +108,15 @@ class _Kernel:
         self.douts = Ring(refs.dout_here, refs.dout_free, refs.dout_s.shape[0])
         H, V = refs.q.shape[3], refs.dout.shape[3]
         self.tight = tight({"both": H + V, "dk": H, "dv": V}[part], tiles.block, 2 if part == "both" else 1)
-        # The slope of a cap takes as many registers as dp: where they are few, dp is made once the slope is done with.
+        # The slope of a soft cap needs as many registers as dp: if they are few, dp is computed after the slope is used.
         self.late = self.tight and spec.softcap is not None
 
     def band(self) -> Band:
-        """Rows are keys."""
+        """The band with keys as rows."""
         return band_of(self.spec, self.refs).transposed
 
     def walk(self, head: Any) -> Walk:
-        """Of one query head. Queries that are not there have probability 0."""
+        """The walk of one query head. Padding queries have probability 0."""
         spec, refs = self.spec, self.refs
         return walk_of(self.tiles, self.band(), spec.T, spec.S, refs, self.batch, head, self.tile, pad_is_harmless=True)
 
@@ -130,7 +130,7 @@ class _Kernel:
         return self.refs.ids_s.at[pl.ds(self.tiles.rows + slot * self.tiles.block, self.tiles.block)]
 
     def fetch(self) -> None:
-        """Brings the queries of one head after the other, a few blocks ahead."""
+        """Loads the queries of the heads one after another, a few blocks ahead."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         refs, batch, C = self.refs, self.batch, self.tiles.block
 
@@ -184,8 +184,8 @@ class _Kernel:
             return tuple(x[...] for x in sums)
 
         widths = {"dk": refs.q.shape[3], "dv": refs.dout.shape[3]}
-        found = pl.run_scoped(sum_up, *(accumulator(widths[name]) for name in names))
-        self.store(wg, rows, Refs(zip(names, found, strict=True)))
+        sums = pl.run_scoped(sum_up, *(accumulator(widths[name]) for name in names))
+        self.store(wg, rows, Refs(zip(names, sums, strict=True)))
 
     def step(self, accs: Refs, walk: Walk, step: Any, turn: Any, wg: Any, row: Any) -> None:
         """One block of queries; `row`: the first key, where the block needs a mask. The last products stay in flight."""
@@ -204,7 +204,7 @@ class _Kernel:
             if not self.late:
                 dp()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if self.late else len(dp_ref))
-            # With that, the products that the step before left in flight are done too.
+            # After this, the products that the previous step left in flight are also done.
             pl.when(turn > 0)(lambda: self.give_last(turn - 1))
             mask = None
             if row is not None:
@@ -220,11 +220,11 @@ class _Kernel:
             if not dp_ref:
                 self.queries.give(turn)
                 return None
-            found = plgpu.wgmma_accumulator_load(dp_ref[0], wait_n=int(part == "both" and not self.tight))
+            dp_sum = plgpu.wgmma_accumulator_load(dp_ref[0], wait_n=int(part == "both" and not self.tight))
             delta = vector(self.delta_s(dout_slot), 1)
             if part == "dk":
                 self.douts.give(turn)
-            return (w * (found - spread(delta, s.shape, 1))).astype(refs.q.dtype)
+            return (w * (dp_sum - spread(delta, s.shape, 1))).astype(refs.q.dtype)
 
         ds = pl.run_scoped(gradient, *[accumulator(C)] * (1 if part == "dv" else 2))
         if ds is not None:
@@ -234,21 +234,21 @@ class _Kernel:
                 self.queries.give(turn)
 
     def give_last(self, turn: Any) -> None:
-        """Frees what the last products of a step have read."""
+        """Frees the slots that the last products of a step have read."""
         if self.part == "both" or (self.part == "dk" and not self.tight):
             self.queries.give(turn)
         if self.part != "dk":
             self.douts.give(turn)
 
-    def store(self, wg: Any, rows: Any, found: Refs) -> None:
-        """By way of the shared memory that the tile's own keys and values no longer need."""
+    def store(self, wg: Any, rows: Any, sums: Refs) -> None:
+        """Stores the sums through the shared memory of the tile's keys and values, which are no longer needed."""
         refs = self.refs
         room = {"dk": refs.k_s, "dv": refs.k_s if refs.v_s is None else refs.v_s}
-        if found.get("dk") is not None:
-            found = Refs(found | {"dk": found.dk * self.spec.scale})
-        for name, x in found.items():
+        if sums.get("dk") is not None:
+            sums = Refs(sums | {"dk": sums.dk * self.spec.scale})
+        for name, x in sums.items():
             room[name].at[wg][...] = x.astype(refs[name].dtype)
         plgpu.commit_smem()
-        for name in found:
+        for name in sums:
             plgpu.copy_smem_to_gmem(room[name].at[wg], refs[name].at[self.batch, rows, self.head])
         plgpu.wait_smem_to_gmem(0)

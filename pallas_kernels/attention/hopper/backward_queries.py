@@ -37,21 +37,21 @@ from pallas_kernels.attention.hopper.walk import Walk
 def dq(
     spec: Spec, tiles: Tiles, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, sides: dict[str, Array | None]
 ) -> Array:
-    """The gradient [B, S, N, H] of q [B, S, N, H]; k [B, T, K, H], v [B, T, K, V], dout [B, S, N, V], padded to whole tiles.
+    """The gradient [B, S, N, H] of q [B, S, N, H]; k [B, T, K, H], v [B, T, K, V], dout [B, S, N, V], padded to complete tiles.
 
-    lse, delta: fp32 [B, N, S]; lse to the base 2, +inf where a row is padding or saw nothing. sides: as of `forward`, without sinks.
+    lse, delta: fp32 [B, N, S]; lse to the base 2, +inf in rows that are padding or see no key. sides: as in `forward`, without sinks.
     """
     (B, S, N, H), T, V = q.shape, k.shape[1], v.shape[3]
     W, C, stages = COMPUTING, tiles.block, min(tiles.stages, T // tiles.block)
-    # Keys are needed twice, values once: where memory is short, it is the values that get fewer slots.
+    # Keys are read twice, values once: if memory is short, the values get fewer slots.
     stages, v_stages = slots(stages, tiles.rows * (H + V), C * H, C * V)
-    copies = 1 + spec.segments  # ids come with what they belong to
+    copies = 1 + spec.segments  # ids are loaded with their keys or queries
     scratch = {
         "q_s": matrix(WARPGROUP, H, q.dtype, (W,)),
         "dout_s": matrix(WARPGROUP, V, q.dtype, (W,)),
         "k_s": matrix(C, H, k.dtype, (stages,)),
         "v_s": matrix(C, V, v.dtype, (v_stages,)),
-        # Each array takes a kilobyte at least, and wide heads leave but three: lse and delta share one, and so do all ids.
+        # Each array takes at least a kilobyte, and wide heads leave only three: lse and delta share one array, and so do all ids.
         "vectors_s": plgpu.SMEM((2, W, WARPGROUP), jnp.float32),
         "ids_s": plgpu.SMEM((tiles.rows + stages * C,), jnp.int32) if spec.segments else None,
         "here": plgpu.Barrier(num_arrivals=3 + copies, num_barriers=W),
@@ -62,7 +62,7 @@ def dq(
     }
 
     def body(refs: Refs) -> None:
-        # Each warpgroup finds by itself where it is: in common, that would take registers before they are dealt out.
+        # Each warpgroup computes its own position: shared code would need registers before they are distributed.
         wg = warpgroup()
         pl.when(wg == W)(lambda: _Kernel(spec, tiles, N // k.shape[2], refs).fetch())
         pl.when(wg < W)(lambda: _Kernel(spec, tiles, N // k.shape[2], refs).compute(wg))
@@ -80,16 +80,16 @@ class _Kernel:
     def __init__(self, spec: Spec, tiles: Tiles, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.group, self.refs = spec, tiles, group, refs
         self.batch, self.head, tile = block_position()
-        # Where later queries see more, they come first, so that the last tiles of the grid are short.
+        # If later queries see more keys, they come first, so that the last tiles of the grid are short.
         self.tile = refs.q.shape[1] // tiles.rows - 1 - tile if spec.causal else tile
         self.keys = Ring(refs.k_here, refs.k_free, refs.k_s.shape[0])
         self.values = Ring(refs.v_here, refs.v_free, refs.v_s.shape[0])
         self.tight = tight(refs.q.shape[3], tiles.block, 1)
-        # The slope of a cap takes as many registers as dp: where they are few, dp is made once the slope is done with.
+        # The slope of a soft cap needs as many registers as dp: if they are few, dp is computed after the slope is used.
         self.late = self.tight and spec.softcap is not None
 
     def walk(self) -> Walk:
-        """Found by each warpgroup for itself: in common, it would take registers before they are dealt out."""
+        """The walk of this tile. Each warpgroup computes its own: shared code would need registers before they are distributed."""
         spec, refs = self.spec, self.refs
         return walk_of(self.tiles, band_of(spec, refs), spec.S, spec.T, refs, self.batch, self.head, self.tile)
 
@@ -100,7 +100,7 @@ class _Kernel:
         return self.refs.ids_s.at[pl.ds(self.tiles.rows + slot * self.tiles.block, self.tiles.block)]
 
     def fetch(self) -> None:
-        """Brings the keys and values, a few blocks ahead."""
+        """Loads the keys and values, a few blocks ahead."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         refs, walk, C = self.refs, self.walk(), self.tiles.block
         kv_head = lax.div(self.head, jnp.int32(self.group))
@@ -137,8 +137,8 @@ class _Kernel:
                 loop(0, walk.n)
             return acc[...]
 
-        found = pl.run_scoped(sum_up, accumulator(refs.q.shape[3]))
-        refs.q_s.at[wg][...] = (found * self.spec.scale).astype(refs.dq.dtype)
+        sums = pl.run_scoped(sum_up, accumulator(refs.q.shape[3]))
+        refs.q_s.at[wg][...] = (sums * self.spec.scale).astype(refs.dq.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.q_s.at[wg], refs.dq.at[self.batch, rows, self.head])
         plgpu.wait_smem_to_gmem(0)
@@ -159,7 +159,7 @@ class _Kernel:
                 dp()
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if self.late else 1)
             if not self.tight:
-                # With that, the product that the step before left in flight is done too.
+                # After this, the product that the previous step left in flight is also done.
                 pl.when(step > 0)(lambda: self.keys.give(step - 1))
             mask = None
             if row is not None:

@@ -1,4 +1,4 @@
-"""Attention on Hopper, differentiable: pads to whole tiles, finds what each tile visits, runs the kernels.
+"""Differentiable attention on Hopper: pads to complete tiles, selects the blocks that each tile visits, runs the kernels.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads.
 """
@@ -21,12 +21,12 @@ from pallas_kernels.attention.hopper.walk import lists, table
 from pallas_kernels.attention.problem import AttentionProblem
 
 _FAR = 2**30
-"""Beyond every sequence, and twice that is still an int32."""
+"""Longer than any sequence, and twice as much is still an int32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The cut of each kernel."""
+    """The tiles of each kernel."""
 
     forward: Tiles
     dq: Tiles
@@ -47,10 +47,10 @@ def attention(
     q_offset: int | Array = 0,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Serves a checked `problem`. Arrays as in `flash_attention`.
+    """Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32.
 
-    Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32. A `jax.checkpoint` policy can keep what the backward
-    pass needs by the names "attention_out" and "attention_lse".
+    problem: describes these arrays, which are as in `flash_attention`. A `jax.checkpoint` policy can save what the backward pass needs by
+    the names "attention_out" and "attention_lse".
     """
     spec = Spec(
         S=problem.q_shape[1],
@@ -79,10 +79,10 @@ def _attention(
 def _forward(
     spec: Spec, tiling: Tiling, q: Array, k: Array, v: Array, sinks: Array | None, ids: tuple[Array, Array] | None, offset: Array
 ) -> tuple[tuple[Array, Array], tuple]:
-    cut = tiling.forward
-    queries, keys = partial(_padded, multiple=cut.rows), partial(_padded, multiple=cut.block)
-    sides = {"sinks": sinks, **_sides(spec, cut, ids, offset, queries, keys)}
-    out, lse = forward(spec, cut, queries(q), keys(k), keys(v), sides)
+    tiles = tiling.forward
+    queries, keys = partial(_padded, multiple=tiles.rows), partial(_padded, multiple=tiles.block)
+    sides = {"sinks": sinks, **_sides(spec, tiles, ids, offset, queries, keys)}
+    out, lse = forward(spec, tiles, queries(q), keys(k), keys(v), sides)
     out, lse = checkpoint_name(out[:, : spec.S], "attention_out"), checkpoint_name(lse.swapaxes(1, 2)[:, : spec.S], "attention_lse")
     return (out, lse), (q, k, v, sinks, ids, offset, out, lse)
 
@@ -93,9 +93,9 @@ def _backward(spec: Spec, tiling: Tiling, residuals: tuple, cotangents: tuple[Ar
     empty = lse == -jnp.inf
     # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - jnp.where(empty, 0, dlse)
-    # Whole tiles of both kernels: what are rows to one are blocks to the other, and a tile's rows are a multiple of every block.
+    # Complete tiles of both kernels: the rows of one are the blocks of the other, and a tile's rows are a multiple of every block.
     queries = keys = partial(_padded, multiple=tiling.dq.rows)
-    # +inf makes every probability of a row 0: of one that saw nothing, or that is not there.
+    # +inf makes every probability of a row 0, for rows that see no key and for padding.
     lse_BNS = queries(jnp.where(empty, jnp.inf, lse), fill=jnp.inf).swapaxes(1, 2)
     sides = _sides(spec, tiling.dq, ids, offset, queries, keys)
     sides |= {f"{name}_kv": x for name, x in _sides(spec, tiling.dkv, ids, offset, queries, keys, by_key=True).items() if name in _WALKS}
@@ -120,31 +120,32 @@ _WALKS = ("table", "counts", "blocks")
 
 
 def _padded(x: Array, multiple: int, fill: float = 0) -> Array:
-    """x with its sequence (dim 1) filled up to a multiple."""
+    """x with its sequence (dim 1) padded to a multiple."""
     missing = -x.shape[1] % multiple
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill) if missing else x
 
 
 def _sides(
-    spec: Spec, cut: Tiles, ids: tuple[Array, Array] | None, offset: Array, queries: Any, keys: Any, by_key: bool = False
+    spec: Spec, tiles: Tiles, ids: tuple[Array, Array] | None, offset: Array, queries: Any, keys: Any, by_key: bool = False
 ) -> dict[str, Array | None]:
-    """What a kernel is given beside the matrices. by_key: its rows are keys."""
+    """The inputs of a kernel besides the matrices. by_key: whether its rows are keys."""
     sides: dict[str, Array | None] = dict.fromkeys(("table", "counts", "blocks", "offset", "q_ids", "k_ids"))
     if spec.traced:
         sides["offset"] = offset.reshape(1)
     if ids is not None:
         sides["q_ids"], sides["k_ids"] = queries(ids[0]), keys(ids[1])
     band = spec.band(offset if spec.traced else None)
-    n_rows, n_columns, found = spec.S, spec.T, ids or (None, None)
+    n_rows, n_columns, row_and_column_ids = spec.S, spec.T, ids or (None, None)
     how = {}
     if by_key:
-        # Queries that are not there have probability 0 (see _backward).
-        band, n_rows, n_columns, found, how = band.transposed, spec.T, spec.S, found[::-1], {"pad_is_harmless": True}
+        # Padding queries have probability 0 (see _backward).
+        band, n_rows, n_columns, how = band.transposed, spec.T, spec.S, {"pad_is_harmless": True}
+        row_and_column_ids = row_and_column_ids[::-1]
     if spec.block_mask is not None:
         visible = spec.block_mask.visible.swapaxes(1, 2) if by_key else spec.block_mask.visible
         static = None if spec.tabled else band
-        counts, blocks = lists(visible, spec.block_mask.size, static, n_rows, n_columns, cut.rows, cut.block, **how)
+        counts, blocks = lists(visible, spec.block_mask.size, static, n_rows, n_columns, tiles.rows, tiles.block, **how)
         sides["counts"], sides["blocks"] = jnp.asarray(counts), jnp.asarray(blocks)
     elif spec.tabled:
-        sides["table"] = table(band, n_rows, n_columns, cut.rows, cut.block, *found, **how)
+        sides["table"] = table(band, n_rows, n_columns, tiles.rows, tiles.block, *row_and_column_ids, **how)
     return sides

@@ -1,7 +1,7 @@
-"""The forward pass on Hopper: FlashAttention-3's plan (Shah et al., arXiv 2407.08608) in Pallas Mosaic GPU.
+"""The forward pass on Hopper: the algorithm of FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas Mosaic GPU.
 
-One warpgroup fetches keys and values by TMA, two compute 64 queries each. These take turns ("ping-pong"): while one has the tensor
-cores, the other does its softmax. Sizes as in `spec.py`.
+One warpgroup loads keys and values by TMA, two compute 64 queries each. These alternate ("ping-pong"): while one uses the tensor cores, the
+other computes its softmax. Sizes as in `spec.py`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from pallas_kernels.attention.hopper.walk import Walk
 
 
 def forward(spec: Spec, tiles: Tiles, q: Array, k: Array, v: Array, sides: dict[str, Array | None]) -> tuple[Array, Array]:
-    """out [B, S, N, V] and the log-sum-exp fp32 [B, N, S] of q [B, S, N, H], k [B, T, K, H], v [B, T, K, V], padded to whole tiles.
+    """out [B, S, N, V] and the log-sum-exp fp32 [B, N, S] of q [B, S, N, H], k [B, T, K, H], v [B, T, K, V], padded to complete tiles.
 
-    sides: `table`, or `counts` and `blocks` (see `walk.py`), `offset` int32 [1], `q_ids` int32 [B, S], `k_ids` int32 [B, T], `sinks` fp32
-    [N]; those that the spec has.
+    sides: those that the spec needs of `table`, or `counts` and `blocks` (see `walk.py`), `offset` int32 [1], `q_ids` int32 [B, S], `k_ids`
+    int32 [B, T], `sinks` fp32 [N].
     """
     (B, S, N, H), T, V = q.shape, k.shape[1], v.shape[3]
     W, C = COMPUTING, tiles.block
     kept = 2 * tiles.rows * (H if V == H else H + V)
-    ids = 3072 if spec.segments else 0  # of queries one kilobyte, of keys at most two
+    ids = 3072 if spec.segments else 0  # one kilobyte for queries, at most two for keys
     fitting = (SHARED_MEMORY - kept - ids) // (2 * C * (H + V))
     stages = min(tiles.stages, T // C, max(2, fitting))
-    copies = 1 + spec.segments  # ids come with what they belong to
+    copies = 1 + spec.segments  # ids are loaded with their keys or queries
     free = plgpu.Barrier(num_arrivals=W, num_barriers=stages)
     scratch = {
         "q_s": matrix(WARPGROUP, H, q.dtype, (W,)),
@@ -88,7 +88,7 @@ class _Kernel:
     def __init__(self, spec: Spec, tiles: Tiles, stages: int, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.stages, self.group, self.refs = spec, tiles, stages, group, refs
         self.batch, self.head, tile = block_position()
-        # Where later queries see more, they come first, so that the last tiles of the grid are short.
+        # If later queries see more keys, they come first, so that the last tiles of the grid are short.
         self.tile = refs.q.shape[1] // tiles.rows - 1 - tile if spec.causal else tile
         self.band = band_of(spec, refs)
 
@@ -98,11 +98,11 @@ class _Kernel:
         pl.when(wg < COMPUTING)(lambda: self.compute(wg))
 
     def walk(self) -> Walk:
-        """Found by each warpgroup for itself: in common, it would take registers before they are dealt out."""
+        """The walk of this tile. Each warpgroup computes its own: shared code would need registers before they are distributed."""
         return walk_of(self.tiles, self.band, self.spec.S, self.spec.T, self.refs, self.batch, self.head, self.tile)
 
     def fetch(self) -> None:
-        """Brings the keys and values, a few blocks ahead."""
+        """Loads the keys and values, a few blocks ahead."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         refs, walk, C = self.refs, self.walk(), self.tiles.block
         kv_head = lax.div(self.head, jnp.int32(self.group))
@@ -155,7 +155,7 @@ class _Kernel:
         self.store(wg, rows, *state)
 
     def turn(self) -> None:
-        """Waits for the other warpgroup to come to its own `turn`."""
+        """Waits until the other warpgroup reaches its own `turn`."""
         plgpu.barrier_arrive(self.refs.turn)
         plgpu.barrier_wait(self.refs.turn)
 
@@ -210,7 +210,7 @@ class _Kernel:
         return acc, m_new, l
 
     def store(self, wg: Any, rows: Any, acc: Array, m: Array, l: Array) -> None:
-        """Rows that saw nothing: output 0 and log-sum-exp -inf."""
+        """Normalises and stores the output and the log-sum-exp: 0 and -inf in rows that see no key."""
         refs = self.refs
         empty = l == 0
         l = jnp.where(empty, 1.0, l)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are compiled for: the static part of a call, the tiles, and the refs that a kernel works on.
+"""The static part of a call of the Hopper kernels, their tiles, and the refs that a kernel works on.
 
 Shape suffixes of the kernels: B batch, S query sequence and T key sequence (padded to whole tiles), N heads, K kv heads, H head dim of
 queries and keys, V that of values; Q query rows and C keys of one tile.
@@ -21,24 +21,24 @@ from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 from pallas_kernels.attention.hopper.walk import Band, Limits, Walk, limits
 
 LOG2E = math.log2(math.e)
-# Below every logit, yet finite: a maximum that starts here never makes inf - inf, even in rows that see no key.
+# Below every logit, but finite: a maximum that starts here never computes inf - inf, even in rows that see no key.
 FLOOR = -1e30
 WARPGROUP = 64
 """Rows of one wgmma; a tile has this many for each warpgroup that computes."""
 COMPUTING = 2
-"""Warpgroups that compute; one more fetches."""
+"""Warpgroups that compute; one more warpgroup loads."""
 REGISTERS = 240, 24
-"""Of a thread that computes and of one that fetches: 2 x 240 + 24 of the 512 for each of 128 threads."""
+"""Registers of a thread that computes and of one that loads: 2 x 240 + 24 of the 512 for each of 128 threads."""
 SHARED_MEMORY = 232_448 - 2048
-"""Bytes for matrices: what a block may have, less room for vectors and barriers."""
+"""Bytes for matrices: the limit of a block, minus room for vectors and barriers."""
 GRID = "_attention_batch", "_attention_head", "_attention_tile"
 THREAD = "_attention_warpgroup"
-"""Names that no mesh has: where one has an axis of the same name, jax takes the device's place on it for the block's, without a word."""
+"""Names that no mesh uses: for a mesh axis of the same name, jax silently returns the device's index instead of the block's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """One kernel's cut: 128 rows stay, blocks of `block` columns pass by, at most `stages` of them in shared memory at once."""
+    """Tile sizes of a kernel: 128 rows stay in place while blocks of `block` columns pass, at most `stages` of them in shared memory."""
 
     block: int
     stages: int
@@ -49,12 +49,13 @@ class Tiles:
 
     @property
     def rows(self) -> int:
+        """Rows of a tile."""
         return WARPGROUP * COMPUTING
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One call without its arrays and tiles. Lengths are the true ones."""
+    """One call without its arrays and tiles. Lengths are those without padding."""
 
     S: int
     T: int
@@ -63,51 +64,51 @@ class Spec:
     window: int | None = None
     softcap: float | None = None
     q_offset: int | None = 0
-    """None: traced; then the limits come as a table."""
+    """None: traced; then the limits come in a table."""
     segments: bool = False
     sinks: bool = False
     block_mask: BlockMask | None = None
 
     @property
     def tabled(self) -> bool:
-        """The limits of a tile are data."""
+        """Whether the limits of a tile are data."""
         return self.segments or self.traced
 
     @property
     def traced(self) -> bool:
-        """The band's offset is known to the run only."""
+        """Whether the band's offset is known at run time only."""
         return self.causal and self.q_offset is None
 
     @property
     def capped(self) -> float:
-        """Factor of the raw dot product before the cap; 1 where there is none."""
+        """Factor of the raw dot product before the soft cap; 1 without one."""
         return 1.0 if self.softcap is None else self.scale / self.softcap
 
     @property
     def to_log2(self) -> float:
-        """Factor that makes (capped) dot products logits to the base 2, so that probabilities are `exp2`: one instruction."""
+        """Factor from (capped) dot products to logits to the base 2, so that probabilities are `exp2`, one instruction."""
         return (self.scale if self.softcap is None else self.softcap) * LOG2E
 
     def band(self, offset: int | Array | None = None) -> Band:
-        """Rows are queries; `offset` counts where the spec has none."""
+        """The band with queries as rows. `offset` is used if the spec has none."""
         return Band.of(self.causal, self.window, (self.q_offset or 0) if offset is None else offset)
 
     def masks(self, length: int, block: int) -> bool:
-        """Whether any block of columns can need a mask."""
+        """Whether some block of columns may need a mask."""
         return self.causal or self.segments or length % block != 0
 
     def flops(self, B: int, N: int, width: int) -> int:
-        """Of matmuls over all visible pairs, `width` being the sum of what they contract or yield for each."""
+        """FLOPs of the matmuls over all visible pairs. width: the sum of the dimensions that they contract or produce per pair."""
         pairs = visible_pairs(self.S, self.T, causal=self.causal, window=self.window, q_offset=self.q_offset, block_mask=self.block_mask)
         return int(2 * B * N * pairs * width)
 
 
 SIDES = "table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks"
-"""What a kernel may be given beside the matrices."""
+"""Inputs that a kernel may have besides the matrices."""
 
 
 class Refs(dict[str, Any]):
-    """A kernel's refs by name; None for those that this call has not."""
+    """A kernel's refs by name; None for those that this call does not have."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -125,7 +126,7 @@ def launch(
     flops: int,
     **how: Any,
 ) -> Refs:
-    """Runs `body(refs)` as a Mosaic GPU kernel on what is not None; the outputs by name. `flops` is what it is said to cost."""
+    """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out. flops: metadata."""
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
     moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
@@ -150,41 +151,42 @@ def launch(
 
 
 def block_position() -> tuple[Any, Any, Any]:
-    """Batch element, head and tile of this block."""
+    """(batch element, head, tile) of this block."""
     batch, head, tile = (lax.axis_index(name) for name in GRID)
     return batch, head, tile
 
 
 def warpgroup() -> Any:
+    """The index of this warpgroup in its block."""
     return lax.axis_index(THREAD)
 
 
 def accumulator(columns: int) -> Any:
-    """Registers for the sums of 64 rows."""
+    """An accumulator in registers for 64 rows."""
     return plgpu.ACC((WARPGROUP, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def matrix(rows: int, columns: int, dtype: Any, copies: tuple[int, ...] = ()) -> Any:
-    """Shared memory for tiles [rows, columns] in the layout that wgmma and TMA share."""
+    """Shared memory for tiles [rows, columns], in a layout that both wgmma and TMA use."""
     wide = 64 if columns % 64 == 0 else 32
     transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(2 * wide))
     return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)
 
 
 def transposed(ref: Any) -> Any:
-    """The same shared memory read as its transpose."""
+    """A view of shared memory as its transpose."""
     return ref.transpose((1, 0))
 
 
 def band_of(spec: Spec, refs: Refs) -> Band:
-    """In the kernel; rows are queries."""
+    """The band inside the kernel, with queries as rows."""
     return spec.band(refs.offset[0] if spec.traced else None)
 
 
 def walk_of(tiles: Tiles, band: Band, n_rows: int, n_columns: int, refs: Refs, batch: Any, head: Any, tile: Any, **how: bool) -> Walk:
-    """The blocks of a tile, in the kernel: read from the lists of a block mask or from the table, or computed.
+    """The blocks of a tile, inside the kernel: read from the lists of a block mask or from the table, or computed.
 
-    n_rows, n_columns: the true lengths, of queries and keys or the other way round. how: as of `limits`.
+    n_rows, n_columns: lengths without padding, of queries and keys or vice versa. how: as for `limits`.
     """
     if refs.blocks is not None:
         row = head if refs.blocks.shape[0] > 1 else 0
@@ -197,18 +199,19 @@ def walk_of(tiles: Tiles, band: Band, n_rows: int, n_columns: int, refs: Refs, b
 
 
 def vector(ref: Any, axis: int) -> Array:
-    """A vector in shared memory as registers that spread along `axis` of a tile in wgmma's layout: 0 one value a row, 1 one a column."""
+    """A vector in shared memory, loaded into registers for `axis` of a tile in wgmma's layout: 0 one value a row, 1 one a column."""
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1 - axis))
 
 
 def spread(x: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
+    """A vector along `axis`, broadcast to the shape of a tile."""
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
 def opaque(x: Any) -> Any:
-    """x, of which the compiler must not know that it is the same in every step: it would keep what it derives from it in registers.
+    """x, hidden from the compiler: if it knew that x is the same in every step, it would keep values derived from it in registers.
 
-    Of an operand's address it derives a descriptor for every 16 columns, two registers each: 64 for heads of 256.
+    From an operand's address it derives a descriptor for every 16 columns, two registers each: 64 registers for heads of 256.
     """
     return lax.optimization_barrier(x)
 
@@ -216,11 +219,11 @@ def opaque(x: Any) -> Any:
 def hidden(
     band: Band, shape: tuple[int, int], row: Any, column: Any, row_ids: Array | None, column_ids: Array | None, n_columns: int
 ) -> Array | None:
-    """Where a tile that starts at (row, column) is invisible; None: nowhere. Rows and columns are the band's.
+    """Mask of the invisible elements of a tile that starts at (row, column) of the band; None: all are visible.
 
-    n_columns: the columns that exist, beyond which nothing is visible; 0: no limit.
+    n_columns: the number of columns, beyond which nothing is visible; 0: no limit.
     """
-    # One-dimensional, and not known to the compiler: it would keep their differences in registers, one for each element of the tile.
+    # One-dimensional, and hidden from the compiler, which would keep their differences in registers, one for each element of the tile.
     r = opaque(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)))
     c = spread(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0)), shape, 1)
     shift = row - column
@@ -233,7 +236,7 @@ def hidden(
         conditions.append(c >= n_columns - column)
     if row_ids is not None and column_ids is not None:
         conditions.append(spread(row_ids, shape, 0) != spread(column_ids, shape, 1))
-    found = None
+    mask = None
     for condition in conditions:
-        found = condition if found is None else found | condition
-    return found
+        mask = condition if mask is None else mask | condition
+    return mask

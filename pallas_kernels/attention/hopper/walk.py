@@ -1,11 +1,11 @@
-"""Which tiles of the square a kernel visits, and which of those it need not mask.
+"""The tiles that a kernel visits, and which of them need a mask.
 
-Attention here is a band: query r sees key c where `low <= c - r <= high` (causal: high = q_offset; window: low = q_offset - window
-+ 1), cut further by segments or by a static block mask. A kernel owns a tile of rows and walks blocks of columns: forward and dq own
-queries and walk keys, dk and dv own keys and walk queries, which is the same band seen from the other side.
+Attention is a band: query r sees key c if `low <= c - r <= high` (causal: high = q_offset; window: low = q_offset - window + 1), further
+restricted by segments or by a static block mask. A kernel owns a tile of rows and visits blocks of columns: forward and dq own queries and
+visit keys, dk and dv own keys and visit queries, for which the band is transposed.
 
-For each tile of rows the blocks come in two runs, first those in which everything is visible, then those that need a mask. The order of
-keys is free in a softmax, so one loop without a mask and one with it serve every pattern.
+For each tile of rows, the blocks in which everything is visible come first, then those that need a mask. The order of keys does not matter
+to a softmax, so a loop without a mask and a loop with one serve every pattern.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """Row r sees column c where low <= c - r <= high; None: no limit on that side. Arrays where the offset is traced."""
+    """Row r sees column c if low <= c - r <= high; None: no limit on that side. Arrays if the offset is traced."""
 
     low: int | Array | None
     high: int | Array | None
 
     @classmethod
     def of(cls, causal: bool, window: int | None, q_offset: int | Array) -> Band:
-        """Rows are queries, columns keys."""
+        """The band of a call, with queries as rows and keys as columns."""
         if not causal:
             return cls(None, None)
         return cls(None if window is None else q_offset - window + 1, q_offset)
@@ -49,13 +49,13 @@ class Limits(NamedTuple):
 
 
 def limits(band: Band, first: Any, last: Any, n_columns: int, block: int, *, pad_is_harmless: bool = False) -> Limits:
-    """Of the tile of rows first ... last, in blocks of `block` columns, of which n_columns exist. Ints, NumPy or traced int32 alike.
+    """The limits of the tile of rows first ... last, in blocks of `block` of n_columns columns. Accepts ints, NumPy and traced int32.
 
-    pad_is_harmless: columns beyond n_columns contribute nothing by themselves, so that a block with some may go unmasked.
+    pad_is_harmless: columns beyond n_columns contribute nothing by themselves, so that a block with padding needs no mask.
     """
     xp = np if all(isinstance(x, int | np.integer | np.ndarray | None) for x in (first, last, band.low, band.high)) else jnp
     n_blocks = -(-n_columns // block)
-    whole = n_blocks if pad_is_harmless else n_columns // block
+    complete = n_blocks if pad_is_harmless else n_columns // block
 
     def low(row: Any) -> Any:
         """The first column that `row` sees."""
@@ -72,8 +72,8 @@ def limits(band: Band, first: Any, last: Any, n_columns: int, block: int, *, pad
     start = xp.minimum(down(low(first)), stop)
     full_start = xp.minimum(down(low(last) + (block - 1)), stop)
     full_start = xp.maximum(full_start, start)
-    # high is None: whole blocks only, which n_columns // block has already said.
-    full_stop = whole if band.high is None else xp.minimum(down(high(first)), whole)
+    # If high is None, only complete blocks count, as n_columns // block does.
+    full_stop = complete if band.high is None else xp.minimum(down(high(first)), complete)
     return Limits(start, full_start, xp.maximum(xp.minimum(full_stop, stop), full_start), stop)
 
 
@@ -101,15 +101,15 @@ class Walk(NamedTuple):
 def table(
     band: Band, n_rows: int, n_columns: int, tile: int, block: int, row_ids: Array | None, column_ids: Array | None, **how: bool
 ) -> Array:
-    """The limits of every tile as int32 [B or 1, tiles, 4], for a traced offset or for segments: int32 ids [B, rows], [B, columns].
+    """The limits of every tile, int32 [B or 1, tiles, 4], for a traced offset or for segments: int32 ids [B, rows], [B, columns].
 
-    Segments that come in any order are right too; where they are sorted, or at least in runs, nothing invisible is visited.
+    Segments may be in any order. If they are sorted, or at least contiguous, no invisible block is visited.
     """
     i = jnp.arange(-(-n_rows // tile), dtype=jnp.int32)
-    found = limits(band, i * tile, jnp.minimum((i + 1) * tile, n_rows) - 1, n_columns, block, **how)
-    found = Limits(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), i.shape)[None] for x in found))
+    by_tile = limits(band, i * tile, jnp.minimum((i + 1) * tile, n_rows) - 1, n_columns, block, **how)
+    by_tile = Limits(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), i.shape)[None] for x in by_tile))
     if row_ids is None or column_ids is None:
-        return jnp.stack(found, -1)
+        return jnp.stack(by_tile, -1)
 
     def extremes(ids: Array, size: int) -> tuple[Array, Array]:
         ids = jnp.pad(ids, [(0, 0), (0, -ids.shape[1] % size)], mode="edge").reshape(ids.shape[0], -1, size)
@@ -121,11 +121,13 @@ def table(
     def between(start: Array, stop: Array) -> Array:
         return (j >= start[..., None]) & (j < stop[..., None])
 
-    meets = (row_min[:, :, None] <= column_max[:, None]) & (column_min[:, None] <= row_max[:, :, None]) & between(found.start, found.stop)
+    meets = (
+        (row_min[:, :, None] <= column_max[:, None]) & (column_min[:, None] <= row_max[:, :, None]) & between(by_tile.start, by_tile.stop)
+    )
     start, stop = _hull(meets)
     same = (row_min == row_max)[:, :, None] & (column_min == column_max)[:, None] & (row_min[:, :, None] == column_min[:, None])
-    full_start, full_stop = _hull(same & between(found.full_start, found.full_stop))
-    # Equal ids with others between them are no run: then everything is masked.
+    full_start, full_stop = _hull(same & between(by_tile.full_start, by_tile.full_stop))
+    # If blocks of equal ids are not contiguous, all blocks are masked.
     run = (same & between(full_start, full_stop)).sum(-1) == full_stop - full_start
     full_start, full_stop = (jnp.where(run & (full_stop > full_start), x, start) for x in (full_start, full_stop))
     return jnp.stack([start, full_start, full_stop, stop], -1).astype(jnp.int32)
@@ -134,10 +136,10 @@ def table(
 def lists(
     visible: np.ndarray, size: int, band: Band | None, n_rows: int, n_columns: int, tile: int, block: int, **how: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The walks of a static block mask: how many blocks [heads, tiles, 2] (unmasked, in all), and which [heads, tiles, most].
+    """The walks of a static block mask: the number of blocks [heads, tiles, 2] (unmasked, total), and their indices [heads, tiles, most].
 
-    visible: bool [heads, rows / size, columns / size], rows and columns as the kernel has them; tile and block divide size. band: None
-    where the limits are not known before the run: then every block gets the mask.
+    visible: bool [heads, rows / size, columns / size], with the kernel's rows and columns; tile and block divide size. band: None if the
+    limits are unknown before the run: then every block is masked.
     """
     if size % tile or size % block:
         raise ValueError(f"tiles of {tile} x {block} do not divide a mask's blocks of {size}")
@@ -145,8 +147,8 @@ def lists(
     seen = visible[:, i[:, None] * tile // size, j * block // size]
     full = np.zeros_like(seen)
     if band is not None:
-        found = limits(band, i * tile, np.minimum((i + 1) * tile, n_rows) - 1, n_columns, block, **how)
-        start, full_start, full_stop, stop = (np.broadcast_to(x, i.shape)[:, None] for x in found)
+        by_tile = limits(band, i * tile, np.minimum((i + 1) * tile, n_rows) - 1, n_columns, block, **how)
+        start, full_start, full_stop, stop = (np.broadcast_to(x, i.shape)[:, None] for x in by_tile)
         seen &= (j >= start) & (j < stop)
         full = seen & (j >= full_start) & (j < full_stop)
     # Unmasked blocks first, then the masked ones, then those that are not visited.
@@ -157,7 +159,7 @@ def lists(
 
 
 def _hull(marked: Array) -> tuple[Array, Array]:
-    """First marked index of the last dim and one past the last; 0, 0 where none is."""
+    """(first marked index of the last dimension, one past the last one); (0, 0) if none is marked."""
     n = marked.shape[-1]
     some = marked.any(-1)
     return jnp.where(some, marked.argmax(-1), 0), jnp.where(some, n - marked[..., ::-1].argmax(-1), 0)

@@ -1,20 +1,20 @@
-"""Mosaic GPU kernels on the CPU, checked as they run: no GPU, no compiler.
+"""Runs Mosaic GPU kernels on the CPU, and checks their synchronisation. Needs no GPU and no compiler.
 
     with interpreted():
         out = f(q, k, v)  # arrays on the CPU; f calls plgpu.kernel, in jit or not
 
-jax's own interpreter (plgpu.InterpretGPUParams) lacks what attention kernels use (pl.run_state, wgmma with an operand in registers), takes
-minutes where this one takes seconds, and hangs where a thread fails. This one evaluates the kernel's traced program in NumPy. Copies land
-when somebody waits for them, no earlier; asynchronous reads last until they are waited for. So it finds, as KernelError: a missing
+jax's own interpreter (plgpu.InterpretGPUParams) lacks features of attention kernels (pl.run_state, wgmma with an operand in registers),
+takes minutes instead of seconds, and hangs if a thread fails. This one evaluates the kernel's traced program in NumPy. A copy arrives when
+a thread waits for it, not before; an asynchronous read lasts until a thread waits for it. So it detects, with a KernelError: a missing
 barrier_wait, wgmma_wait, wait_smem_to_gmem or commit_smem, a buffer that is overwritten while in use, a phase that a thread missed,
-a deadlock, an index out of bounds. It knows nothing of layouts, registers and the size of shared memory: see pallas_kernels.dev.resources.
+a deadlock, an index out of bounds. It ignores layouts, registers and the size of shared memory: see pallas_kernels.dev.resources.
 
-What no kernel here uses it refuses, with a KernelError too, rather than guess:
+Features that the kernels of this project do not use are refused with a KernelError:
 
-- clusters: of more than one block, their barriers, copies to several of their blocks
+- clusters of more than one block, their barriers, and copies to several of their blocks
 - tensor memory (TMEM) and semaphores
 - copy_gmem_to_smem without a barrier; copy_smem_to_gmem with a reduction other than add
-- an array as an index (a gather), a reshape of a reference that would copy, any reference transform that it does not know
+- an array as an index (a gather), a reshape of a reference that would copy, any other unknown reference transform
 - axis_index of several axes at once, dot_general with batch dimensions
 - any primitive that is not in operations.py, primitives.py or machine.py
 """
@@ -38,33 +38,33 @@ from pallas_kernels.dev.interpreter.threads import KernelError
 __all__ = ["KernelError", "interpreted"]
 
 KNOWN = ("0.10.", "0.11.")
-"""The versions of jax whose internals this was written for: mpmd_map, its parameters, the primitives of Mosaic GPU."""
+"""The supported versions of jax. It uses internals of jax: mpmd_map, its parameters, the primitives of Mosaic GPU."""
 _FAULTS: list[list[KernelError]] = []
-"""Of each context that is open, innermost last: XLA hands an exception of a callback on as text only."""
+"""The errors of each open context, innermost last, because XLA passes on an exception of a callback as text only."""
 
 
 @dataclass(frozen=True)
 class _Interpreted:
-    """Marks what is traced inside the context, so that jit keeps it apart from what is traced outside."""
+    """Marks programs that are traced inside the context, so that jit caches them separately."""
 
     seed: int | None
 
 
 @contextlib.contextmanager
 def interpreted(seed: int | None = None) -> Iterator[None]:
-    """Inside, plgpu.kernel programs that run on the CPU are interpreted.
+    """A context in which plgpu.kernel programs that run on the CPU are interpreted.
 
     Args:
-      seed: None: a warpgroup runs until it must wait. A number: warpgroups take turns at random, another order for another seed.
+      seed: None: a warpgroup runs until it must wait. A number: warpgroups alternate at random, in an order that depends on the seed.
 
-    Until the context ends, jax's internals have a lowering rule of ours for Pallas programs on the CPU, and the interpret mode of Pallas is
-    set to a mark of ours, which is part of the key under which jax keeps traces and compiled programs. Nothing else of jax is changed.
+    Inside the context, jax has a lowering rule of this module for Pallas programs on the CPU, and the interpret mode of Pallas has a value
+    of this module, which is part of the key under which jax caches traces and compiled programs. Nothing else in jax is changed.
 
-    Raises ValueError for a version of jax it does not know. The first fault of a kernel that has run is raised as KernelError when the
-    context ends, whatever became of jax's own exception: wait for the results inside.
+    Raises ValueError for an unsupported version of jax. The first error of a kernel is raised as KernelError when the context ends,
+    whatever happened to jax's own exception: block on the results inside.
     """
     if not jax.__version__.startswith(KNOWN):
-        raise ValueError(f"the interpreter knows jax {', '.join(k + 'x' for k in KNOWN)}, this is {jax.__version__}")
+        raise ValueError(f"the interpreter supports jax {', '.join(k + 'x' for k in KNOWN)}, and this is {jax.__version__}")
     mode, rules = config.pallas_tpu_interpret_mode_context_manager, mlir._platform_specific_lowerings["cpu"]
     faults: list[KernelError] = []
     outer, outer_rule = mode.swap_local(_Interpreted(seed)), rules.get(mpmd.mpmd_map_p)

@@ -1,4 +1,4 @@
-"""Runs the traced program of a Mosaic GPU kernel on NumPy arrays: a generator per warpgroup and one scheduler, no threads of the system."""
+"""Runs the traced program of a Mosaic GPU kernel on NumPy arrays, with a generator per warpgroup and a scheduler instead of OS threads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pallas_kernels.dev.interpreter.threads import Block, KernelError, Steps, Th
 def run_kernel(
     name: str, jaxpr: Any, mesh: Any, arrays: Sequence[np.ndarray], out_types: Sequence[Any], aliases: Mapping[int, int], seed: int | None
 ) -> tuple[np.ndarray, ...]:
-    """The outputs of a kernel, block after block. Raises KernelError.
+    """The outputs of a kernel. Runs its blocks one after another. Raises KernelError.
 
     Args:
-      jaxpr: the kernel's program: references to the operands, then to the outputs.
+      jaxpr: the kernel's program; its arguments are references to the operands, then to the outputs.
       mesh: the kernel's plgpu.Mesh.
-      aliases: operand -> the output that starts as a copy of it.
-      seed: None: a thread runs until it must wait; a number: threads take turns at random.
+      aliases: operand -> the output that is initialised with it.
+      seed: None: a thread runs until it must wait; a number: threads alternate at random.
     """
     names = [str(v) for v in getattr(jaxpr.debug_info, "arg_names", None) or ()] or [f"operand {i}" for i in range(len(arrays))]
     outputs = [MemoryRef(f"output {i}", blank(t.shape, t.dtype)) for i, t in enumerate(out_types)]
@@ -42,10 +42,10 @@ def run_kernel(
     axes = (*mesh.grid_names, *mesh.cluster_names)
     order = random.Random(seed) if seed is not None else None
     for point in itertools.product(*map(range, (*mesh.grid, *mesh.cluster))):
-        place = dict(zip(axes, point, strict=True))
-        where = f"{name}, block {', '.join(f'{k}={v}' for k, v in place.items() if isinstance(k, str)) or point}"
+        position = dict(zip(axes, point, strict=True))
+        where = f"{name}, block {', '.join(f'{k}={v}' for k, v in position.items() if isinstance(k, str)) or point}"
         block, count = Block(where), mesh.num_threads or 1
-        threads = [Thread(i, np.eye(count, dtype=np.int32)[i], place | {mesh.thread_name: i}, block) for i in range(count)]
+        threads = [Thread(i, np.eye(count, dtype=np.int32)[i], position | {mesh.thread_name: i}, block) for i in range(count)]
         with np.errstate(all="ignore"):
             _run_block(block, [(t, evaluate(t, jaxpr, (), [*operands, *outputs])) for t in threads], order)
     return tuple(output.data for output in outputs)
@@ -81,7 +81,7 @@ def _located(where: str, check: Callable[[], Any]) -> Any:
 
 
 def evaluate(thread: Thread, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Steps:
-    """The values of a program's outputs, as one thread computes them. References are (MemoryRef | Barriers), values NumPy arrays."""
+    """The outputs of a program in one thread. References are MemoryRefs or arrays of Barriers, values NumPy arrays."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [_literal(v) if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -174,33 +174,33 @@ def _allocate(thread: Thread, v: Any, transforms: Sequence[Any], name: str) -> A
         return MemoryRef(name, np.zeros(shape, dtype))
     space = str(aval.memory_space).lower()
     if "smem" in space:
-        thread.block.shared.append(found := MemoryRef.shared(name, shape, dtype, len(thread.clock)))
-        return found
+        thread.block.shared.append(ref := MemoryRef.shared(name, shape, dtype, len(thread.clock)))
+        return ref
     if "regs" in space or "gmem" in space or aval.memory_space is None:
         return MemoryRef(name, blank(shape, dtype))
     raise NotImplementedError(f"an allocation in {space}")
 
 
 def _run_scoped(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    jaxpr, together = eqn.params["jaxpr"], bool(eqn.params["collective_axes"])
+    jaxpr, collective = eqn.params["jaxpr"], bool(eqn.params["collective_axes"])
     key = (id(eqn), thread.visits.get(id(eqn), 0))
     thread.visits[id(eqn)] = key[1] + 1
     block = thread.block
-    if together:  # all threads meet before memory that an earlier scope may still use is handed out again
+    if collective:  # all threads meet before memory of an earlier scope is allocated again
         arrivals = block.arrivals.setdefault(key, [])
         arrivals.append(thread.release())
         yield Wait(lambda: len(arrivals) == len(thread.clock), lambda: "the other threads at a run_scoped")
         thread.acquire(np.max(arrivals, axis=0))
-    if not together or key not in block.scopes:
+    if not collective or key not in block.scopes:
         names = list(getattr(jaxpr.debug_info, "arg_names", None) or ())[-len(jaxpr.invars) :]
         names += [f"scratch {i}" for i in range(len(names), len(jaxpr.invars))]
         transforms = eqn.params.get("ref_transforms") or ((),) * len(jaxpr.invars)
-        made = [_allocate(thread, v, t, str(n)) for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)]
-        if together:
-            block.scopes[key] = made
+        allocated = [_allocate(thread, v, t, str(n)) for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)]
+        if collective:
+            block.scopes[key] = allocated
     else:
-        made = block.scopes[key]
-    return (yield from evaluate(thread, jaxpr, values, made))
+        allocated = block.scopes[key]
+    return (yield from evaluate(thread, jaxpr, values, allocated))
 
 
 def _run_state(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
@@ -216,4 +216,4 @@ CONTROL: dict[str, Callable[..., Steps]] = {
     **dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "eval_jaxpr"), _call),
     "cond": _cond, "while": _while, "scan": _scan, "run_scoped": _run_scoped, "run_state": _run_state,
 }  # fmt: skip
-"""By the primitive's name: those that run programs of their own."""
+"""Rules by the name of the primitive, for those that run nested programs."""

@@ -1,4 +1,4 @@
-"""What an interpreted kernel reads and writes: buffers that know which of their elements are in flight, barriers that count phases."""
+"""The memory of interpreted kernels: references that track which elements are in flight, and barriers that count phases."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 import numpy as np
 
 _NAMES_ONLY = {"UntilingTransform", "UnswizzleRef", "TilingTransform", "SwizzleTransform", "IdentityTransform"}
-"""Reference transforms that say how bytes lie in shared memory. Buffers here have the shape that the kernel's author sees."""
+"""Reference transforms of the layout in shared memory. Arrays here have the shape that the kernel's author sees."""
 EMPTY, STORED, IN_FLIGHT = 0, 1, 2
-"""What an element of shared memory is: nobody's yet, a value, or the target of a copy that nobody has waited for."""
+"""States of an element of shared memory: uninitialised, a value, or the target of a copy that no thread has waited for."""
 
 
 class Fault(Exception):
-    """What a kernel did wrong, before the place where it did so is known."""
+    """An error of a kernel, before its source line is added."""
 
 
 @dataclass(eq=False)
 class Actor:
-    """Who reads and writes: a thread. What thread i did up to the time clock[i] is known to have happened before."""
+    """A thread that reads and writes, with a vector clock: what thread i did up to time clock[i] happened before."""
 
     index: int
     clock: np.ndarray
 
     def acquire(self, clock: np.ndarray) -> None:
+        """Adds what another thread had released to what happened before."""
         np.maximum(self.clock, clock, out=self.clock)
 
     def release(self) -> np.ndarray:
-        """What others may learn here. What this thread does next, they do not know."""
+        """The clock for others to acquire. It does not cover what this thread does next."""
         clock = self.clock.copy()
         self.clock[self.index] += 1
         return clock
@@ -38,14 +39,14 @@ class Actor:
 
 @dataclass(eq=False)
 class Read:
-    """An asynchronous read of shared memory that is under way: nothing may write there until it was waited for."""
+    """An asynchronous read of shared memory in flight: no thread may write there until one has waited for it."""
 
     buffer: MemoryRef
     mask: np.ndarray
     what: str
 
     def finish(self, actor: Actor) -> None:
-        """From now on others may write, if they come after now."""
+        """Ends the read: threads whose actions are ordered after this may write."""
         self.buffer.reads.remove(self)
         if self.buffer.shadow:
             self.buffer.shadow.read[actor.index][self.mask] = actor.clock[actor.index]
@@ -53,9 +54,9 @@ class Read:
 
 @dataclass(eq=False)
 class Shadow:
-    """Of each element of shared memory: EMPTY, STORED or IN_FLIGHT, and who used it when.
+    """For each element of shared memory, its state (EMPTY, STORED or IN_FLIGHT), and which threads accessed it when.
 
-    unfenced is 1 + the thread whose store no commit_smem has published to the asynchronous units (TMA, tensor cores) yet, else 0.
+    unfenced: 1 + the thread whose store is not yet published to the asynchronous units (TMA, tensor cores) by a commit_smem, else 0.
     """
 
     state: np.ndarray
@@ -63,7 +64,7 @@ class Shadow:
     writer: np.ndarray
     written: np.ndarray
     read: np.ndarray
-    """[threads, ...]: when each thread last read."""
+    """[threads, ...]: the time of each thread's last read."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...], threads: int) -> Shadow:
@@ -88,16 +89,17 @@ class MemoryRef:
         return cls(name, blank(shape, dtype), Shadow.of(shape, threads))
 
     def view(self, transforms: Sequence[Any]) -> np.ndarray:
+        """The elements that reference transforms select."""
         return locate(self.data, transforms, self.name)
 
     def positions(self) -> np.ndarray:
-        """The index of each element in the flat array, for boxes that reach over the edge."""
+        """The index of each element in the flat array, for boxes that extend beyond the array."""
         if self._positions is None:
             self._positions = np.arange(self.data.size, dtype=np.int64).reshape(self.data.shape)
         return self._positions
 
     def read(self, transforms: Sequence[Any], actor: Actor, what: str, fenced: bool = False) -> np.ndarray:
-        """The elements; fenced: an asynchronous unit reads them, so stores to them must have been committed."""
+        """The selected elements. fenced: an asynchronous unit reads them, so stores to them must have been committed."""
         if self.shadow:
             state = locate(self.shadow.state, transforms, self.name)
             if (state == IN_FLIGHT).any():
@@ -111,6 +113,7 @@ class MemoryRef:
         return self.view(transforms)
 
     def begin_read(self, transforms: Sequence[Any], what: str) -> Read:
+        """Starts an asynchronous read."""
         mask = np.zeros(self.data.shape, bool)
         locate(mask, transforms, self.name)[...] = True
         self.reads.append(read := Read(self, mask, what))
@@ -123,7 +126,7 @@ class MemoryRef:
             raise Fault(f"{what} {self.name}, and no barrier orders this after the store of thread {writer[unknown].max()}: a race")
 
     def begin_write(self, transforms: Sequence[Any], actor: Actor, what: str, state: int) -> None:
-        """Faults where an asynchronous unit still reads or writes, or where nothing orders this after what other threads did."""
+        """Starts a write. Raises Fault for elements in use by an asynchronous unit, and for a race with another thread."""
         if not self.shadow:
             return
         if (locate(self.shadow.state, transforms, self.name) == IN_FLIGHT).any():
@@ -143,12 +146,13 @@ class MemoryRef:
             locate(array, transforms, self.name)[...] = mark
 
     def write(self, transforms: Sequence[Any], value: Any, actor: Actor, what: str) -> None:
+        """Stores a value."""
         self.begin_write(transforms, actor, what, STORED)
         self.view(transforms)[...] = value
 
 
 def blank(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """NaN, or the least integer: what nobody wrote should show."""
+    """An uninitialised array, filled with NaN or the least integer, so that reading it is visible in results."""
     dtype = np.dtype(dtype)
     if dtype.kind in "iu":
         return np.full(shape, np.iinfo(dtype).min or np.iinfo(dtype).max, dtype)
@@ -156,7 +160,7 @@ def blank(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def locate(array: np.ndarray, transforms: Sequence[Any], name: str) -> np.ndarray:
-    """The view of array that reference transforms select. Raises Fault where an index is out of bounds."""
+    """The view of an array that reference transforms select. Raises Fault for an index out of bounds."""
     for transform in transforms:
         kind = type(transform).__name__
         if kind == "NDIndexer":
@@ -180,13 +184,13 @@ def _reshaped(array: np.ndarray, shape: Sequence[int], name: str) -> np.ndarray:
 
 
 def _indices(indexer: Any, shape: tuple[int, ...], name: str) -> list[int | slice]:
-    found: list[int | slice] = []
+    indices: list[int | slice] = []
     for axis, (index, size) in enumerate(zip(indexer.indices, shape, strict=True)):
         start, length, stride = _span(index, name)
         if start < 0 or start + (length - 1) * stride >= size:
             raise Fault(f"{name}: index {start}:{start + (length - 1) * stride + 1} is out of bounds on axis {axis} of shape {shape}")
-        found.append(slice(start, start + (length - 1) * stride + 1, stride) if _is_slice(index) else start)
-    return found
+        indices.append(slice(start, start + (length - 1) * stride + 1, stride) if _is_slice(index) else start)
+    return indices
 
 
 def _is_slice(index: Any) -> bool:
@@ -202,24 +206,24 @@ def _span(index: Any, name: str) -> tuple[int, int, int]:
 
 
 def box(buffer: MemoryRef, transforms: Sequence[Any]) -> np.ndarray:
-    """The flat positions of a TMA box in global memory, -1 over the edge: there the hardware reads 0 and stores nothing."""
-    found = buffer.positions()
+    """The flat positions of a TMA box in global memory; -1 outside the array, where the hardware reads 0 and stores nothing."""
+    positions = buffer.positions()
     for transform in transforms:
         if type(transform).__name__ != "NDIndexer":
-            found = locate(found, (transform,), buffer.name)
+            positions = locate(positions, (transform,), buffer.name)
             continue
         spans = [_span(index, buffer.name) for index in transform.indices]
         wanted = [start + stride * np.arange(length) for start, length, stride in spans]
-        inside = [(w >= 0) & (w < size) for w, size in zip(wanted, found.shape, strict=True)]
+        inside = [(w >= 0) & (w < size) for w, size in zip(wanted, positions.shape, strict=True)]
         grown = np.full([length for _, length, _ in spans], -1, np.int64)
-        grown[np.ix_(*inside)] = found[np.ix_(*(w[i] for w, i in zip(wanted, inside, strict=True)))]
-        found = grown[tuple(slice(None) if _is_slice(index) else 0 for index in transform.indices)]
-    return found
+        grown[np.ix_(*inside)] = positions[np.ix_(*(w[i] for w, i in zip(wanted, inside, strict=True)))]
+        positions = grown[tuple(slice(None) if _is_slice(index) else 0 for index in transform.indices)]
+    return positions
 
 
 @dataclass(eq=False)
 class Copy:
-    """A TMA load in flight. It lands when some thread waits for its barrier, the latest that hardware could be."""
+    """A TMA load in flight. It arrives when a thread waits for its barrier, the latest time possible on hardware."""
 
     target: MemoryRef
     transforms: Sequence[Any]
@@ -228,6 +232,7 @@ class Copy:
     what: str
 
     def land(self) -> None:
+        """Writes the loaded values."""
         self.target.view(self.transforms)[...] = self.value
         assert self.target.shadow
         locate(self.target.shadow.state, self.transforms, self.target.name)[...] = STORED
@@ -235,7 +240,7 @@ class Copy:
 
 @dataclass(eq=False)
 class Barrier:
-    """An mbarrier: a phase is complete when `needed` arrivals were counted; each thread waits for phase after phase."""
+    """An mbarrier: a phase is complete after `needed` arrivals. Each thread waits for one phase after another."""
 
     name: str
     needed: int
@@ -249,13 +254,14 @@ class Barrier:
         self.collected, self.clock = np.zeros((2, self.threads), np.int32)
 
     def arrive(self, clock: np.ndarray) -> None:
+        """Counts an arrival of a thread with this clock."""
         np.maximum(self.collected, clock, out=self.collected)
         self.arrived += 1
         if self.arrived == self.needed:
             self.arrived, self.completed, self.clock = 0, self.completed + 1, self.collected.copy()
 
     def passes(self, thread: int) -> bool:
-        """Whether the phase that the thread waits for is complete. Copies land here, when somebody needs them, no earlier."""
+        """Whether the phase that the thread waits for is complete. Copies arrive here, when a thread needs them, not before."""
         while self.completed <= self.waited[thread] and self.copies:
             copy = self.copies.popleft()
             copy.land()
@@ -268,4 +274,5 @@ class Barrier:
         return self.completed > self.waited[thread]
 
     def state(self, thread: int) -> str:
+        """A description of the barrier for errors."""
         return f"{self.name} (phase {self.waited[thread]}; {self.completed} complete, {self.arrived} of {self.needed} arrivals)"

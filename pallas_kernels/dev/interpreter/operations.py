@@ -1,4 +1,4 @@
-"""lax primitives on NumPy arrays: rules take (params, *arrays), and the machine casts what they return to the type that was traced."""
+"""lax primitives on NumPy arrays. Rules take (params, *arrays); the machine casts their results to the traced type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def _floats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In float32 where NumPy has no such function for bfloat16, or rounds after each step."""
+    """A rule in float32 for types for which NumPy lacks the function, or rounds after each step."""
 
     def rule(params: Any, *operands: np.ndarray) -> Any:
         return function(*(x.astype(np.float32) if x.dtype.itemsize < 4 and x.dtype.kind not in "iub" else x for x in operands))
@@ -106,4 +106,4 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bitcast_convert_type": lambda p, x: x.view(np.dtype(p["new_dtype"])),
     **dict.fromkeys(("convert_element_type", "copy", "stop_gradient", "layout_cast", "multiple_of", "reshard"), _same),
 }  # fmt: skip
-"""By the primitive's name. Layouts do not exist here: what the compiler makes of them is for pallas_kernels.dev.resources to tell."""
+"""Rules by the name of the primitive. Layouts are ignored here; pallas_kernels.dev.resources shows what the compiler makes of them."""

@@ -1,4 +1,4 @@
-"""The primitives that touch memory or wait, of Mosaic GPU and of JAX's references. Rules take (thread, equation, values)."""
+"""The primitives of Mosaic GPU and of JAX's references that access memory or wait. Rules take (thread, equation, values)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.dev.interpreter.threads import Steps, Thread, Wait, place_of
 
 
 def _pure(rule: Callable[..., Any]) -> Callable[..., Steps]:
-    """A rule that never waits."""
+    """A rule for a primitive that never waits."""
 
     def steps(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
         return rule(thread, eqn, *values)
@@ -50,13 +50,13 @@ def _addupdate(thread: Thread, eqn: Any, ref: MemoryRef, value: Any, *leaves: An
 
 
 def _barrier(barriers: np.ndarray, transforms: Sequence[Any]) -> Barrier:
-    found = barriers
+    selected = barriers
     for transform in transforms:
         indices = ((i.start, i.size) if type(i).__name__ == "Slice" else (i, 1) for i in transform.indices)
-        found = found[(*(slice(int(start), int(start) + int(size)) for start, size in indices), ...)]
-    if found.size != 1:
-        raise Fault(f"{found.size} barriers where one is meant")
-    return found.item()
+        selected = selected[(*(slice(int(start), int(start) + int(size)) for start, size in indices), ...)]
+    if selected.size != 1:
+        raise Fault(f"{selected.size} barriers are selected instead of one")
+    return selected.item()
 
 
 def _barrier_wait(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
@@ -181,4 +181,4 @@ PRIMITIVES: dict[str, Callable[..., Steps]] = {
     "optimization_barrier": _pure(lambda thread, eqn, *values: list(values)),
     **dict.fromkeys(("set_max_registers_p", "debug_print", "print_layout", "delay", "async_prefetch"), _pure(lambda *_: [])),
 }  # fmt: skip
-"""By name."""
+"""Rules by the name of the primitive."""

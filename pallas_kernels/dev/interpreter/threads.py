@@ -1,4 +1,4 @@
-"""Warpgroups and blocks: what an interpreted thread has under way, and what it may wait for."""
+"""Interpreted warpgroups and blocks: their asynchronous operations in flight, and what they wait for."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pallas_kernels.dev.interpreter.memory import Actor, Barrier, Fault, MemoryR
 
 
 class KernelError(RuntimeError):
-    """A kernel that would go wrong on the hardware, or one that the interpreter cannot run. Says where."""
+    """Raised for a kernel that would fail on the hardware, or that the interpreter cannot run. The message says where."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for. `ready` may be asked again and again."""
+    """A condition that a thread waits for. `ready` may be called repeatedly."""
 
     ready: Callable[[], bool]
     what: Callable[[], str]
 
 
 Steps = Generator[Wait | None, None, Any]
-"""A part of a thread's run: yields a Wait to be resumed when it is ready, None where another thread may go first."""
+"""The execution of a thread: yields a Wait to be resumed when it is ready, and None where other threads may run."""
 
 
 @dataclass(eq=False)
 class Thread(Actor):
-    """A warpgroup. wgmmas and stores are its asynchronous operations not yet waited for, oldest first.
+    """A warpgroup. wgmmas and stores are its asynchronous operations in flight, oldest first.
 
-    visits: how often it has come to each run_scoped, by the identity of the equation: threads meet where their visits are equal.
+    visits: how often it has reached each run_scoped, by the identity of the equation: threads meet if their visits are equal.
     """
 
     axes: dict[Any, int]
@@ -43,16 +43,19 @@ class Thread(Actor):
     visits: dict[int, int] = field(default_factory=dict)
 
     def await_wgmmas(self, allowed: int) -> None:
+        """Waits until at most `allowed` wgmmas are in flight."""
         while len(self.wgmmas) > allowed:
             for read in self.wgmmas.pop(0)[1]:
                 read.finish(self)
 
     def await_stores(self, allowed: int) -> None:
+        """Waits until at most `allowed` groups of stores are in flight."""
         while len(self.stores) > allowed:
             for read in self.stores.pop(0):
                 read.finish(self)
 
     def check_done(self) -> None:
+        """Raises Fault if asynchronous operations are in flight at the end of the thread."""
         if self.wgmmas:
             raise Fault(f"thread {self.index} ends before it waits for {len(self.wgmmas)} wgmma")
         if any(self.stores) or self.uncommitted:
@@ -62,9 +65,9 @@ class Thread(Actor):
 
 @dataclass(eq=False)
 class Block:
-    """A CUDA block: what its threads allocated, and where they met.
+    """A CUDA block: the allocations of its threads, and where they met.
 
-    scopes: what a visit to a run_scoped that all threads share has allocated. arrivals: what each thread that has come there knew.
+    scopes: allocations of each visit to a shared run_scoped. arrivals: the clocks of the threads that have reached it.
     """
 
     where: str
@@ -74,11 +77,12 @@ class Block:
     arrivals: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
 
     def check_done(self) -> None:
+        """Raises Fault if copies are in flight at the end of the block."""
         for barrier in self.barriers:
             if barrier.copies:
                 raise Fault(f"the block ends before any thread waits for {barrier.copies[0].what} on {barrier.name}")
 
 
 def place_of(eqn: Any) -> str:
-    """The line of the kernel that an equation comes from."""
+    """The source line of an equation."""
     return source_info_util.summarize(eqn.source_info)

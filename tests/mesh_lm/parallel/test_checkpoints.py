@@ -158,7 +158,7 @@ def test_the_disk_holds_the_model(runs: Runs) -> None:
     """Its shapes, not those of stages with padding; another division of the same model is not another model."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     assert saved.metadata["parts"]["params"] == {name: [*x.shape, str(x.dtype)] for name, x in layout.shapes.items()}
-    assert layout_at("uneven").in_memory["blocks.mlp.up.weight"].shape[0] == 10
+    assert layout_at("uneven").memory_shapes["blocks.mlp.up.weight"].shape[0] == 10
     assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs("interleaved")[0], "one stage")))
 
 

@@ -60,7 +60,7 @@ def test_the_types_of_parameters(model: type[Toy], said: str) -> None:
 
 
 def test_the_type_in_which_layers_use_a_parameter() -> None:
-    assert layout(weight(compute_dtype="bfloat16")).compute == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
+    assert layout(weight(compute_dtype="bfloat16")).compute_dtypes == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
 
 
 class InLoss(Toy):

@@ -110,5 +110,6 @@ def test_a_table_used_in_parts_along_the_batch_is_refused() -> None:
     with pytest.raises(ShardingRuleError) as caught:
         shard.table("vocab", "embed")
     assert str(caught.value) == (
-        "rules.gathered['vocab']='fsdp' has 'fsdp', which shards the batch: a table is gathered over the axes of the batch; leave 'fsdp' out"  # noqa: E501
+        "rules.gathered['vocab']='fsdp' has 'fsdp', which shards the batch: a table is gathered over the axes of the batch; "
+        "leave 'fsdp' out"
     )

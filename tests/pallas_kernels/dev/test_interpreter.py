@@ -268,5 +268,5 @@ def test_a_fault_whose_exception_was_lost_is_raised_at_the_end() -> None:
 
 def test_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_kernels.dev.interpreter.jax, "__version__", "0.13.0")
-    with pytest.raises(ValueError, match=r"knows jax 0.10.x, 0.11.x, this is 0.13.0"), interpreted():
+    with pytest.raises(ValueError, match=r"supports jax 0.10.x, 0.11.x, and this is 0.13.0"), interpreted():
         pass
