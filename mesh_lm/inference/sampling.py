@@ -21,7 +21,7 @@ class Sampling:
     top_k: int = 50
     """Only the k likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Of those, only the smallest set of likeliest tokens with total probability >= p (Holtzman et al., arXiv 1904.09751); 1: all."""
+    """Among them, only the smallest set of likeliest tokens with total probability >= p (Holtzman et al., arXiv 1904.09751); 1: all."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every field that is out of range."""

@@ -109,7 +109,7 @@ def test_f10_too_many_in_a_row(data: Path, tmp_path: Path) -> None:
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert saved == {"5", "7", "10", "15", "20"}, "saved again as soon as a step is known to be good"
     assert SavedCheckpoint.read(tmp_path / "run" / "checkpoints", STEPS).data["position"] == 16 * (STEPS + 5), (
-        "ten batches were read to step 10, and the run went on from step 5"
+        "ten batches were read to step 10, and the run resumed from step 5"
     )
 
 

@@ -206,7 +206,7 @@ def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path
     shutil.rmtree(tmp_path / "run")
     with Checkpoints(run.config) as checkpoints:
         found = checkpoints.restore(run.layout, Optimizer(run.config.optimizer, run.config.train.steps))
-    assert found == (None, None) and not run.places, "a run that began anew"
+    assert found == (None, None) and not run.places, "a run that starts from scratch"
 
 
 def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
