@@ -103,7 +103,7 @@ def scene(directory: Path) -> Path:
     return directory
 
 
-def run(words: list[str], here: Path, *, stdin: str = "", patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], here: Path, *, stdin: str = "", patience: float = 3 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """One process in `here`. `python` is this Python, `mesh-lm` its module; KEY=VALUE before them goes into the environment."""
     given = {}
     while re.match(r"[A-Z_]+=", words[0]):
