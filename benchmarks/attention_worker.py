@@ -32,7 +32,7 @@ from pallas_kernels import flash_attention, reference_attention
 from pallas_kernels.dev.interpreter import interpreted
 
 
-def told(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
+def emit_each(variants: list[Row], measure: Callable[[Row], Row], fault: Callable[[Row], str] = lambda variant: "error") -> None:
     """Emits a row for each variant. fault: the column that reports an exception."""
     for variant in variants:
         try:
@@ -139,7 +139,7 @@ def speed(variants: list[Row], dry_run: bool) -> None:
             with measuring():
                 return timed.row(rounds(timed.warm(), 1 if dry_run else 0))
 
-    told(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
+    emit_each(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
 
 
 def smoke(variants: list[Row], dry_run: bool) -> None:
@@ -163,7 +163,7 @@ def smoke(variants: list[Row], dry_run: bool) -> None:
         row |= {f"rel_{name}": error for name, error in errors.items()}
         return row | ({"error": f"too far from the formula: {', '.join(bad)}"} if bad else {})
 
-    told(variants, measure)
+    emit_each(variants, measure)
 
 
 def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
@@ -252,7 +252,7 @@ def correct(variants: list[Row], dry_run: bool, reruns: int) -> None:
         with interpreting(dry_run), compiling():
             return compared(case, dry_run, reruns)
 
-    told(variants, measure)
+    emit_each(variants, measure)
 
 
 # A program compiled without a GPU.
@@ -337,7 +337,7 @@ def autotune(seconds: float, table: str, dry_run: bool) -> None:
         tuner: Any = importlib.import_module("pallas_kernels.dev.autotune")
         tuning: Any = importlib.import_module("pallas_kernels.attention.tuning")
     except ImportError as error:
-        emit(autotune=f"not there: {error}")
+        emit(autotune=f"not available: {error}")
         return
     if not tuner.CANDIDATES.exists():
         emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")

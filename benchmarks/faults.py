@@ -125,8 +125,8 @@ def newest() -> Path:
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="one run instead of three")
-    parser.add_argument("--load", type=int, default=0, help="processes that do nothing but take a core meanwhile")
-    parser.add_argument("-k", default="", help="as pytest's")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument("-k", default="", help="pytest's -k")
     arguments = parser.parse_args()
     record = Record("faults", arguments.output)
     burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
@@ -144,8 +144,8 @@ def main() -> int:
     note = f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of a test."
     if cases:
         note += (
-            f" F6: {cases[0]['cases']} corruptions a run, {cases[0]['older step taken']} of which hit what is read: then the older "
-            "step was taken; none gave wrong weights."
+            f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of which hit data that is read: then the older "
+            "step was used; none gave wrong weights."
         )
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)

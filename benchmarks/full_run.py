@@ -40,17 +40,17 @@ def main() -> int:
     parser = options(__doc__ or "", quick_help="the parts that take seconds")
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
     arguments = parser.parse_args()
-    asked = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
-    if unknown := [name for name in asked if name not in PARTS]:
+    wanted = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
+    if unknown := [name for name in wanted if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     record = Record(f"full_run{'-quick' * arguments.quick}", arguments.output, commit=commit())
     rows: dict[str, Row] = {name: {"part": name, "status": "not run"} for name in PARTS}
     with tempfile.TemporaryDirectory() as cache:
-        for name in (name for name in PARTS if name in asked):
+        for name in (name for name in PARTS if name in wanted):
             rows[name] = ran(name, Path(cache))
-            record.table("Parts", list(rows.values()), "Tests that were skipped are told with their reasons by pytest -rs.")
+            record.table("Parts", list(rows.values()), "pytest -rs lists skipped tests with their reasons.")
             record.write()
-    return 0 if all(rows[name]["status"] == 0 for name in asked) else 1
+    return 0 if all(rows[name]["status"] == 0 for name in wanted) else 1
 
 
 def commit() -> str:

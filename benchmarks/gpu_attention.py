@@ -31,23 +31,23 @@ def headline(lab: Lab) -> Iterator[Table]:
     """Head dim 128, 16,384 tokens, heads x head dim = 2,048, batch 2; ours and cuDNN in turns. bwd: the backward alone, 2.5 times the
     FLOPs. spread: (slowest - fastest) / median of five samples. norms: equal data gives equal ones."""
     names = [OURS, "xla" if lab.dry_run else "cudnn"]
-    told: Row = {"size": 128 if lab.dry_run else 8192, "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1], "names": names}
-    rows = lab.run("headline", worker=WORKER, **told, dry_run=lab.dry_run)
+    options: Row = {"size": 128 if lab.dry_run else 8192, "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1], "names": names}
+    rows = lab.run("headline", worker=WORKER, **options, dry_run=lab.dry_run)
     roof = [row for row in rows if "matmul" in row]
     lab.found["roof"] = roof[0]["tflops"] if roof else None
     yield "Matmul roof", roof, "A bf16 matmul of random data in JAX: the ceiling that shares below are of."
     lab.found["headline"] = with_power(lab, [row for row in rows if "matmul" not in row])
     if not lab.found["headline"]:
         lab.problems.append("no figure of the headline")
-    yield "Headline", lab.found["headline"], said(headline)
+    yield "Headline", lab.found["headline"], note_of(headline)
     yield "Headline, compared", compared(lab, lab.found["headline"]), COMPARED
 
 
 def peers(lab: Lab) -> Iterator[Table]:
     """32,768 tokens in all, heads x head dim = 2,048. window: 1,024. packed: causal documents of 4,096 tokens on average. mgpu: jax's
     example, fp16. Backward alone. unserved: a peer's error message."""
-    told: Row = {"headline": HEADLINE, "shapes": SHAPES} if not lab.dry_run else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
-    plan = lab.run("plan", worker=WORKER, platform="cpu", **told, dry_run=lab.dry_run)
+    options: Row = {"headline": HEADLINE, "shapes": SHAPES} if not lab.dry_run else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
+    plan = lab.run("plan", worker=WORKER, platform="cpu", **options, dry_run=lab.dry_run)
     ours = [row["shape"] | {"peer": peer} for row in plan for peer in row["peers"]]
     theirs = [variant for row in plan for variant in torch_variants(row, lab.dry_run)] if torch_there() else []
     if not theirs:
@@ -55,11 +55,11 @@ def peers(lab: Lab) -> Iterator[Table]:
     how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
     with ThreadPoolExecutor(2) as pool:
         title = "Attention, PyTorch"
-        torch = pool.submit(lab.spread, "attention", theirs, worker=TORCH, lanes=1, title=title, note=said(peers), **how)
-        rows = lab.spread("speed", ours, worker=WORKER, lanes=lanes(lab), title="Attention, JAX", note=said(peers), **how)
+        torch = pool.submit(lab.spread, "attention", theirs, worker=TORCH, lanes=1, title=title, note=note_of(peers), **how)
+        rows = lab.spread("speed", ours, worker=WORKER, lanes=lanes(lab), title="Attention, JAX", note=note_of(peers), **how)
         found = torch.result()
-    yield "Attention, JAX", rows, said(peers)
-    yield "Attention, PyTorch", found, said(peers)
+    yield "Attention, JAX", rows, note_of(peers)
+    yield "Attention, PyTorch", found, note_of(peers)
     both = [*lab.found.get("headline", ()), *rows, *found]
     yield "Attention, compared", compared(lab, both), COMPARED
     lab.problems += unlike(both)
@@ -72,7 +72,7 @@ def correct(lab: Lab) -> Iterator[Table]:
     that differ in any bit in three more runs."""
     names = CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
     how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run, "reruns": 1 if lab.dry_run else 3}
-    table = {"title": "Correctness", "note": said(correct)}
+    table = {"title": "Correctness", "note": note_of(correct)}
     rows = lab.spread("correct", [{"case": name} for name in names], worker=WORKER, lanes=lanes(lab), **table, **how)
     yield table["title"], rows, table["note"]
 
@@ -82,16 +82,16 @@ def deviceless(lab: Lab) -> Iterator[Table]:
     run by one that does. rel_difference: to the same program compiled there, whose matmul algorithms differ."""
     target = "h200" if "H200" in lab.device["device_kind"] else "h100"
     path, made = str(lab.directory / "program"), []
-    told: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
+    options: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
     if lab.dry_run and not compiler_there():
         lab.left_out.append("XLA's compiler for CUDA is not installed")
     else:
-        made = lab.run("deviceless", platform="cpu", hidden=True, target=target, **told)
-        yield "Compiled without a GPU", made, said(deviceless)
+        made = lab.run("deviceless", platform="cpu", hidden=True, target=target, **options)
+        yield "Compiled without a GPU", made, note_of(deviceless)
     if lab.dry_run:
-        made = lab.run("deviceless", target="cpu", **told)
+        made = lab.run("deviceless", target="cpu", **options)
     if made:
-        rows = lab.run("load", **told)
+        rows = lab.run("load", **options)
         yield "Loaded and run", rows, "The program above." if not lab.dry_run else "One compiled for a CPU: a rehearsal."
 
 
@@ -102,7 +102,7 @@ def autotune(lab: Lab) -> Iterator[Table]:
     rows = lab.run("autotune", worker=WORKER, seconds=max(1.0, lab.left() - 15), table=str(path), dry_run=lab.dry_run)
     if lab.dry_run:
         path.unlink(missing_ok=True)
-    yield "Autotuning", rows, said(autotune)
+    yield "Autotuning", rows, note_of(autotune)
 
 
 def lanes(lab: Lab) -> int:
@@ -119,7 +119,7 @@ def torch_variants(row: Row, dry_run: bool) -> list[Row]:
     return [row["shape"] | {"peer": name} | more for name in names]
 
 
-def said(part: Any) -> str:
+def note_of(part: Any) -> str:
     return " ".join((part.__doc__ or "").split())
 
 

@@ -264,8 +264,8 @@ def measure(
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
         seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
-        said = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
-        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **said})
+        status_columns = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
+        summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **status_columns})
         record.table("Parts", summary)
         record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
         record.write()

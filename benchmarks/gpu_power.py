@@ -77,6 +77,6 @@ def _pynvml() -> Callable[[], Sample] | None:
 
 def _nvidia_smi() -> Sample:
     """Returns a sample from a new nvidia-smi process, because the output of a looping one may be buffered."""
-    said = subprocess.run(QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
-    watts, clock, heat = map(float, said.split(","))
+    sample = subprocess.run(QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
+    watts, clock, heat = map(float, sample.split(","))
     return watts, clock, heat

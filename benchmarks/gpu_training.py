@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_attention import TORCH, said, torch_there, with_power
+from gpu_attention import TORCH, note_of, torch_there, with_power
 from gpu_lab import TINY, Lab, Table
 from record import ROOT, Row
 
@@ -37,30 +37,32 @@ def end_to_end(lab: Lab) -> Iterator[Table]:
     llama3_8b with only 8 layers: 1 of 8,192. torch: torch.compile and SDPA, the same shapes. mfu: of the dense bf16 peak; joules: of the
     GPU alone. Medians."""
     names = ["mosaic", "xla"] if lab.dry_run else ["mosaic", "cudnn", "xla"]
-    told = {name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields} for name, (_, fields) in TIMED.items()}
-    models = {name: one["model"] for name, one in told.items()}
+    changes = {name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields} for name, (_, fields) in TIMED.items()}
+    models = {name: one["model"] for name, one in changes.items()}
     shapes = {row["model"]: row for row in lab.run("shapes", platform="cpu", models=models, device_kind=lab.device["device_kind"])}
     rows: list[Row] = []
     # The largest models of the two frameworks run one after the other, because both do not fit together.
     for group, together in ((list(TIMED)[: 1 if lab.dry_run else 2], True), (list(TIMED)[2:], False)):
-        ours = [variant(lab, told[name], name, attention) for name in group for attention in names]
+        ours = [variant(lab, changes[name], name, attention) for name in group for attention in names]
         ours.sort(key=lambda variant: variant["attention"] == "xla")
         twins = [shapes[name] | {"batch": batch_of(lab, name)} for name in group if name in shapes] if torch_there() else []
         how: dict[str, Any] = {"patience": 150, "needed": False, "steps": 1 if lab.dry_run else 15}
         here = {"directory": str(lab.directory), "changes": {}, "interpret": lab.dry_run, "cache": "tuned"}
         with ThreadPoolExecutor(2 if together else 1) as pool:
-            first = pool.submit(lab.spread, "speed", ours, lanes=1, title="Train step", note=said(end_to_end), before=rows, **here, **how)
+            first = pool.submit(
+                lab.spread, "speed", ours, lanes=1, title="Train step", note=note_of(end_to_end), before=rows, **here, **how
+            )
             second = pool.submit(lab.each, "train", twins, worker=TORCH, dry_run=lab.dry_run, **how)
         rows += [finished(lab, row, shapes) for row in first.result() + second.result()]
-        yield "Train step", rows, said(end_to_end)
-    lab.problems += [f"{name}: {told}" for name, told in disagreeing(rows)]
+        yield "Train step", rows, note_of(end_to_end)
+    lab.problems += [f"{name}: {problem}" for name, problem in disagreeing(rows)]
 
 
-def variant(lab: Lab, told: dict[str, Any], name: str, attention: str) -> Row:
+def variant(lab: Lab, changes: dict[str, Any], name: str, attention: str) -> Row:
     """Returns the arguments of the worker's task speed."""
     train = {"global_batch": batch_of(lab, name), "microbatches": 1, "steps": 1000}
     optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if lab.dry_run else 3e-4}
-    return {"config": name, "attention": attention, "changes": {**told, "train": train, "optimizer": optimizer}}
+    return {"config": name, "attention": attention, "changes": {**changes, "train": train, "optimizer": optimizer}}
 
 
 def batch_of(lab: Lab, name: str) -> int:
@@ -97,7 +99,7 @@ def training(lab: Lab) -> Iterator[Table]:
     """Runs gpt2_124m with train.py, kills it by SIGKILL after a checkpoint, and resumes it with the same command: repeated steps must have
     the same losses. joules: of the GPU alone, over the steps between checkpoint and end."""
     if missing := [name for name in NEEDED_BY_TRAIN if importlib.util.find_spec(name) is None]:
-        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed: its parts instead")
+        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed; its parts are run instead")
         yield from resume(lab)
         return
     output, every = lab.directory / "train-py", 4 if lab.dry_run else 20
@@ -125,7 +127,7 @@ def training(lab: Lab) -> Iterator[Table]:
         lab.note(f"train.py, resumed: exit status {process.returncode}", log)
         return
     drawn = lab.power.during(marks.get(every + 3, time.time()), marks.get(steps, time.time()))
-    yield "train.py", [resumed(lab, before, metrics(output), every, log) | drawn_per_token(drawn, metrics(output))], said(training)
+    yield "train.py", [resumed(lab, before, metrics(output), every, log) | drawn_per_token(drawn, metrics(output))], note_of(training)
 
 
 def killed(lab: Lab, command: list[str], saved: Path, output: Path, every: int) -> tuple[dict[int, Row] | None, Path]:

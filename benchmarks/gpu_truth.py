@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from gpu_attention import OURS, WORKER, said, shape, with_power
+from gpu_attention import OURS, WORKER, note_of, shape, with_power
 from gpu_lab import TINY, Lab, Part, Table, compiler_there, suite
 from gpu_training import TINY_TIMED
 from record import Row
@@ -42,13 +42,13 @@ LAYERS = (24, 12)
 def kernels(lab: Lab) -> Iterator[Table]:
     """Our attention at the shape of gpt_1_3b, bf16, random data. rel: |x - formula| / |formula|, the formula in fp32. bwd: the backward
     alone, 2.5 times the FLOPs."""
-    yield from smoke(lab, "Our attention", OURS, said(kernels))
+    yield from smoke(lab, "Our attention", OURS, note_of(kernels))
     lab.found["kernels"] = not lab.problems
 
 
 def cudnn(lab: Lab) -> Iterator[Table]:
     """The same for cuDNN's attention."""
-    yield from smoke(lab, "cuDNN's attention", "xla" if lab.dry_run else "cudnn", said(cudnn))
+    yield from smoke(lab, "cuDNN's attention", "xla" if lab.dry_run else "cudnn", note_of(cudnn))
 
 
 def smoke(lab: Lab, title: str, peer: str, note: str) -> Iterator[Table]:
@@ -65,7 +65,7 @@ def matmul(lab: Lab) -> Iterator[Table]:
     variants = [*(row | {"seconds": 4.0} for row in MATMULS), *alone]
     if lab.dry_run:
         variants = [MATMULS[0] | {"tokens": 64, "d_model": 32, "width": width, "seconds": 0.05} for width in ([64, 32], 64)]
-    yield from sustained(lab, "matmul", variants, said(matmul))
+    yield from sustained(lab, "matmul", variants, note_of(matmul))
 
 
 def elementwise(lab: Lab) -> Iterator[Table]:
@@ -73,7 +73,7 @@ def elementwise(lab: Lab) -> Iterator[Table]:
     variants = [row | {"seconds": 1.0} for row in ELEMENTWISE]
     if lab.dry_run:
         variants = [row | {"gib": 2**-10, "seconds": 0.05} for row in ELEMENTWISE[::3]]
-    yield from sustained(lab, "elementwise", variants, said(elementwise))
+    yield from sustained(lab, "elementwise", variants, note_of(elementwise))
 
 
 def sustained(lab: Lab, task: str, variants: list[Row], note: str) -> Iterator[Table]:
@@ -92,19 +92,19 @@ def steps(lab: Lab) -> Iterator[Table]:
         model = {**TINY, **TINY_TIMED, "remat": "save_names"} if lab.dry_run else shipped | {"n_layers": layers}
         train = {"global_batch": 8, "microbatches": 2} if lab.dry_run else SHARE
         changes = {"model": model, "train": train, "optimizer": {"warmup_steps": 2}, "launch": {"compile_cache": ""}}
-        told = {"directory": str(lab.directory), "changes": changes, "name": CONFIG, "rules": RULES}
+        options = {"directory": str(lab.directory), "changes": changes, "name": CONFIG, "rules": RULES}
         about = {"config": CONFIG, "layers": model["n_layers"], "sequences": train["global_batch"], "microbatches": train["microbatches"]}
         about |= {"attention": shipped["attention"]}
         if lab.dry_run and not compiler_there():
             lab.left_out.append("XLA's compiler for CUDA is not installed")
             plan = []
         else:
-            plan = lab.run("predicted", platform="cpu", hidden=True, target=TARGET, **told)
+            plan = lab.run("predicted", platform="cpu", hidden=True, target=TARGET, **options)
         rows.append(compared(lab, about, plan, []))
-        yield title, rows, said(steps)
-        ran = lab.run("stepped", steps=1 if lab.dry_run else STEPS, **told)
+        yield title, rows, note_of(steps)
+        ran = lab.run("stepped", steps=1 if lab.dry_run else STEPS, **options)
         rows[-1] = compared(lab, about, plan, ran)
-        yield title, rows, said(steps)
+        yield title, rows, note_of(steps)
         if not any("RESOURCE_EXHAUSTED" in row.get("error", "") for row in ran):
             return
 

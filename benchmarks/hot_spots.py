@@ -274,8 +274,8 @@ def main() -> int:
         details, shares, losses = details + detail, shares + share, [*losses, of_loss(name, config, TOKENS, layer)]
     of_what = f"{TOKENS:,} tokens on one H100, "
     record.table("Bytes of a call", details, of_what + "bf16. Kernels: those that move more than a MiB.")
-    told = f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} of the layer is excess."
-    record.table("Share of a layer", shares, of_what + told)
+    note = f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} of the layer is excess."
+    record.table("Share of a layer", shares, of_what + note)
     record.table(
         "Loss", losses, of_what + "in chunks; matmuls apart. Their wait: bytes beyond what their FLOPs take. Step: all layers and this."
     )

@@ -56,13 +56,13 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
     (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")))
     sizes = {"D": config.d_model, "N": config.n_heads, "K": config.kv_heads, "H": config.d_head, "F": config.d_mlp, "V": config.vocab_size}
     random, where = np.random.default_rng(0), {}
-    rows = [row for row in LLAMA.mappings if ".qkv." not in row.ours]
+    rows = [row for row in LLAMA.mappings if ".qkv." not in row.param]
     for i in range(-1, config.n_layers):
         chosen = [row for row in rows if ("L" in row.dims) == (i >= 0)]
         tensors = {
             name.format(i): random.standard_normal(row.shape(sizes), np.float32).astype(ml_dtypes.bfloat16)
             for row in chosen
-            for name in row.theirs
+            for name in row.hf_names
         }
         file = f"model-{i + 1}.safetensors"
         files.write(directory / file, tensors)

@@ -85,27 +85,27 @@ class Suite:
         rows: list[Row] = []
         for model, fields in list(MODELS.items())[: 1 if self.quick else None]:
             exact = fields | {"dtype": "float32", "attention": "xla"}
-            told = {**self.compared(lab.directory, exact), "path": str(lab.directory / f"{model}.npz")}
-            if not any("error" not in row for row in self.each(lab, "reference", [ONE.variant(1, model=model)], **told)):
+            options = {**self.compared(lab.directory, exact), "path": str(lab.directory / f"{model}.npz")}
+            if not any("error" not in row for row in self.each(lab, "reference", [ONE.variant(1, model=model)], **options)):
                 continue
             chosen = [s for s in self.strategies if model == "llama" or s.main]
-            found = self.each(lab, "equality", [s.variant(microbatches(s), model=model) for s in chosen], **told)
+            found = self.each(lab, "equality", [s.variant(microbatches(s), model=model) for s in chosen], **options)
             self.keep(chosen, found, "fp32")
             rows += found
             yield "Equal to one device, fp32", rows, _said(self.equality)
 
     def training(self, lab: Lab) -> Iterator[Table]:
         """bf16, attention=auto, the first steps. rel: the largest difference of a loss from one device's."""
-        told = {**self.compared(lab.directory, MODELS["llama"]), "steps": 5 if self.quick else 20}
-        alone = self.each(lab, "training", [ONE.variant(1)], wanted=[], **told)
+        options = {**self.compared(lab.directory, MODELS["llama"]), "steps": 5 if self.quick else 20}
+        alone = self.each(lab, "training", [ONE.variant(1)], wanted=[], **options)
         if not alone or "losses" not in alone[0]:
             return
-        found = self.each(lab, "training", [s.variant(microbatches(s)) for s in self.strategies], wanted=alone[0]["losses"], **told)
+        found = self.each(lab, "training", [s.variant(microbatches(s)) for s in self.strategies], wanted=alone[0]["losses"], **options)
         self.keep(self.strategies, found, "bf16")
         rows = [{key: value for key, value in row.items() if key != "losses"} for row in alone + found]
         yield "Losses in bf16", rows, _said(self.training)
         runs = {_name(row): row["losses"] for row in alone + found if "losses" in row}
-        yield "Losses by step", [{"step": i + 1, **{name: run[i] for name, run in runs.items()}} for i in range(told["steps"])], ""
+        yield "Losses by step", [{"step": i + 1, **{name: run[i] for name, run in runs.items()}} for i in range(options["steps"])], ""
 
     def speed(self, lab: Lab) -> Iterator[Table]:
         """As many sequences per device as a single device has. mfu: of the dense bf16 peak; peak: XLA's plan, as train.py --plan
@@ -114,8 +114,8 @@ class Suite:
         alone = 0.0
         for strategy in [ONE, *(s for s in self.strategies if s.main)]:
             n = self.devices if strategy.mesh else 1
-            told = {**self.sized(lab.directory, n), "steps": 3 if self.quick else 20}
-            found = self.each(lab, "speed", [strategy.variant(timed_microbatches(strategy))], **told)
+            options = {**self.sized(lab.directory, n), "steps": 3 if self.quick else 20}
+            found = self.each(lab, "speed", [strategy.variant(timed_microbatches(strategy))], **options)
             for row in found:
                 rate = row.get("tokens_per_s", 0.0) / n
                 alone = alone if strategy.mesh else rate
@@ -150,10 +150,10 @@ class Suite:
         train, rate = {"global_batch": each * n, "steps": 1000}, {"warmup_steps": 5, "learning_rate": 3e-4}
         return {"directory": str(directory), "changes": {"model": model, "train": train, "optimizer": rate}}
 
-    def each(self, lab: Lab, task: str, variants: list[dict[str, Any]], **told: Any) -> list[Row]:
+    def each(self, lab: Lab, task: str, variants: list[dict[str, Any]], **options: Any) -> list[Row]:
         """Returns a row for each variant. Those with stages run in processes of their own, because train.py gives them other XLA flags."""
         groups = itertools.groupby(variants, lambda variant: bool(variant.get("pipeline")))
-        return [row for _, group in groups for row in lab.each(task, list(group), patience=self.patience, **told)]
+        return [row for _, group in groups for row in lab.each(task, list(group), patience=self.patience, **options)]
 
     def keep(self, chosen: list[Strategy], found: list[Row], what: str) -> None:
         for strategy, row in zip(chosen, found, strict=False):

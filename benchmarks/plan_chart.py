@@ -16,8 +16,8 @@ from matplotlib.patches import Patch
 
 INK, SOFT, GRID, PAPER = "#20262c", "#5d6873", "#e6e8e7", "#ffffff"
 MEMORY = {
-    "params": "#2f6db3", "moments": "#86b1de", "gradients": "#8a63b8", "weights in use": "#2b9a86", "activations": "#e08e2b",
-    "logits": "#b9504a", "other": "#9aa3ab",
+    "params": "#2f6db3", "moments": "#86b1de", "gradients": "#8a63b8", "weights in use": "#2b9a86", "residuals": "#b06a16",
+    "activations": "#e08e2b", "logits": "#b9504a", "other": "#9aa3ab",
 }  # fmt: skip
 """Class -> colour, as on the page of --plan; `other` here also includes batch and fragmentation."""
 NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "pipeline": "#c98a3c", "tensor": "#d3d9d8"}

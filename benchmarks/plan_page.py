@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sharding_rules.lab.targets import TARGETS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
 CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
@@ -48,7 +50,8 @@ jax {jax}, from [these raw results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
-With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes.
+With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes (reports now call it
+*residuals*).
 
 ## The runs
 
@@ -67,7 +70,10 @@ both), and their sum divided by the minimum that the strategy must send ([closed
 each collective counts on the stage that runs it most. FLOPs of the program's matmuls divided by the model's own:
 `remat=full` repeats each layer's forward pass except for its last matmul, and the attention kernel's backward pass
 makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
-configs, not a promise. It assumes that our attention kernel reaches FlashAttention-3's published rates. Configs with
+configs, not a promise. *MFU* is the model's own
+FLOPs over what the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of
+the step during which compute waits for the network. All three assume that our attention kernel reaches
+FlashAttention-3's published rates. Configs with
 stages were compiled with the XLA flags for them (`pipeline`), the others with XLA's defaults.
 
 {needs}
@@ -131,7 +137,7 @@ def newest() -> Path:
         raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
     found = dated[max(dated)]
     if len(found) > 1:  # a checkout has no modification times that would show the newer one
-        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep those that the page is to show")
+        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep only those for the page")
     return found[0]
 
 
@@ -180,12 +186,29 @@ def _runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def _needs(rows: Sequence[dict[str, Any]]) -> str:
     sent = [f">{axes}" for axes in AXES]
-    head = ["config", ">peak, GiB", ">of usable", *sent, ">sent, GiB", ">x the least", ">FLOPs x the model's", ">step, s"]
+    head = [
+        "config",
+        ">peak, GiB",
+        ">of usable",
+        *sent,
+        ">sent, GiB",
+        ">x the least",
+        ">FLOPs x the model's",
+        ">step, s",
+        ">MFU",
+        ">exposed",
+    ]
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
         *(_gib(r.get(f"sent over {axes}, GiB")) for axes in AXES), _gib(r["sent_gib"]),
         f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
+        f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
     ] for r in rows))  # fmt: skip
+
+
+def utilisation(row: dict[str, Any]) -> float:
+    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in the step, by its data sheet."""
+    return row["tflop"] / row["flops_over_model"] / row["step_s"] / (TARGETS["h100"].flops["bf16"] / 1e12)
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -231,8 +254,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
         ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
         for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
     )
-    said = f"A step is predicted to be faster with stages for {faster or 'none'}"
-    return textwrap.fill(f"{said}, and not for {slower}." if slower else f"{said}.", 118)
+    text = f"A step is predicted to be faster with stages for {faster or 'none'}"
+    return textwrap.fill(f"{text}, and not for {slower}." if slower else f"{text}.", 118)
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -80,9 +81,9 @@ TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_pag
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between; the rest is kept")
-    parser.add_argument("--again", action="store_true", help="compile also what today's results have")
-    parser.add_argument("--page", action="store_true", help="only write the page and the chart anew, from the newest results")
-    parser.add_argument("--check", action="store_true", help="only say which configs have changed since, or have no row; status 1 for any")
+    parser.add_argument("--again", action="store_true", help="also compile rows that today's results already have")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page and the chart, from the newest results")
+    parser.add_argument("--check", action="store_true", help="only list configs that have changed since, or have no row; status 1 for any")
     parser.add_argument("--row", default="", help="compile this one and print it (internal)")
     args = parser.parse_args()
     if args.row:
@@ -109,14 +110,14 @@ def collect(args: Any) -> None:
         known = plan_page.newest()
     before = json.loads(known.read_text())["tables"] if known.is_file() else {}
     done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
-    asked = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
+    wanted = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
-        asked = [s for s in asked if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
-        asked = [s for s in asked if s.table != plan_page.FSDP]
+        wanted = [s for s in wanted if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
+        wanted = [s for s in wanted if s.table != plan_page.FSDP]
     if args.again:
-        done = {name: row for name, row in done.items() if name not in {s.name for s in asked}}
+        done = {name: row for name, row in done.items() if name not in {s.name for s in wanted}}
     for time_ in range(max(TIMES.values())):
-        for subject in asked:
+        for subject in wanted:
             kept = done.get(subject.name)
             if kept and (kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_):
                 continue
@@ -127,8 +128,10 @@ def collect(args: Any) -> None:
                 rows = [done[s.name] for s in SUBJECTS if s.table == title and s.name in done]
                 record.data["tables"][title] = {"note": note, "rows": rows}
             record.write()
-            said = f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
-            print(f"{subject.name}: {said}", flush=True)
+            figures = (
+                f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
+            )
+            print(f"{subject.name}: {figures}", flush=True)
 
 
 def stale(data: Any) -> list[str]:
@@ -162,7 +165,7 @@ def write_page() -> None:
     data = record.data
     have = {row["name"] for table in data["tables"].values() for row in table["rows"]}
     if missing := [s.name for s in SUBJECTS if s.name not in have]:
-        print(f"the page waits for {', '.join(missing)}")
+        print(f"the page is not written yet: results are missing for {', '.join(missing)}")
         return
     plan_page.PAGE.write_text(plan_page.page(data, source.name))
     plan_chart.draw(data, plan_page.CHART)
@@ -201,23 +204,26 @@ def measured(subject: Subject, quick: bool) -> Row:
     import jax  # imported here, so that the process that starts the others stays small
 
     from mesh_lm.planning.program import compile_config, with_compilable_attention
+    from sharding_rules.lab.child import server
     from sharding_rules.lab.flags import options
 
-    marks: dict[str, float] = {}
+    lowered: list[float] = []
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            marks["lowered"], marks["compiled"] = time.monotonic() - duration_secs, time.monotonic()
+            lowered.append(time.monotonic())  # the lab takes the program from JAX then, and compiles it in a child
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
     flags = options("pipeline") if config.mesh.pipeline > 1 else None  # as in a run with stages
     report = compile_config(config, TARGET, subject.devices, flags)
-    end, used = time.monotonic(), sum(os.times()[:4]) - used
+    end = time.monotonic()
+    server().close()  # the seconds of the child are known when its parent has ended
+    used = sum(os.times()[:4]) - used
     row: Row = {"name": subject.name, **about(config, subject.devices)}
     row |= {
-        "lower_s": marks["lowered"] - begin, "compile_s": marks["compiled"] - marks["lowered"], "read_s": end - marks["compiled"],
+        "lower_s": lowered[-1] - begin, "compile_s": report.compile_seconds, "read_s": end - lowered[-1] - report.compile_seconds,
         "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30, "instructions": report.instructions,
         "text_bytes": report.text_bytes,
     }  # fmt: skip
@@ -296,9 +302,9 @@ def least_bytes(config: Any) -> float | None:
 
 
 def resident() -> int:
-    """Returns this process's peak memory in bytes. ru_maxrss would include its parent's memory at the time of the fork."""
+    """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of this one would include its parent's."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024 if found else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def probe() -> None:
     emit(torch=torch.__version__, device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", cudnn=torch.backends.cudnn.version())
 
 
-def told(variants: list[Row], measure: Callable[[Row], Row]) -> None:
+def emit_each(variants: list[Row], measure: Callable[[Row], Row]) -> None:
     """Emits a row for each variant; an exception becomes its "unserved"."""
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name not in NOT_SHOWN}
@@ -63,7 +63,7 @@ def told(variants: list[Row], measure: Callable[[Row], Row]) -> None:
 
 def attention(variants: list[Row], dry_run: bool) -> None:
     """Times each variant, which is a shape and a peer, with "flops" of the forward and, if packed, "lengths" of each row's documents."""
-    told(variants, partial(_attention, dry_run=dry_run))
+    emit_each(variants, partial(_attention, dry_run=dry_run))
 
 
 def _attention(variant: Row, dry_run: bool) -> Row:
@@ -150,7 +150,7 @@ def train(variants: list[Row], steps: int, dry_run: bool) -> None:
     """Times a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, like ours. A variant has "model", "fields" of
     its shape, "batch" in sequences, "flops_per_token"."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    told(variants, partial(_train, steps=steps, dry_run=dry_run))
+    emit_each(variants, partial(_train, steps=steps, dry_run=dry_run))
 
 
 def _train(variant: Row, steps: int, dry_run: bool) -> Row:

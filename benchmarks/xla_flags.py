@@ -67,8 +67,8 @@ def in_a_process(flags: dict[str, Any], target: str, quick: bool) -> Row:
     command = [sys.executable, str(Path(__file__)), "--row", f"--target={target}", *(["--quick"] if quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Unknown flag" in line or "Error" in line]
-        return {"error": said[-1][:120] if said else f"status {done.returncode}"}
+        errors = [line for line in done.stderr.splitlines() if "Unknown flag" in line or "Error" in line]
+        return {"error": errors[-1][:120] if errors else f"status {done.returncode}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 

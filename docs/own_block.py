@@ -1,10 +1,10 @@
-"""A layer of one's own in a decoder that is otherwise mesh_lm's: attention and MLP read the same input, as in GPT-J and PaLM.
+"""A layer of your own in a decoder that is otherwise mesh_lm's: attention and MLP read the same input, as in GPT-J and PaLM.
 
-python train.py --config=docs/own_block.py --config.train.steps=100
+mesh-lm train docs/own_block.py --train.steps=100
 
 Whatever sharding rules, mesh, remat and checkpoints do for the built-in layer, they do for this one. Its two outputs are added before they
-are constrained, so that with tensor parallelism one all-reduce serves both, where the built-in layer needs two. A checkpoint names the
-class, and `mesh-lm generate` finds it again by that name. Sizes: B batch, S sequence, D embed.
+are constrained, so that with tensor parallelism one all-reduce serves both, where the built-in layer needs two (without biases). A
+checkpoint names the class, and `mesh-lm generate` finds it again by that name. Sizes: B batch, S sequence, D embed.
 """
 
 from __future__ import annotations

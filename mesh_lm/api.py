@@ -12,19 +12,30 @@ from mesh_lm.training.run import Callback as Callback
 from mesh_lm.training.run import Run as Run
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from mesh_lm.data.dataset import Dataset
     from mesh_lm.inference.trained import TrainedModel
     from mesh_lm.optim import Rule
     from sharding_rules import MeshConfig, Rules
     from sharding_rules.lab import Report
 
 
-def train(config: TrainConfig | str | Path, *, optimizer: Rule | type | None = None, callbacks: Sequence[Callback | object] = ()) -> Run:
+def train(
+    config: TrainConfig | str | Path,
+    *,
+    optimizer: Rule | type | None = None,
+    data: Dataset | Sequence[int] | np.ndarray | None = None,
+    callbacks: Sequence[Callback | object] = (),
+) -> Run:
     """Trains a model, from the newest checkpoint of its output directory where there is one, and returns the run.
 
     Args:
       config: what to train; or a config file, or the name of one that comes with mesh_lm, such as "gpt_tiny".
       optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the config's section `optimizer`; None: the one
         that optimizer.name names. Clipping, the learning rate and weight decay are as the section says.
+      data: what to train on instead of what the config's section `data` names: token ids [n] of which the last twentieth is held out, or
+        a dataset (`mesh_lm.data.dataset.Dataset`). The section still says how documents are separated, and how far to read ahead.
       callbacks: objects with some of the methods of `Callback`, called in this order.
 
     Raises:
@@ -32,7 +43,14 @@ def train(config: TrainConfig | str | Path, *, optimizer: Rule | type | None = N
     """
     from mesh_lm.training import loop
 
-    return loop.train(_config(config), optimizer=optimizer, callbacks=callbacks)
+    config = _config(config)
+    if data is not None:
+        from mesh_lm.data.dataset import dataset_of
+
+        data = dataset_of(data)
+        source = dataclasses.replace(config.data, path="", blend=(), tokenizer="", tokenizer_vocab=0)
+        config = dataclasses.replace(config, data=source)
+    return loop.train(config, optimizer=optimizer, data=data, callbacks=callbacks)
 
 
 def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto") -> Report:

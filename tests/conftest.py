@@ -1,4 +1,4 @@
-"""Eight CPU devices for numerics, and a budget of compilations per test file, because XLA compilations dominate the time of a test run."""
+"""Eight CPU devices for numerics, and a budget of compilations per test file, because XLA compiles dominate a test run's time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The compilation cache of all tests of a run and their subprocesses; MESH_LM_TEST_CACHE keeps it for later runs.
+# A compilation cache that the tests of a run, and their processes, share; set MESH_LM_TEST_CACHE to keep it for later runs.
 if "MESH_LM_TEST_CACHE" not in os.environ:
-    os.environ["MESH_LM_TEST_CACHE"] = tempfile.mkdtemp(prefix="mesh_lm-tests-")  # before xdist's workers are made: they share it
+    os.environ["MESH_LM_TEST_CACHE"] = tempfile.mkdtemp(prefix="mesh_lm-tests-")  # before xdist starts its workers: they share it
     atexit.register(shutil.rmtree, os.environ["MESH_LM_TEST_CACHE"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MESH_LM_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -25,13 +25,13 @@ os.environ["XLA_FLAGS"] = (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # which take twice as long to compile
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise workers and subprocesses would compile every module again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers, and processes that tests start, would compile every module again
 
 import hypothesis
 import jax
 import pytest
 
-# Objects of the imports stay, so the garbage collector need not scan them whenever tracing has made many objects.
+# Objects from imports are permanent; without this the collector would visit them again and again during tracing.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
@@ -57,19 +57,19 @@ def compile_budget(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keeps source lines in programs only for tests that may read them, because compiling with them takes a tenth longer."""
+    """Programs record their source lines only for tests that may look at them, because that slows compilation down by a tenth."""
     jax.config.update("jax_traceback_in_locations_limit", _FRAMES if item.get_closest_marker("deviceless") else 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: one more than cores, because tests also wait for processes and disks; a worker takes up to 3 GB."""
+    """Returns the workers of `-n auto`: one more than cores, because tests also wait for processes and disks; each takes up to 3 GB."""
     return min((os.cpu_count() or 1) + 1, 8)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file share compiled programs, so one worker runs them all; files are in the order set below."""
+    """Keeps a file's tests together, because they share compilations; files stay in the order from below."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _work(items: list[pytest.Item]) -> float:
-    """The expected seconds of a file's tests: those measured by the last benchmarks/full_run.py, otherwise a guess."""
+    """Returns the expected seconds of a file's tests: those of the last benchmarks/full_run.py, or a guess."""
     kinds = {next((kind for kind in ("exhaustive", "slow") if item.get_closest_marker(kind)), "fast") for item in items}
     known = _SECONDS.get(str(items[0].path.relative_to(items[0].config.rootpath)), {})
     if kinds <= known.keys():
@@ -88,9 +88,9 @@ def _work(items: list[pytest.Item]) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks exhaustive tests as slow, too. With several workers, the longest files run first.
+    """Marks exhaustive tests as slow. With several workers the longest files run first.
 
-    Tests marked deviceless need XLA's compiler for CUDA. MESH_LM_DEVICELESS=required makes its absence a failure, as on CI.
+    Tests marked deviceless need XLA's compiler for CUDA. With MESH_LM_DEVICELESS=required its absence is a failure, as on CI.
     """
     for item in items:
         if item.get_closest_marker("exhaustive"):
@@ -108,12 +108,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def reports() -> str:
-    """A directory for compile_report(cache=...), so that a program that several tests use is compiled once."""
+    """A directory for compile_report(cache=...), so that a program that two tests use is compiled once."""
     return os.path.join(os.environ.get("MESH_LM_REPORTS") or os.environ["JAX_COMPILATION_CACHE_DIR"], "reports")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """If deviceless tests are required, a skipped one fails the run."""
+    """If deviceless tests are required, a skipped one fails the run, whatever the reason."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     if os.environ.get("MESH_LM_DEVICELESS") == "required" and any("deviceless" in report.keywords for report in skipped):

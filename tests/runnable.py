@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 import shlex
 import shutil
@@ -25,6 +26,8 @@ NEEDS = ("gpu", "slurm", "hosts", "network", "checkout", "files", "time")
 LANGUAGES = {"python": "python", "pycon": "python", "sh": "command", "bash": "command", "console": "command"}
 _FAST = "--xla_backend_optimization_level=0"
 """Compiles in less time; nothing else of what these processes do depends on it."""
+READER = os.environ.get("MESH_LM_READER", "")
+"""A Python in whose environment the wheel is installed, which tests/newcomer makes; empty: this one, and this checkout's packages."""
 _BLOCK = re.compile(
     r"(?P<marks>(?:^ *<!--(?:(?!-->).)*-->\s*?\n\n?)*)^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
 )
@@ -106,8 +109,9 @@ def run(words: list[str], here: Path, *, stdin: str = "", patience: float = PATI
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         given[name] = value
-    environment = bare(PYTHONPATH=str(here / "installed"), HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
-    programs = {"python": [sys.executable], "mesh-lm": [sys.executable, "-m", "mesh_lm"]}
+    environment = bare(HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
+    environment = environment | {"PYTHONPATH": "" if READER else str(here / "installed")}
+    programs = {"python": [READER or sys.executable], "mesh-lm": [READER or sys.executable, "-m", "mesh_lm"]}
     words = [*programs.get(words[0], words[:1]), *words[1:]]
     return subprocess.run(words, cwd=here, env=environment, input=stdin, capture_output=True, text=True, timeout=patience)
 
@@ -129,7 +133,9 @@ sys.exit("".join(failures) or 0)
 def run_python(page: str, found: list[Block], here: Path) -> subprocess.CompletedProcess[str]:
     """The Python of a page, block after block in one namespace of one process."""
     code = _RUNNER.replace("PAGE", repr(page))
-    return run(["python", "-c", code], here, stdin=json.dumps([(block.kind, block.line, block.text) for block in found]))
+    return run(
+        ["python", "-c", code], here, patience=3 * PATIENCE, stdin=json.dumps([(block.kind, block.line, block.text) for block in found])
+    )
 
 
 _EACH = """

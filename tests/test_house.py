@@ -1,4 +1,4 @@
-"""Structure of the repository: imports point one way, each outside library is imported in one place, and files are short."""
+"""The house rules: imports point one way, each outside library is imported in one place only, and files and functions stay short."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level package) of every import in a file, deferred ones too."""
+    """Yields (line, top-level package) of every import in a file, deferred ones included."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = (
             [a.name for a in node.names]

@@ -1,4 +1,4 @@
-"""What the directory of a run's checkpoints holds, from names and descriptions alone."""
+"""Lists the checkpoints of a run from directory names and descriptions, without reading arrays."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from mesh_lm.huggingface import is_huggingface
 from mesh_lm.state.digest import combined
 
 _NAME = re.compile(r"(\d+)(\.\w.*)?")
-_ASIDE = {
-    "damaged": "put aside: could not be verified",
-    "passed": "put aside: the run went back behind it",
+_RENAMED = {
+    "damaged": "set aside: could not be verified",
+    "passed": "set aside: the run rolled back to an earlier step",
     "removed": "being removed",
-    "orbax": "not complete: a save in flight, or what is left of one",
+    "orbax": "incomplete: a save in progress, or the remains of one",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointEntry:
-    """One directory among the checkpoints: a step, complete or not, or one that was put aside."""
+    """One directory of checkpoints: a step, complete or not, or one that was renamed."""
 
     path: Path
 
     @property
     def step(self) -> int:
+        """The step in the name."""
         return int(self.path.name.partition(".")[0])
 
     @property
     def kind(self) -> str:
-        """Empty for a step of a run, else "damaged", "passed", "removed" or "orbax"."""
+        """Empty for a step, else the reason it was renamed: "damaged", "passed", "removed" or "orbax"."""
         return re.split(r"\W", self.path.name.partition(".")[2])[0]
 
     def descriptions(self) -> dict[str, Any]:
-        """{"data": ..., "metadata": ...}, as `SavedCheckpoint` has them. Raises DamagedCheckpoint."""
+        """Returns {"data": ..., "metadata": ...}, as in `SavedCheckpoint`. Raises DamagedCheckpoint."""
         return descriptions(self.path)
 
     @cached_property
-    def _said(self) -> dict[str, Any] | DamagedCheckpoint:
+    def _described(self) -> dict[str, Any] | DamagedCheckpoint:
         try:
             return self.descriptions()
         except DamagedCheckpoint as damage:
@@ -52,27 +53,28 @@ class CheckpointEntry:
 
     @property
     def complete(self) -> bool:
-        """Whether a run would try to continue from it."""
-        return not self.kind and not isinstance(self._said, DamagedCheckpoint)
+        """Whether a run would try to resume from it."""
+        return not self.kind and not isinstance(self._described, DamagedCheckpoint)
 
     @property
     def what(self) -> str:
+        """The condition of the checkpoint, for a listing."""
         if self.kind:
-            return _ASIDE.get(self.kind, "of a name that no run gives")
-        return f"damaged: {self._said.reasons[0]}" if isinstance(self._said, DamagedCheckpoint) else "complete"
+            return _RENAMED.get(self.kind, "not named by a run")
+        return f"damaged: {self._described.reasons[0]}" if isinstance(self._described, DamagedCheckpoint) else "complete"
 
     @property
     def described(self) -> tuple[str, str, str]:
-        """Format, digest of the state and of the samples; "-" for what it does not say."""
-        if isinstance(self._said, DamagedCheckpoint):
+        """Format, digest of the state, digest of the samples; "-" if unknown."""
+        if isinstance(self._described, DamagedCheckpoint):
             return "-", "-", "-"
-        data, metadata = self._said["data"], self._said["metadata"]
+        data, metadata = self._described["data"], self._described["metadata"]
         digests = metadata.get("digests")
         return str(metadata["format"]), combined(digests) if digests else "-", str(data.get("samples", "-"))
 
     @property
     def written(self) -> float:
-        """Seconds since 1970 at which its description was written, or else the directory; 0: a run has just removed it."""
+        """Unix time at which its description, or else the directory, was written; 0 if a run has just removed it."""
         for path in (self.path / "metadata" / "metadata", self.path):
             with contextlib.suppress(FileNotFoundError):
                 return path.stat().st_mtime
@@ -80,7 +82,7 @@ class CheckpointEntry:
 
     @property
     def nbytes(self) -> int:
-        """Of all its files; of a save in flight, or of a step that is being removed, those that were met."""
+        """Bytes in all its files; approximate while it is being written or removed."""
         total = 0
         for directory, _, files in os.walk(self.path):
             for file in files:
@@ -90,7 +92,7 @@ class CheckpointEntry:
 
 
 def at(path: Path | str) -> list[CheckpointEntry]:
-    """What a run's output, its `checkpoints`, or one step holds, oldest first. Raises ConfigError where that is nothing."""
+    """Returns the checkpoints in a run's output or `checkpoints`, or one step, oldest first. Raises ConfigError if there are none."""
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
@@ -101,18 +103,18 @@ def at(path: Path | str) -> list[CheckpointEntry]:
         if is_huggingface(path):
             raise ConfigError(f"{path} is a Hugging Face model, not a run: there is no digest of its weights")
         raise ConfigError(f"{path} holds no checkpoints; name a run's output, its `checkpoints`, or one step there")
-    found = [CheckpointEntry(child) for child in directory.iterdir() if child.is_dir() and _NAME.fullmatch(child.name)]
-    if not found:
+    entries = [CheckpointEntry(child) for child in directory.iterdir() if child.is_dir() and _NAME.fullmatch(child.name)]
+    if not entries:
         raise ConfigError(f"no checkpoint in {directory}")
-    return sorted(found, key=lambda entry: (entry.step, entry.path.name))
+    return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
 def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
-    """The steps of a run, or the one directory that `path` or `name` names, put aside or not. Raises ConfigError where there is none."""
+    """Returns the steps of a run, or the directory that `path` or `name` names, renamed or not. Raises ConfigError if there is none."""
     entries = at(path)
     if name:
         if not (named := [entry for entry in entries if entry.path.name == name]):
-            raise ConfigError(f"--step={name} is not there; there are {', '.join(entry.path.name for entry in entries)}")
+            raise ConfigError(f"no --step={name}; there are {', '.join(entry.path.name for entry in entries)}")
         return named
     steps = entries if len(entries) == 1 and entries[0].path == Path(path).expanduser().absolute() else [e for e in entries if not e.kind]
     if not steps:
@@ -121,11 +123,11 @@ def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
 
 
 def newest(path: Path | str) -> CheckpointEntry:
-    """The newest step of a run, or the one directory that `path` names. Raises ConfigError where there is none."""
+    """Returns the newest step of a run, or the directory that `path` names. Raises ConfigError if there is none."""
     return chosen(path, "")[-1]
 
 
 def size(nbytes: int) -> str:
-    """In decimal units: 403 MB."""
+    """Returns a size in decimal units, such as 403 MB."""
     power = min(max(0, len(str(nbytes)) - 1) // 3, 4)
     return f"{nbytes / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

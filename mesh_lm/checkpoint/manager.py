@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, what to keep, what to do when a save fails or a checkpoint is damaged."""
+"""Manages the checkpoints of a run: when to save, what to keep, and how to handle failed saves and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from mesh_lm.state.digest import digests
 from mesh_lm.state.disk_form import back, to_disk
 
 _ASK_EVERY = 10
-"""Steps between two questions among processes whether the save in flight is complete."""
+"""Steps between checks among processes whether the current save is complete."""
 _LAST_TRIES = 4
-"""Tries to save what would be lost otherwise: the last step, or the one at which a run is stopped."""
+"""Attempts to save the last step, or the one at which a run is stopped; it would otherwise be lost."""
 _WRITING, _COMPLETE, _FAILED = range(3)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `<output>/checkpoints`. A context manager: leaving it waits for the save in flight.
+    """The checkpoints of one run, in `<output>/checkpoints`. A context manager, which waits for the current save on exit.
 
-    A step is a directory with its number for a name. `N.damaged` is one that could not be verified, `N.passed` one that the run went back
-    behind; both are left for people to look at.
+    Each step is a directory named after its number. `N.damaged` could not be verified; `N.passed` is from steps that the run has rolled
+    back. Both are kept for inspection.
     """
 
     def __init__(self, config: TrainConfig, phases: Phases | None = None) -> None:
-        """Raises ConfigError where the directory cannot be written, or holds other checkpoints than `checkpoint.resume` allows."""
+        """Raises ConfigError if the directory is not writable, or its checkpoints conflict with `checkpoint.resume`."""
         self.config, self.policy, self._phases = config, config.checkpoint, phases or Phases()
         if self.policy.resume == "never" and int(os.environ.get(BEGUN, 0)):
-            self.policy = dataclasses.replace(self.policy, resume="auto")  # it was here before: what is there is its own
+            self.policy = dataclasses.replace(self.policy, resume="auto")  # a restart: existing checkpoints are this run's own
         try:
             json.dumps(as_dict(config))
         except TypeError as error:
-            raise ConfigError(f"the config is stored with every checkpoint, as JSON, and cannot be: {error}") from error
+            raise ConfigError(f"the config must be stored as JSON with every checkpoint, and cannot be: {error}") from error
         if "://" in config.output:
             raise ConfigError(f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
@@ -76,20 +76,20 @@ class Checkpoints:
     def _refusal(self) -> str | None:
         policy = self.policy
         if policy.resume == "required" and self._saved is None:
-            return f"no checkpoint in {self.directory}, and checkpoint.resume=required; set the output of a run"
+            return f"no checkpoint in {self.directory}, but checkpoint.resume=required; set the output of an existing run"
         if policy.resume == "never" and self._saved is not None:
-            return f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; set another output"
+            return f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; use a new output directory"
         if self._saved is None and distributed.broadcast_from_process0(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
-            return self._nothing_whole()
+            return self._none_intact()
         return None
 
-    def _nothing_whole(self) -> str:
-        left = ", ".join(sorted(path.name for path in self.directory.glob("*.damaged*")))
-        fix = "repair one and take .damaged from its name, or set another output to begin anew"
-        return f"no checkpoint in {self.directory} is whole: {left}; {fix}"
+    def _none_intact(self) -> str:
+        damaged = ", ".join(sorted(path.name for path in self.directory.glob("*.damaged*")))
+        fix = "repair one and remove .damaged from its name, or use a new output directory to start from scratch"
+        return f"no checkpoint in {self.directory} is intact: {damaged}; {fix}"
 
     def newest(self) -> SavedCheckpoint | None:
-        """The newest checkpoint's descriptions; None where there is none. Raises DamagedCheckpoint."""
+        """Returns the newest checkpoint, without its arrays; None if there is none. Raises DamagedCheckpoint."""
         return None if self._saved is None else SavedCheckpoint.read(self.directory, self._saved)
 
     def restore(
@@ -107,47 +107,48 @@ class Checkpoints:
         """
         self._phases.at("restore")
         steps = [step for step in self._steps() if before is None or step < before]
-        if before is None and (found := self._local.restore(max(steps, default=-1), layout, optimizer)):
+        if before is None and (local := self._local.restore(max(steps, default=-1), layout, optimizer)):
             if steps:
                 self._committed(max(steps))
-            self._phases.saved = found[0].step
-            return found
+            self._phases.saved = local[0].step
+            return local
         for step in reversed(steps):
             try:
                 saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
             except DamagedCheckpoint as damage:
-                distributed.print_on_process0(f"warning: {damage}\nput aside as {step}.damaged; the checkpoint before it is taken")
+                distributed.print_on_process0(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
                 self._put_aside(step, "damaged")
                 continue
             self._committed(max(self._steps()))
             return saved, state
         if steps:
-            raise ConfigError(self._nothing_whole())
+            raise ConfigError(self._none_intact())
         return None, None
 
     def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
-        """The newest whole checkpoint below step `before` in place of `state`, whose memory it takes; those after it are put aside as
-        `N.passed`. Raises ConfigError without one."""
+        """Rolls back to the newest intact checkpoint below step `before`, and deletes `state`; later checkpoints become `N.passed`.
+
+        Raises ConfigError if there is none."""
         self._settle(before)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
         saved, older = self.restore(layout, optimizer, before)
         if saved is None or older is None:
-            raise ConfigError(f"the run should go back behind step {before}, and has no checkpoint before it; save more often")
+            raise ConfigError(f"the run should roll back to before step {before}, but has no checkpoint before it; save more often")
         self._local.forget(saved.step)
         for later in self._steps():
             if later > saved.step:
                 self._put_aside(later, "passed")
         self._committed(saved.step)
-        self._soon = True  # so that a crash does not lead back to the batches that were left behind
+        self._soon = True  # so that a crash does not resume before the skipped batches
         return saved, older
 
     def _committed(self, step: int) -> None:
         self._saved = self._phases.saved = step
 
     def due(self, step: int) -> bool:
-        """Whether to save after this many steps: by the policy, or because a save failed and it is time to try again."""
+        """Whether to save after this step: by the policy, or to retry a failed save."""
         return self._due(step) or self._local.due(step)
 
     def _due(self, step: int) -> bool:
@@ -157,23 +158,24 @@ class Checkpoints:
     def save(
         self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, optimizer: Optimizer, *, last: bool = False
     ) -> State:
-        """Copies the state off the devices and gives it back; the write goes on in the background. A step already saved is left alone.
+        """Copies the state to the host and returns it; writing continues in the background. A step that is already saved is skipped.
 
-        It takes the state over, and needs the memory of one leaf more (`mesh_lm.state.disk_form.to_disk`). A save that fails
-        is said, its remains are removed, and it is due again some steps later.
+        Donates `state`, and needs memory for one extra leaf (`mesh_lm.state.disk_form.to_disk`). A failed save is reported, its remains
+        are removed, and it is retried some steps later.
 
-        data: the place in the data after this step, as `Batches.state` gives it. last: nothing comes after it, so it is tried again at once
-        and waited for; raises ConfigError where it cannot be written.
+        Args:
+          data: the data position after this step, from `Batches.state`.
+          last: whether this is the run's last save: it is waited for and retried immediately; ConfigError if it cannot be written.
         """
         if step == self._saved:
             return state
         self._phases.at("save")
         if self._local.due(step) and not (last or self._due(step)):
-            self._local.save(step, state, data, layout, lambda kept: self._metadata(kept, digests(kept)) | {"durable": self._saved})
+            self._local.save(step, state, data, layout, lambda tree: self._metadata(tree, digests(tree)) | {"durable": self._saved})
             return state
         self._settle(step)
-        tree, found = to_disk(layout, optimizer, state)
-        metadata = self._metadata(tree, found)
+        tree, leaf_digests = to_disk(layout, optimizer, state)
+        metadata = self._metadata(tree, leaf_digests)
         for attempt in range(_LAST_TRIES if last else 1):
             if attempt:
                 time.sleep(2.0**attempt)
@@ -184,12 +186,12 @@ class Checkpoints:
                     break
         else:
             if last:
-                newest = "there is no older one" if self._saved is None else f"the newest checkpoint is step {self._saved}"
+                newest = "there is no older checkpoint" if self._saved is None else f"the newest checkpoint is step {self._saved}"
                 raise ConfigError(f"step {step} could not be saved in {self.directory}, the reason is above; {newest}")
-        return back(layout, optimizer, state, tree)  # Orbax has all of it in the host's memory
+        return back(layout, optimizer, state, tree)  # Orbax has copied everything to host memory
 
     def poll(self, step: int) -> None:
-        """Called after every step, on all processes: notes what became of the save in flight."""
+        """Checks the current save. All processes must call it after every step."""
         if self._writing is None or (jax.process_count() > 1 and step % _ASK_EVERY):
             return
         outcomes = distributed.gather_from_all(self._outcome())
@@ -206,11 +208,11 @@ class Checkpoints:
         self._writing, self._error, self._soon = step, None, False
         try:
             self._saver.save(self.directory / str(step), args=items)
-        except Exception as error:  # Orbax and TensorStore have no class of errors of their own
+        except Exception as error:  # Orbax and TensorStore have no error classes of their own
             self._error = error
 
     def _outcome(self) -> int:
-        """Of the save in flight, on this process."""
+        """Returns the outcome of the current save on this process."""
         if self._error is None:
             try:
                 self._saver.check_for_errors()
@@ -218,11 +220,11 @@ class Checkpoints:
                 self._error = error
         if self._error is not None:
             return _FAILED
-        # Only process 0 gives the directory its name, when all are done; others may see that late.
+        # Process 0 renames the directory when all are done; other processes may see that late.
         return _WRITING if jax.process_index() == 0 and not (self.directory / str(self._writing)).is_dir() else _COMPLETE
 
     def _settle(self, step: int, *, last: bool = False) -> None:
-        """Waits for the save in flight and notes what became of it."""
+        """Waits for the current save and records its outcome."""
         if self._writing is None:
             return
         self._phases.at("save")
@@ -245,23 +247,23 @@ class Checkpoints:
         self._retry = step + min(2**self._failures, self.policy.every or 2**self._failures)
         self._phases.at("save")
         with contextlib.suppress(Exception):
-            self._saver.wait_until_finished()  # minutes, where another process's part failed and this one's did not
+            self._saver.wait_until_finished()  # takes minutes if only another process failed
         self._remove_remains()
         reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
-        loud = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose all since then: {newest}. "
+        alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
         distributed.print_on_process0(
-            f"{loud if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
-            f"{reason}" + ("" if last else f"; training goes on, and tries again after step {self._retry}")
+            f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
+            f"{reason}" + ("" if last else f"; training continues, and saving is retried after step {self._retry}")
         )
 
-    def _metadata(self, tree: State, found: dict[str, str]) -> dict[str, Any]:
+    def _metadata(self, tree: State, leaf_digests: dict[str, str]) -> dict[str, Any]:
         versions = {"jax": jax.__version__, "orbax": ocp.__version__}
-        about = {"format": FORMAT, "config": as_dict(self.config), "parts": described(tree), "versions": versions, "digests": found}
+        about = {"format": FORMAT, "config": as_dict(self.config), "parts": described(tree), "versions": versions, "digests": leaf_digests}
         return json.loads(json.dumps(about))
 
     def _steps(self) -> list[int]:
-        """As process 0 sees them."""
+        """Returns the steps that process 0 sees."""
         return distributed.broadcast_from_process0(steps_in(self.directory) if jax.process_index() == 0 else None)
 
     def _put_aside(self, step: int, why: str) -> None:
@@ -269,14 +271,14 @@ class Checkpoints:
             names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{n}" for n in itertools.count(2)))
             free = next(self.directory / name for name in names if not (self.directory / name).exists())
             (self.directory / str(step)).rename(free)
-        self._steps()  # which waits for process 0
+        self._steps()  # waits for process 0
 
     def _prune(self) -> None:
-        """Removes what the policy does not keep, in the background: on some file systems that takes minutes."""
+        """Removes checkpoints that the policy does not keep, in the background because it may take minutes."""
         if jax.process_index() > 0:
             return
         for step in steps_in(self.directory)[: -self.policy.keep]:
-            with contextlib.suppress(OSError):  # renamed first, so that no half of a directory has a step's name
+            with contextlib.suppress(OSError):  # renamed first, so that no half-removed directory is named as a step
                 doomed = (self.directory / str(step)).rename(self.directory / f"{step}.removed")
                 self._removing = threading.Thread(target=shutil.rmtree, args=(doomed, True))
                 self._removing.start()
@@ -289,7 +291,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:  # perhaps on this process alone: then the others would not answer
+        if kind is not None:  # perhaps on this process alone: the others would not respond
             self._writing = None
             if jax.process_count() > 1:
                 return
@@ -298,7 +300,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in flight. A run that ends without a checkpoint leaves no empty directory behind."""
+        """Waits for the current save. Removes the directory if it is empty."""
         self._local.close()
         self._settle(0)
         self._saver.close()
@@ -311,16 +313,18 @@ class Checkpoints:
 
 @functools.cache
 def _quiet() -> None:
-    """What Orbax and TensorStore say of a save or a restore that failed, over hundreds of lines, is said here in one."""
+    """Silences the hundreds of lines that Orbax and TensorStore log for a failed save or restore; the manager prints one."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    told = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
     def hook(error: sys.UnraisableHookArgs) -> None:
         late = str(error.exc_value) == "Event loop is closed"  # a write that ends after the first one has failed
-        left = "orbax" in getattr(getattr(error.object, "cr_code", None), "co_filename", "")  # a read, after the first one has failed
-        if not (late or left):
-            told(error)
+        pending = "orbax" in getattr(
+            getattr(error.object, "cr_code", None), "co_filename", ""
+        )  # a read that is pending when the first one fails
+        if not (late or pending):
+            default_hook(error)
 
     sys.unraisablehook = hook
 
@@ -335,7 +339,7 @@ def _open(directory: Path) -> None:
         except OSError as error:
             raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
     distributed.require_shared(directory)
-    if jax.process_index() == 0:  # what a killed run left
+    if jax.process_index() == 0:  # remains of a killed run
         for pattern in ("*.orbax-checkpoint-tmp*", "*.removed"):
             _remove(directory, pattern)
 

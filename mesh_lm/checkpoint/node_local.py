@@ -1,8 +1,8 @@
-"""The fast tier of a run's checkpoints: each process keeps what its devices hold on its node's own disk, between saves to the shared one.
+"""Node-local checkpoints: each process saves its devices' shards to a local disk, more often than checkpoints go to shared storage.
 
-Below `checkpoint.local`: `<run>/<step>/<process>-of-<count>/state.raw`, the distinct parts of all leaves one after the other, and
-`description.json`, which says what they are and is written last, under another name first: where it is, the step is whole. No process
-waits for another in a save. A restore takes a step only if every process has it whole, and the same one.
+The files below `checkpoint.local` are `<run>/<step>/<process>-of-<count>/state.raw`, the distinct shards of all leaves, and
+`description.json`, which lists them and is renamed into place last: if it exists, the step is complete. Processes do not wait for each
+other in a save. A restore uses a step only if it is complete on every process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mesh_lm.state.digest import digests, host_digest, leaf_name
 from mesh_lm.state.disk_form import with_used, without_used
 
 _KEEP = 2
-"""Steps kept: when a run ends, processes may be a save apart, and then have the one before in common."""
+"""Steps to keep: at a crash, processes may be one save apart, and then have only the previous one in common."""
 _PATIENCE = 60.0
-"""Seconds after which a disk that still writes the save before is left alone."""
+"""Seconds to wait for the previous save before a new one is skipped."""
 _ARRAYS, _DESCRIPTION = "state.raw", "description.json"
 
 
 class NodeLocalCheckpoints:
-    """The local tier of one run; without `checkpoint.local` it does nothing. A disk that fails is a warning and no more."""
+    """The node-local checkpoints of one run; without `checkpoint.local` it does nothing. Disk errors only give a warning."""
 
     def __init__(self, policy: CheckpointConfig, directory: Path) -> None:
-        """directory: of the run's durable checkpoints. All processes must call it."""
+        """directory: the run's durable checkpoints. All processes must call it."""
         self._every = policy.local_every if policy.local else 0
         self._fresh = policy.resume == "never"
         self._thread: threading.Thread | None = None
@@ -53,24 +53,25 @@ class NodeLocalCheckpoints:
         output, life = distributed.broadcast_from_process0([output, life])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
         self._place = f"{jax.process_index()}-of-{jax.process_count()}"
-        with contextlib.suppress(OSError):  # of runs whose output was deleted
+        with contextlib.suppress(OSError):  # remove those of runs whose output was deleted
             for old in self.directory.parent.glob(f"{output}-*"):
                 if old != self.directory:
                     shutil.rmtree(old, ignore_errors=True)
 
     def due(self, step: int) -> bool:
-        """Whether to save after this many steps."""
+        """Whether to save after this step."""
         return self._every > 0 and step % self._every == 0
 
     def save(
         self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, metadata: Callable[[State], dict[str, Any]]
     ) -> None:  # fmt: skip
-        """Copies what this process's devices hold into the host's memory; a thread writes it. All processes must call it.
+        """Copies this process's shards to host memory; a thread writes them. All processes must call it.
 
-        state: as the step has it; of what follows from the rest there is no copy. metadata: makes of what is kept what a durable checkpoint
-        says of itself; it may wait for the other processes.
+        Args:
+          state: the training state; params that are computed from the master are not saved.
+          metadata: returns the metadata that a durable checkpoint of a tree would have; may wait for other processes.
         """
-        # Before metadata, in which processes meet: none can be more than one save ahead of a slow disk.
+        # Comes before metadata, which synchronizes processes: so none is more than one save ahead of a slow disk.
         ready, state = self._finish(), without_used(layout, state)
         described = metadata(state)
         parts = _held(state)
@@ -81,38 +82,38 @@ class NodeLocalCheckpoints:
             self._thread.start()
 
     def restore(self, newest: int, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State] | None:
-        """The newest step that all processes have whole, if it is newer than `newest` (a durable step, or -1) and of this very layout.
+        """Returns the newest step that is complete on all processes, if it is newer than `newest` (a durable step, or -1), else None.
 
-        It is bitwise what was saved. None otherwise; local steps that are not taken are removed, and one line says why. All processes must
-        call it, and get the same.
+        Its layout must be the same, and its bits are verified. Unusable local steps are removed, and one line says why. All processes must
+        call it and get the same result.
         """
         if not self._every:
             return None
-        here = [] if self._fresh else self._whole()
-        everywhere = distributed.gather_from_all([step for step in here if step > newest])
-        found = sorted(set.intersection(*map(set, everywhere)), reverse=True)
-        reasons = [] if found or not any(everywhere) else ["no step is on the disks of all processes"]
+        complete = [] if self._fresh else self._complete()
+        by_process = distributed.gather_from_all([step for step in complete if step > newest])
+        candidates = sorted(set.intersection(*map(set, by_process)), reverse=True)
+        reasons = [] if candidates or not any(by_process) else ["no step is on the local disks of all processes"]
         with contextlib.suppress(OSError):
-            for stranger in self.directory.glob("*/*-of-*"):
-                if not stranger.name.endswith(f"-of-{jax.process_count()}"):
-                    reasons = reasons or [f"step {stranger.parent.name} was saved by {stranger.name.rpartition('-')[2]} processes"]
-                    shutil.rmtree(stranger, ignore_errors=True)
-        for step in found:
+            for other in self.directory.glob("*/*-of-*"):
+                if not other.name.endswith(f"-of-{jax.process_count()}"):
+                    reasons = reasons or [f"step {other.parent.name} was saved by {other.name.rpartition('-')[2]} processes"]
+                    shutil.rmtree(other, ignore_errors=True)
+        for step in candidates:
             saved = state = None
             try:
                 saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
-                mine = ["", certificate(saved.metadata, saved.data)]
+                outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                mine = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
-            problems, proofs = zip(*distributed.gather_from_all(mine), strict=True)
+                outcome = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
+            problems, proofs = zip(*distributed.gather_from_all(outcome), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
                 reason = f"step {step} is not of the same run on all processes"
             if not reason and saved and state and (wrong := _differ(digests(state), saved.digests)):
-                reason = f"step {step}: {wrong} is not what was saved"
+                reason = f"step {step}: {wrong} differs from what was saved"
             if not reason and saved and state:
                 distributed.print_on_process0(
-                    f"step {step} is on the disks of all processes ({self.directory}), newer than what is in the output"
+                    f"step {step} is on the local disks of all processes ({self.directory}), newer than the output's checkpoints"
                 )
                 return saved, with_used(layout, state)
             reasons.append(reason)
@@ -122,7 +123,7 @@ class NodeLocalCheckpoints:
         return None
 
     def forget(self, after: int) -> None:
-        """Removes this process's steps after this one: the run is not what it was then."""
+        """Removes this process's steps after `after`, because the run was rolled back."""
         if self._every:
             self._finish()
             for step in self._steps():
@@ -130,15 +131,15 @@ class NodeLocalCheckpoints:
                     self._remove(step)
 
     def close(self) -> None:
-        """Waits for the save in flight."""
+        """Waits for the current save."""
         self._finish()
 
     def _finish(self) -> bool:
-        """Whether no write is under way, once it had time enough."""
+        """Waits for the current write. Returns whether it ended in time."""
         if self._thread:
             self._thread.join(_PATIENCE)
             if self._thread.is_alive():
-                self._warn(f"its disk has not written the one before in {_PATIENCE:g} s")
+                self._warn(f"the disk has not written the previous one in {_PATIENCE:g} s")
                 return False
             self._thread = None
         return True
@@ -146,7 +147,7 @@ class NodeLocalCheckpoints:
     def _write(self, step: int, parts: dict[str, dict[str, np.ndarray]], about: dict[str, Any]) -> None:
         place = self.directory / str(step) / self._place
         try:
-            shutil.rmtree(place, ignore_errors=True)  # of a former life of the run
+            shutil.rmtree(place, ignore_errors=True)  # from before a restart
             place.mkdir(parents=True)
             about["parts"] = {}
             with (place / _ARRAYS).open("wb") as file:
@@ -166,49 +167,49 @@ class NodeLocalCheckpoints:
             finally:
                 os.close(descriptor)
             self._failed = False
-            for old in self._whole()[:-_KEEP]:
+            for old in self._complete()[:-_KEEP]:
                 self._remove(old)
         except OSError as error:
             self._remove(step)
             self._warn(f"{error.strerror or error}")
 
     def _warn(self, reason: str) -> None:
-        """Once, until a save succeeds again."""
+        """Prints a warning, once until a save succeeds again."""
         if not self._failed:
-            with contextlib.suppress(OSError):  # its log may be on the same disk
+            with contextlib.suppress(OSError):  # the log may be on the same disk
                 print(
-                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training goes on, "
-                    "and a crash now goes back to the newest one in the output", flush=True,
+                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training continues, "
+                    "and a crash now rolls back to the newest checkpoint in the output", flush=True,
                 )  # fmt: skip
         self._failed = True
 
     def _steps(self) -> list[int]:
-        """Ascending; those that are not whole as well."""
+        """Returns this process's steps, complete or not, ascending."""
         try:
             return sorted(int(path.parent.name) for path in self.directory.glob(f"*/{self._place}") if path.parent.name.isdecimal())
         except OSError:
             return []
 
-    def _whole(self) -> list[int]:
+    def _complete(self) -> list[int]:
         return [step for step in self._steps() if (self.directory / str(step) / self._place / _DESCRIPTION).exists()]
 
     def _remove(self, step: int) -> None:
         place = self.directory / str(step) / self._place
         with contextlib.suppress(OSError):
-            (place / _DESCRIPTION).unlink(missing_ok=True)  # first, so that no half of it counts as whole
+            (place / _DESCRIPTION).unlink(missing_ok=True)  # first, so that a half-removed step is not taken for complete
             shutil.rmtree(place, ignore_errors=True)
             place.parent.rmdir()
 
     def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[SavedCheckpoint, State]:
-        """Verified part by part. Raises _Unusable, or what a description that is not ours leads to."""
+        """Reads and verifies a step. Raises _Unusable, or any error that a foreign description causes."""
         place = self.directory / str(step) / self._place
         about = json.loads((place / _DESCRIPTION).read_text())
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
-            raise _Unusable(f"{_DESCRIPTION} is not what was written")
-        if about["layout"] != (here := _layout(abstract, layout)):
-            raise _Unusable(f"it has other {_differ(here, about['layout'])}")
+            raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
+        if about["layout"] != (expected := _layout(abstract, layout)):
+            raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
-            raise _Unusable(f"saved when the output had step {durable}, which is gone")
+            raise _Unusable(f"it was saved when the output had step {durable}, which is missing now")
         with (place / _ARRAYS).open("rb") as file:
             leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
             state = jax.tree.unflatten(tree, [_leaf(file, about["parts"][leaf_name(path)], leaf_name(path), leaf) for path, leaf in leaves])
@@ -216,24 +217,24 @@ class NodeLocalCheckpoints:
 
 
 class _Unusable(ValueError):
-    """A local step that cannot be taken."""
+    """A local step cannot be used."""
 
 
 def _held(state: State) -> dict[str, dict[str, np.ndarray]]:
-    """{leaf: {index: this process's part}} in the host's memory, a part that several devices hold once."""
-    found: dict[str, dict[str, jax.Array]] = {}
+    """Returns {leaf: {index: shard}} of this process in host memory; replicated shards are copied once."""
+    shards: dict[str, dict[str, jax.Array]] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = found[leaf_name(path)] = {}
+        parts = shards[leaf_name(path)] = {}
         for shard in x.addressable_shards:
             if (index := _index(shard.index, x.shape)) not in parts:
                 shard.data.copy_to_host_async()
                 parts[index] = shard.data
 
-    # A copy, because on a CPU NumPy would show the array itself, which the next step takes over.
+    # Copied, because on CPU NumPy would share memory with the array, which the next step donates.
     def copied(x: jax.Array) -> np.ndarray:
         return np.array(x) if next(iter(x.devices())).platform == "cpu" else np.asarray(x)
 
-    return {leaf: {index: copied(x) for index, x in parts.items()} for leaf, parts in found.items()}
+    return {leaf: {index: copied(x) for index, x in parts.items()} for leaf, parts in shards.items()}
 
 
 def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
@@ -243,7 +244,7 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
     for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
         if (index := _index(slices, abstract.shape)) not in read:
             if index not in parts:
-                raise _Unusable(f"{name} is cut in another way")
+                raise _Unusable(f"{name} is sharded differently")
             offset, *shape, proof = parts[index]
             file.seek(offset)
             raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
@@ -255,7 +256,7 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
 
 
 def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
-    """What must be the same at a restore, as JSON; of arrays or of jax.ShapeDtypeStruct. How they are cut is seen in the parts."""
+    """Returns what must be equal at a restore, as JSON, for arrays or jax.ShapeDtypeStruct. Shardings show in the parts' indices."""
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
@@ -269,9 +270,9 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     return json.loads(json.dumps(about))
 
 
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The first key whose values differ; empty: none."""
-    return next((key for key in [*one, *other] if one.get(key) != other.get(key)), "")
+def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Returns the first key whose values differ, or ""."""
+    return next((key for key in [*a, *b] if a.get(key) != b.get(key)), "")
 
 
 def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:
@@ -288,7 +289,7 @@ def _flush(file: Any) -> None:
 
 
 def _identity(directory: Path) -> str:
-    """Eight hex digits that stay with the run's durable checkpoints, so that a run that begins anew finds nothing of the one before."""
+    """Returns eight hex digits stored with the durable checkpoints, so that a run that starts from scratch ignores older local steps."""
     mark, new = directory / ".local", secrets.token_hex(4)
     try:
         if jax.process_index() == 0 and not mark.exists():

@@ -1,4 +1,4 @@
-"""How well a model predicts text it has not seen, and text it writes itself.
+"""Perplexity of a trained model on a text, and its scores on tasks of lm-evaluation-harness.
 
 mesh-lm evaluate runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evaluation.md)
 """
@@ -19,24 +19,24 @@ from mesh_lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(ModelArguments):
-    """Give a text, or tasks of lm-evaluation-harness."""
+    """Either a text, or tasks of lm-evaluation-harness."""
 
     text: str = ""
-    """A text file, a .jsonl (field "text") or a directory: perplexity and bits per byte."""
+    """A text file, a .jsonl (field "text") or a directory, on which perplexity and bits per byte are measured."""
     stride: int = 0
-    """New tokens in each window after the first, which see at least seq_len - stride before them; 0: half the seq_len."""
+    """New tokens per window after the first; each is predicted from at least seq_len - stride tokens. 0: half of seq_len."""
     start: str = ""
-    """The special token that stands before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
+    """Special token to put before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
     tasks: str = ""
-    """Names of tasks of lm-evaluation-harness (`pip install 'mesh_lm[eval]'`), with commas between."""
+    """Tasks of lm-evaluation-harness (pip install 'mesh_lm[eval]'), separated by commas."""
     include_path: str = ""
-    """A directory of task .yaml files of one's own; the tasks that come with the harness are then not read."""
+    """Directory of your own task .yaml files; the tasks that come with the harness are then not read."""
     limit: int = 0
-    """Documents of each task; 0: all."""
+    """Documents per task; 0: all."""
     batch: int = 8
-    """Sequences at once."""
+    """Batch size: sequences per forward pass."""
     json: str = ""
-    """Write all results to this file."""
+    """Write all results to this file, as JSON."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:

@@ -22,36 +22,36 @@ _TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(ModelArguments):
-    """One prompt is written as it is made; several are made together."""
+    """Prompts, sampling and output. A single prompt is streamed; several are generated together."""
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint", "prompt")
 
     prompt: tuple[str, ...] = ()
-    """Text to continue; may be given several times. None, or an empty one: a new document."""
+    """Text to continue; repeat it for several. Without one, or with an empty one, the model begins a new document."""
     prompts_file: str = ""
-    """More prompts: a .jsonl of objects with a "prompt", or else a text file with one on each line."""
+    """File with more prompts: a .jsonl of objects with a "prompt", or a text file with one prompt per line."""
     start: str = ""
-    """A special token before each prompt, such as <|begin_of_text|> for Llama 3; empty: none."""
+    """Special token to put before each prompt, such as <|begin_of_text|> for Llama 3; empty: none."""
     tokens: int = 0
-    """New tokens of each text, at most; 0: 200, or as many as the model's seq_len leaves room for."""
+    """Maximum number of new tokens per text; 0: 200, or fewer if the model's seq_len is reached."""
     temperature: float = 0.8
-    """Divides the logits; 0: always the likeliest token."""
+    """Sampling temperature; 0: greedy."""
     top_k: int = 50
-    """Draw from the k likeliest tokens only; 0: all."""
+    """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
-    """Of those, from the fewest that have this probability together; 1: all."""
+    """Nucleus sampling: of those, sample from the fewest tokens that together have this probability; 1: from all."""
     stop: tuple[str, ...] = ()
-    """A text ends before this string; may be given several times."""
+    """End a text before this string; repeat it for several."""
     ignore_eod: bool = False
-    """Write on where the model ends the document."""
+    """Continue after the end-of-document token."""
     seed: int = 0
     """The same seed gives the same text, on any mesh."""
     batch: int = 16
-    """Texts made at once."""
+    """Batch size: texts generated at once."""
     stream: bool = True
-    """Write a single text as it is made."""
+    """Print a single text while it is generated."""
     output: str = ""
-    """Write a .jsonl here, one object for each prompt: prompt, text, tokens, logprobs, reason."""
+    """Write a .jsonl to this file, with one object per prompt: prompt, text, tokens, logprobs, reason."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:

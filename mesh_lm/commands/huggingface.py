@@ -25,9 +25,9 @@ class Export:
     checkpoint: str
     """A run's output directory (its newest checkpoint), or one step in its `checkpoints`."""
     output: str
-    """Directory to write, which transformers can load; must not exist, or be empty."""
+    """Directory to write, for transformers to load. It must not exist, or be empty."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights written."""
+    """Type of the weights in the files."""
     tokenizer: str = ""
     """A tokenizer as data.tokenizer names it; empty: the one kept beside the checkpoint."""
     mesh: str = ""
@@ -47,7 +47,7 @@ class Import:
     input: str
     """A Hugging Face model directory: config.json, .safetensors and a tokenizer."""
     output: str
-    """Output directory of a run that has made no step yet."""
+    """Output directory of the new run, which must not have checkpoints."""
     tokenizer: str = ""
     """A tokenizer as data.tokenizer names it; empty: the one in the input directory."""
     mesh: str = "fsdp=-1"

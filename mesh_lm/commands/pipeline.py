@@ -1,4 +1,4 @@
-"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: what a pipeline schedule looks like, costs and keeps in memory."""
+"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: the timeline, cost and memory of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight
 from mesh_lm.schedules.schedule import NAMES, Schedule, make_schedule
 from mesh_lm.schedules.table import compile_table
 
-DESCRIPTION = "Draws a pipeline schedule, says how much of it is waiting and what it keeps in memory, and compares it with the others."
+DESCRIPTION = "Draws a pipeline schedule, reports its bubble and its activation memory, and compares it with other schedules."
 _COMPARED = ("1f1b", "gpipe", "classic_1f1b", "zb_h1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Which schedule, how long its parts take, and where the pictures go."""
+    """The schedule, how long its parts take, and the files to write."""
 
     stages: int = 0
-    """Stages of the pipeline; 0: 4, or as many as the file has."""
+    """Number of pipeline stages; 0: 4, or those of the file."""
     microbatches: int = 0
-    """Microbatches of a step; 0: 4 for each stage, or as many as the file has."""
+    """Microbatches per step; 0: 4 per stage, or those of the file."""
     chunks: int = 0
-    """Chunks of layers on each stage; 0: 1, or as many as the file has."""
+    """Chunks of layers (virtual stages) per stage; 0: 1, or those of the file."""
     schedule: str = "1f1b"
     """1f1b, gpipe, classic_1f1b, zb_h1, forward, or a .csv or .json file (see docs/pipeline.md)."""
     forward: float = Durations.forward
-    """Time of one microbatch's forward pass through one stage, in any unit."""
+    """Time of the forward pass of one microbatch through one stage, in any unit."""
     backward: float = Durations.backward
-    """That of the backward pass, with the forward pass that it repeats: 3 with a stash of inputs or remat."""
+    """Time of the backward pass, including the forward pass it recomputes: 3 if inputs are stashed or layers use remat."""
     weight_share: float = Durations.weight_share
-    """The part of backward that zb_h1 puts off."""
+    """Fraction of the backward pass that computes weight gradients, which zb_h1 postpones."""
     embed: float = Durations.embed
-    """Time of the embedding's forward pass, and of layers before the first that the stages share."""
+    """Time of the forward pass of the embedding, and of layers before those that stages share."""
     head: float = Durations.head
-    """Time of the forward pass of head and loss."""
+    """Time of the forward pass of the head and the loss."""
     clock: Clock = "lockstep"
-    """What stages wait for: async, their inputs only; neighbour, those beside them at each tick; lockstep, all at each tick."""
+    """What a stage waits for. async: its inputs; neighbour: the adjacent stages, at each tick; lockstep: all stages, at each tick."""
     drop_last_forward: bool = False
-    """Leave out the last virtual stage's F, which its B repeats with a stash of inputs: it makes room for the head."""
+    """Omit the forward pass of the last virtual stage if inputs are stashed: its backward pass recomputes it anyway."""
     input_mib: float = 0.0
-    """MiB that the input of a stage takes on a device, for the stash in bytes: microbatch x sequence x d_model x 2 bytes for bf16."""
+    """Size of a stage's input on one device in MiB (microbatch x seq_len x d_model x 2 bytes in bf16), to report the stash in MiB."""
     compare: bool = False
-    """Draw all schedules, not only one."""
+    """Draw the other schedules too."""
     png: str = ""
-    """File for a picture."""
+    """Write a picture to this file."""
     trace: str = ""
-    """File for a trace, to open in ui.perfetto.dev; a unit of time is 1 ms."""
+    """Write a trace to this file, for ui.perfetto.dev; one unit of time is 1 ms."""
     csv: str = ""
-    """File for the schedule itself, to change it and give it back as --schedule."""
+    """Write the schedule to this file, which you can edit and pass as --schedule."""
 
     def found(self) -> Schedule:
         """The schedule asked for. Raises ConfigError."""

@@ -19,18 +19,18 @@ _REPORT, _OUTPUT = "--plan", "--output"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to plan for."""
+    """The target of a plan, and where its report goes."""
 
     plan: str = ""
     """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for Perfetto) or .json; also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
-    """How many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes."""
+    """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that hold it."""
     max_microbatch: bool = False
-    """Find by compiling how many sequences a microbatch can have on each device."""
+    """Also compile larger and smaller microbatches, to find the most sequences per device that fit."""
     flags: str = "auto"
-    """The set of XLA flags to compile with (see sharding_rules/lab/flags.py); auto: the run's own (launch.xla_flags)."""
+    """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run (launch.xla_flags)."""
 
     def __post_init__(self) -> None:
         for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
@@ -39,7 +39,7 @@ class Plan:
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices} must be at least 1")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
-            raise ConfigError(f"--plan={self.plan}: expected a file that ends in .html or .json, or nothing for the screen")
+            raise ConfigError(f"{self.plan}: the report is a file that ends in .html or .json; without a file it goes to the screen")
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:

@@ -11,29 +11,29 @@ from mesh_lm.commands.options import command
 from mesh_lm.data.prepare.run import prepare
 
 DESCRIPTION = (
-    "Turns text into Megatron's .bin/.idx: one sequence per document, each followed by the end-of-document token. Killed, it continues "
-    "where it was when it is given the same again."
+    "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the end-of-document token. If it is killed, "
+    "the same command continues from there."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """What is prepared."""
+    """What to tokenize, how, and where to write it."""
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("input",)
 
     input: tuple[str, ...]
-    """Files (.txt, .jsonl, each also .gz or .zst, .parquet) and directories of these and of text files, in this order."""
+    """Files (.txt, .jsonl, each also as .gz or .zst, .parquet) and directories of such files or of other text files, read in this order."""
     output: str
-    """Prefix of what is written: .bin, .idx, .json and .tokenizer/; .parts/ until all is done."""
+    """Prefix of the output: PREFIX.bin, .idx, .json and .tokenizer/, and .parts/ until everything is done."""
     tokenizer: str
-    """A tokenizer.json, a directory with one, a SentencePiece .model, a .tiktoken, `bytes`; or train:N, a new one of N entries."""
+    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, `bytes`, or train:N to train one with N entries."""
     workers: int = 0
-    """Processes; 0: one for each core."""
+    """Number of processes; 0: one per core."""
     text_field: str = "text"
-    """Field of a .jsonl line, or column of a .parquet, that holds the text."""
+    """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     skip_bad_lines: bool = False
-    """Leave out lines of a .jsonl that hold no text, and count them, instead of stopping."""
+    """Skip and count the lines of a .jsonl that hold no text, instead of stopping at the first."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Prepare:

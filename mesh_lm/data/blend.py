@@ -108,12 +108,12 @@ class Blend:
 
     def read(self, indices: np.ndarray) -> TokenWindows:
         """Returns the windows at positions int64 [B]; raises ConfigError for a token id that the model lacks."""
-        here = indices - self._start
+        local = indices - self._start
         if self._index is None:
-            return self._members[0].read(self._consumed[0] + here)
-        index = self._extended_to(int(here.max(initial=-1)) + 1)
-        which = index["members"][here].astype(np.int64)
-        numbers = self._consumed[which] + index["counts"][here // BLOCK, which] + index["ranks"][here]
+            return self._members[0].read(self._consumed[0] + local)
+        index = self._extended_to(int(local.max(initial=-1)) + 1)
+        which = index["members"][local].astype(np.int64)
+        numbers = self._consumed[which] + index["counts"][local // BLOCK, which] + index["ranks"][local]
         return merged(which, lambda i, rows: self._members[i].read(numbers[rows]))
 
     def consumed(self, position: int) -> list[int]:
@@ -122,8 +122,8 @@ class Blend:
         if self._index is None:
             return [int(self._consumed[0]) + n]
         index, block = self._extended_to(n), n // BLOCK
-        here = np.bincount(index["members"][block * BLOCK : n], minlength=len(self._members))
-        return (self._consumed + index["counts"][block] + here).tolist()
+        in_block = np.bincount(index["members"][block * BLOCK : n], minlength=len(self._members))
+        return (self._consumed + index["counts"][block] + in_block).tolist()
 
     def _build(self, size: int) -> Arrays:
         return self._cache.get(
@@ -155,13 +155,13 @@ def blend_index(weights: np.ndarray, size: int) -> Arrays:
     counts = np.zeros((n_blocks + 1, len(weights)))
     for first in range(0, n_blocks, _PARALLEL):
         stop = min(first + _PARALLEL, n_blocks)
-        places = np.arange(first, stop, dtype=np.float64) * BLOCK
-        before = np.maximum(places - _WARM_UP, 0)
+        positions = np.arange(first, stop, dtype=np.float64) * BLOCK
+        before = np.maximum(positions - _WARM_UP, 0)
         begins, _, _ = _draw_blocks(weights, _guess(weights, before), before, _WARM_UP)
         begins[0] = counts[first]
         ends, todo = np.empty_like(begins), np.arange(stop - first)
         while len(todo):
-            ends[todo], members[first + todo], ranks[first + todo] = _draw_blocks(weights, begins[todo], places[todo], BLOCK)
+            ends[todo], members[first + todo], ranks[first + todo] = _draw_blocks(weights, begins[todo], positions[todo], BLOCK)
             wanted = np.concatenate((begins[:1], ends[:-1]))
             todo = np.flatnonzero((begins != wanted).any(axis=1))
             begins[todo] = wanted[todo]
@@ -169,17 +169,17 @@ def blend_index(weights: np.ndarray, size: int) -> Arrays:
     return {"members": members.reshape(-1)[:size], "counts": counts.astype(np.int64), "ranks": ranks.reshape(-1)[:size]}
 
 
-def _guess(weights: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _guess(weights: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns counts float64 [L, K] close to the shares at each position, rounded by largest remainder so that they sum to it."""
-    exact = weights * places[:, None]
+    exact = weights * positions[:, None]
     counts = np.floor(exact)
     rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
-    return counts + (rank < (places - counts.sum(axis=1))[:, None])
+    return counts + (rank < (positions - counts.sum(axis=1))[:, None])
 
 
-def _draw_blocks(weights: np.ndarray, begins: np.ndarray, places: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _draw_blocks(weights: np.ndarray, begins: np.ndarray, positions: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws the next `steps` samples after counts [L, K] at positions [L]. Returns the counts after them, members and ranks [L, steps]."""
-    counts, lanes, n = begins.copy(), np.arange(len(begins)), places.copy()
+    counts, lanes, n = begins.copy(), np.arange(len(begins)), positions.copy()
     members, ranks = np.empty((steps, len(lanes)), np.int16), np.empty((steps, len(lanes)), np.uint16)
     lag = np.empty_like(counts)
     for step in range(steps):

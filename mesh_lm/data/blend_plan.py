@@ -44,14 +44,14 @@ class BlendPlan:
 
     def state(self, consumed: Sequence[int]) -> dict[str, Any]:
         """Returns JSON for a checkpoint; consumed: samples drawn from each member so far."""
-        members = [dataclasses.asdict(share) | {"consumed_now": n} for share, n in zip(self.members, consumed, strict=True)]
+        members = [dataclasses.asdict(member) | {"consumed_now": n} for member, n in zip(self.members, consumed, strict=True)]
         return {"start": self.start, "weights": self.weights, "members": members, "left": [dataclasses.asdict(s) for s in self.left]}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> BlendPlan:
         """Returns the plan that `state` describes."""
         weights = None if state["weights"] is None else tuple(state["weights"])
-        members, left = ([_member(share) for share in state[name]] for name in ("members", "left"))
+        members, left = ([_member(member) for member in state[name]] for name in ("members", "left"))
         return cls(state["start"], weights, tuple(members), tuple(left))
 
 
@@ -82,35 +82,36 @@ def make_plan(
     plan = BlendPlan(0, now, tuple(MemberProgress(*member) for member in members))
     if saved:
         before = BlendPlan.restored(saved)
-        if before.weights == now and [share.fingerprint for share in before.members] == [fingerprint for _, fingerprint in members]:
+        if before.weights == now and [member.fingerprint for member in before.members] == [fingerprint for _, fingerprint in members]:
             plan = dataclasses.replace(plan, start=before.start, left=before.left, members=_renamed(before.members, members))
         else:
-            consumed = [share["consumed_now"] for share in saved["members"]]
+            consumed = [member["consumed_now"] for member in saved["members"]]
             plan = _changed(before, consumed, members, now, position)
     needed = blend.sizes(plan.weights, epoch_sizes, max(0, n_samples - plan.start))
-    shares = []
-    for i, (share, n) in enumerate(zip(plan.members, needed, strict=True)):
-        lacking = share.consumed + n - sum(order_size(i, asked) for asked in share.orders)
-        shares.append(dataclasses.replace(share, orders=(*share.orders, lacking)) if lacking > 0 or not share.orders else share)
-    return dataclasses.replace(plan, members=tuple(shares))
+    progress = []
+    for i, (member, n) in enumerate(zip(plan.members, needed, strict=True)):
+        lacking = member.consumed + n - sum(order_size(i, requested) for requested in member.orders)
+        progress.append(dataclasses.replace(member, orders=(*member.orders, lacking)) if lacking > 0 or not member.orders else member)
+    return dataclasses.replace(plan, members=tuple(progress))
 
 
-def _renamed(shares: Sequence[MemberProgress], members: Sequence[tuple[str, str]]) -> tuple[MemberProgress, ...]:
-    return tuple(dataclasses.replace(share, prefix=prefix) for share, (prefix, _) in zip(shares, members, strict=True))
+def _renamed(progress: Sequence[MemberProgress], members: Sequence[tuple[str, str]]) -> tuple[MemberProgress, ...]:
+    return tuple(dataclasses.replace(member, prefix=prefix) for member, (prefix, _) in zip(progress, members, strict=True))
 
 
 def _changed(
     before: BlendPlan, consumed: Sequence[int], members: Sequence[tuple[str, str]], weights: tuple[float, ...] | None, position: int
 ) -> BlendPlan:
-    gone = [dataclasses.replace(share, consumed=n) for share, n in zip(before.members, consumed, strict=True)]
-    known = {share.fingerprint: share for share in (*before.left, *gone)}
-    shares = [
+    previous = [dataclasses.replace(member, consumed=n) for member, n in zip(before.members, consumed, strict=True)]
+    known = {member.fingerprint: member for member in (*before.left, *previous)}
+    progress = [
         dataclasses.replace(known.get(fingerprint, MemberProgress(prefix, fingerprint)), prefix=prefix) for prefix, fingerprint in members
     ]
-    here = {share.fingerprint for share in shares}
-    left = tuple(share for share in known.values() if share.fingerprint not in here)
-    words = [
-        f"{share.prefix} continues after {share.consumed:,} samples" if share.consumed else f"{share.prefix} is new" for share in shares
+    current = {member.fingerprint for member in progress}
+    left = tuple(member for member in known.values() if member.fingerprint not in current)
+    messages = [
+        f"{member.prefix} continues after {member.consumed:,} samples" if member.consumed else f"{member.prefix} is new"
+        for member in progress
     ]
-    words += [f"{share.prefix} left after {share.consumed:,} samples" for share in gone if share in left]
-    return BlendPlan(position, weights, tuple(shares), left, (f"data.blend: a new blend from position {position}", *words))
+    messages += [f"{member.prefix} left after {member.consumed:,} samples" for member in previous if member in left]
+    return BlendPlan(position, weights, tuple(progress), left, (f"data.blend: a new blend from position {position}", *messages))

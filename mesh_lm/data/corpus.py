@@ -17,12 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.config import DataConfig
+from mesh_lm import distributed
+from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
+from mesh_lm.data.dataset import Dataset, padded_order
 from mesh_lm.data.encoding import encode, pieces
-from mesh_lm.data.indexed import Documents, write_documents
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Documents, TokenStream, write_documents
 from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.packing import PackedSequences
+from mesh_lm.data.rows import SampleOrder
+from mesh_lm.data.sequences import Sequences
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -77,10 +83,41 @@ class TextCorpus:
         """Returns the tokenizer that encoded the corpus."""
         return load_tokenizer(self.directory)
 
+    @property
+    def eod(self) -> int:
+        """Id of the tokenizer's end-of-document token."""
+        return self.tokenizer().eod
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the tokenizer."""
+        return self.tokenizer().fingerprint
+
+    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+        """Implements `Dataset.training_order`."""
+        documents, eod = self.train(), self.eod
+        text = TokenStream(documents, vocab=config.model.vocab_size)
+        if config.data.documents != "packed":
+            return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
+        cache = IndexCache(config.data.cache, distributed.print_on_process0)
+        return PackedSequences(text, config.model.seq_len, eod=eod, seed=config.seed, cache=cache, fingerprint=documents.fingerprint())
+
+    def heldout_order(self, config: TrainConfig) -> SampleOrder:
+        """Implements `Dataset.heldout_order`."""
+        return padded_order([TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod)
+
+    def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
+        """Returns {}: the position is the entire state."""
+        return {}
+
+    def changed(self, order: SampleOrder) -> list[str]:
+        """Returns []: other text has another name."""
+        return []
+
 
 def prepare(
     config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
-) -> TextCorpus | MegatronCorpus:
+) -> Dataset:
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
@@ -129,7 +166,7 @@ def prepare(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
             "the path must be readable, and the cache writable with space left"
         ) from error
-    return _load(directory)
+    return _load(directory)  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:

@@ -24,11 +24,17 @@ class Codec(Protocol):
     joins: bool
     """Whether a text that was encoded in parts decodes to the same text."""
 
-    def decode(self, ids: np.ndarray) -> str: ...
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns the text of the ids."""
+        ...
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]: ...
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each text."""
+        ...
 
-    def special(self, name: str) -> int | None: ...
+    def special(self, name: str) -> int | None:
+        """Returns the id of a special token, or None."""
+        ...
 
 
 class FillInMiddle:

@@ -71,13 +71,17 @@ def text_of(line: bytes, field: str, where: str) -> str:
     Raises:
       ConfigError: the line is not a JSON object with a string under `field`; the message starts with `where`.
     """
-    found: Any = None
+    parsed: Any = None
     try:
-        found = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
-        text = found[field]
+        parsed = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
+        text = parsed[field]
         text.encode()  # JSON can spell lone surrogates, which are not text
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(found, dict) and field not in found and (others := [name for name, value in found.items() if isinstance(value, str)]):
+        if (
+            isinstance(parsed, dict)
+            and field not in parsed
+            and (others := [name for name, value in parsed.items() if isinstance(value, str)])
+        ):
             names = ", ".join(f'"{name}"' for name in others[:8])
             raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with text_field') from error
         raise ConfigError(

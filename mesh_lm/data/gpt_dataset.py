@@ -41,8 +41,8 @@ def split_ranges(split: str, n: int) -> tuple[range, range, range]:
         raise ConfigError(f"data.split={split!r} must be up to three weights of training, validation and test documents, as 969,30,1")
     weights = np.array([*map(float, split.split(",")), 0.0, 0.0][:3])
     bounds = [0.0, *itertools.accumulate((weights / np.sum(weights)).tolist())]
-    places = [round(bound * float(n)) for bound in bounds]  # rounds half to even
-    return (range(places[0], places[1]), range(places[1], places[2]), range(places[2], places[3]))
+    ends = [round(bound * float(n)) for bound in bounds]  # rounds half to even
+    return (range(ends[0], ends[1]), range(ends[1], ends[2]), range(ends[2], ends[3]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,13 @@ def sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     dtype = np.int32 if max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max else np.int64
-    places = np.arange(samples_in(int(ends[-1]), seq_len) + 1) * seq_len
-    places[0] = -1  # the first sample begins with the first document, even if that is empty
-    first = np.searchsorted(ends, places, side="right")
-    places[0] = 0
-    index = np.empty((len(places), 2), dtype)
+    offsets = np.arange(samples_in(int(ends[-1]), seq_len) + 1) * seq_len
+    offsets[0] = -1  # the first sample begins with the first document, even if that is empty
+    first = np.searchsorted(ends, offsets, side="right")
+    offsets[0] = 0
+    index = np.empty((len(offsets), 2), dtype)
     index[:, 0] = first
-    index[:, 1] = places - (ends[first] - lengths[first])
+    index[:, 1] = offsets - (ends[first] - lengths[first])
     return index
 
 
@@ -126,9 +126,9 @@ class GPTDataset:
         before = np.concatenate(([0], ends[is_first[1:] - 1]))
         ends = np.minimum(ends - before[row], self.seq_len + 1) + row * (self.seq_len + 1)
         sizes = np.diff(ends, prepend=0)
-        places = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
-        text = self._text.tokens.take(places).astype(np.int32).reshape(len(samples), self.seq_len + 1)
-        self._text.check(text, lambda row, column: int(places[row * (self.seq_len + 1) + column]))
+        offsets = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
+        text = self._text.tokens.take(offsets).astype(np.int32).reshape(len(samples), self.seq_len + 1)
+        self._text.check(text, lambda row, column: int(offsets[row * (self.seq_len + 1) + column]))
         return TokenWindows.of(text)
 
 

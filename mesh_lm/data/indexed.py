@@ -90,6 +90,11 @@ class Documents:
         """Returns the number of documents."""
         return len(self.offsets) - 1
 
+    @property
+    def source(self) -> str:
+        """The file of the tokens, for errors."""
+        return str(bin_path(self.prefix))
+
     def __getitem__(self, document: int) -> np.ndarray:
         """Returns the token ids of one document, [length]."""
         if not 0 <= document < len(self):
@@ -106,6 +111,15 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
+class InMemory:
+    """A single document in memory, for a `TokenStream`, with the attributes of `Documents`."""
+
+    prefix = source = "the given token ids"
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens, self.sequences = tokens, np.array([0, len(tokens)])
+
+
 class TokenStream:
     """Consecutive sequences of a prefix as one stream of tokens.
 
@@ -115,10 +129,11 @@ class TokenStream:
       first: number of the first sequence in the file.
     """
 
-    def __init__(self, documents: Documents, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
+    def __init__(self, documents: Documents | InMemory, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
         """Takes the sequences first to stop - 1 (default: all); vocab: number of ids that the model has (None: no check)."""
         stop = len(documents.sequences) - 1 if stop is None else stop
         bounds = documents.sequences[first : stop + 1]
+        self._source = documents.source
         self.prefix, self.first, self.offsets = documents.prefix, first, bounds - bounds[0] if bounds[0] else bounds
         self.tokens, self._vocab = documents.tokens[bounds[0] : bounds[-1]], vocab
         is_unsigned = documents.tokens.dtype.kind == "u"
@@ -128,14 +143,14 @@ class TokenStream:
         """Returns the number of documents."""
         return len(self.offsets) - 1
 
-    def check(self, tokens: np.ndarray, place: Callable[[int, int], int]) -> None:
-        """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `place` maps (row, column) to a stream offset."""
+    def check(self, tokens: np.ndarray, offset_of: Callable[[int, int], int]) -> None:
+        """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `offset_of` maps (row, column) to a stream offset."""
         if self._is_always_valid or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
-        document = self.first + int(np.searchsorted(self.offsets, place(int(row), int(column)), side="right")) - 1
+        document = self.first + int(np.searchsorted(self.offsets, offset_of(int(row), int(column)), side="right")) - 1
         raise ConfigError(
-            f"{bin_path(self.prefix)}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
+            f"{self._source}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
             f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, or give data of that tokenizer"
         )
 

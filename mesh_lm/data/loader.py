@@ -84,7 +84,7 @@ class Loader:
 
     def _next(self) -> tuple[int, Batch]:
         batch = next(self._batches)
-        return int(batch.pop("certificate")), self._layout.place(batch)
+        return int(batch.pop("certificate")), self._layout.to_devices(batch)
 
     def close(self) -> None:
         """Stops the reader threads."""
@@ -110,7 +110,7 @@ def heldout(
     stop = min(limit or len(rows), len(rows))
     with contextlib.closing(_read(_Source(rows, layout, 0, stop, len(rows)), threads, prefetch)) as batches:
         for batch in batches:
-            yield layout.place(batch)
+            yield layout.to_devices(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Layout:
     sharding: NamedSharding
     rows: np.ndarray
     """m B + b of each row held by this process, int64 [R], ascending."""
-    places: np.ndarray
+    row_index: np.ndarray
     """Index of row (m, b) in `rows`, int64 [M, B]; -1 if this process does not hold it."""
     first: np.ndarray
     """Whether no process with a lower index holds the row as well, bool [R]."""
@@ -140,12 +140,12 @@ class _Layout:
             held = (index or ())[:2]
             is_here[held] |= device.process_index == jax.process_index()
             holder[held] = np.minimum(holder[held], device.process_index)
-        places = np.where(is_here, np.cumsum(is_here).reshape(is_here.shape) - 1, -1)
-        return cls(shape, sharding, np.flatnonzero(is_here), places, holder[is_here] == jax.process_index())
+        row_index = np.where(is_here, np.cumsum(is_here).reshape(is_here.shape) - 1, -1)
+        return cls(shape, sharding, np.flatnonzero(is_here), row_index, holder[is_here] == jax.process_index())
 
-    def place(self, batch: dict[str, np.ndarray]) -> Batch:
+    def to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         """Returns global arrays [M, B, ...] from this process's rows [R, ...], plus token indices; devices do not communicate."""
-        return {"indices": self._indices, **{name: self._place(leaf) for name, leaf in batch.items()}}
+        return {"indices": self._indices, **{name: self._to_device(leaf) for name, leaf in batch.items()}}
 
     @functools.cached_property
     def _indices(self) -> jax.Array:
@@ -156,10 +156,10 @@ class _Layout:
         positions = np.broadcast_to(np.arange(S, dtype=np.int32), (M, 1, S))
         return jax.make_array_from_callback(positions.shape, sharding, lambda index: positions[index])
 
-    def _place(self, leaf: np.ndarray) -> jax.Array:
+    def _to_device(self, leaf: np.ndarray) -> jax.Array:
         def held(index: tuple[slice, ...] | None) -> np.ndarray:
             index = index or ()
-            return leaf[(self.places[index[:2]], *index[2:])]
+            return leaf[(self.row_index[index[:2]], *index[2:])]
 
         shape = self.shape[: leaf.ndim + 1]
         sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[: len(shape)]))

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.config import DataConfig
-from mesh_lm.data.blend import normalized, parse
-from mesh_lm.data.gpt_dataset import SPLITS, split_ranges
+from mesh_lm.config import DataConfig, TrainConfig
+from mesh_lm.data.blend import Blend, normalized, parse
+from mesh_lm.data.blend_plan import make_plan
+from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.gpt_dataset import SPLITS, EpochCount, GPTDataset, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream
+from mesh_lm.data.packing import PackedSequences
+from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -39,7 +43,7 @@ class MegatronPrefix:
         return self.documents.prefix
 
 
-class MegatronCorpus:
+class MegatronCorpus(Dataset):
     """The corpus of a blend; it shares the attributes of `TextCorpus`, with None for unknown numbers.
 
     Attributes:
@@ -48,8 +52,6 @@ class MegatronCorpus:
       eod: id of the end-of-document token: from the tokenizer, else from <prefix>.json if all of them agree, else None.
       train_bytes, heldout_bytes: UTF-8 bytes of the text; None without a tokenizer and <prefix>.json.
     """
-
-    gzip_bits_per_byte = xz_bits_per_byte = None
 
     def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
         """Raises ConfigError for an invalid blend, split or prefix, and for prefixes encoded with different tokenizers."""
@@ -79,6 +81,22 @@ class MegatronCorpus:
     def heldout(self, vocab: int | None = None) -> list[TokenStream]:
         """Returns the validation split of each member."""
         return self._texts("valid", vocab)
+
+    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> BlendedOrder:
+        """Implements `Dataset.training_order`."""
+        return BlendedOrder(config, self, saved, last)
+
+    def heldout_order(self, config: TrainConfig) -> SampleOrder:
+        """Implements `Dataset.heldout_order`."""
+        return padded_order(self.heldout(config.model.vocab_size), config, self.eod)
+
+    def state(self, order: BlendedOrder, position: int) -> dict[str, Any]:
+        """Returns the plan of the blend, and the samples drawn from each member."""
+        return {"blend": order.plan.state(order.consumed(position))}
+
+    def changed(self, order: BlendedOrder) -> list[str]:
+        """Implements `Dataset.changed`."""
+        return list(order.plan.changed)
 
     def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
         texts = []
@@ -146,3 +164,66 @@ def _prefix(prefix: str) -> MegatronPrefix:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
     return MegatronPrefix(documents, documents.fingerprint(), about if isinstance(about, dict) else {})
+
+
+class BlendedOrder:
+    """The training order of Megatron prefixes and the plan that it follows; n_samples: expected last position."""
+
+    def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
+        self._config, self._corpus = config, corpus
+        self._texts = corpus.train(config.model.vocab_size)
+        packed = self._packed() if config.data.documents == "packed" else None
+        seq_len, tokens = config.model.seq_len, [len(text.tokens) for text in self._texts]
+        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]
+        self.plan = make_plan(
+            [(member.prefix, member.fingerprint) for member in corpus.members],
+            corpus.weights,
+            n_samples=n_samples,
+            epoch_sizes=epoch_sizes,
+            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
+            saved=saved["blend"] if saved else None,
+            position=saved["position"] if saved else 0,
+        )
+        orders = packed or [self._appended(i) for i in range(len(tokens))]
+        weights = list(self.plan.weights or normalized(epoch_sizes))
+        consumed = [member.consumed for member in self.plan.members]
+        size = max(1, n_samples - self.plan.start)
+        ahead = (config.data.prefetch + 2) * config.train.global_batch
+        self.seq_len = seq_len
+        self._order = Blend(orders, weights, size, ahead=ahead, consumed=consumed, start=self.plan.start, cache=corpus.cache)
+
+    def __len__(self) -> int:
+        """Returns the number of sequences in one epoch."""
+        return len(self._order)
+
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        """Implements `SampleOrder.read`."""
+        return self._order.read(indices)
+
+    def consumed(self, position: int) -> list[int]:
+        """Returns the samples drawn from each member before the position."""
+        return self._order.consumed(position)
+
+    def _packed(self) -> list[PackedSequences]:
+        config, corpus = self._config, self._corpus
+        if corpus.eod is None:
+            raise ConfigError("data.documents=packed: the end-of-document token of this data is not known; set data.tokenizer")
+        return [
+            PackedSequences(
+                text, config.model.seq_len, eod=corpus.eod, seed=config.seed, cache=corpus.cache, fingerprint=member.fingerprint
+            )
+            for member, text in zip(corpus.members, self._texts, strict=True)
+        ]
+
+    def _appended(self, i: int) -> ConcatOrder:
+        """Returns a member's orders in sequence; order k has seed + k."""
+        progress, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
+        return ConcatOrder(
+            [
+                GPTDataset(
+                    text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
+                    cache=self._corpus.cache, fingerprint=member.fingerprint,
+                )
+                for k, n in enumerate(progress.orders)
+            ]
+        )  # fmt: skip

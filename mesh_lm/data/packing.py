@@ -58,21 +58,21 @@ class PackedSequences:
         ends = np.cumsum(sizes)
         before = np.concatenate(([0], ends))[np.searchsorted(row, np.arange(len(indices)))]  # tokens in the rows before
         begins = ends - sizes - before[row] + row * self.seq_len  # slots among the B S
-        _, place = ranges(begins, begins + sizes)
+        _, slots = ranges(begins, begins + sizes)
         _, source = ranges(starts, starts + sizes)
         flat = {name: np.full(len(indices) * self.seq_len, self._eod, np.int32) for name in ("tokens", "labels")}
-        flat["labels"][place] = self._text.tokens.take(source)
-        flat["tokens"][place] = self._text.tokens.take(np.maximum(source - 1, 0))
+        flat["labels"][slots] = self._text.tokens.take(source)
+        flat["tokens"][slots] = self._text.tokens.take(np.maximum(source - 1, 0))
         flat["tokens"][begins[heads]] = self._eod
         weights, is_start = np.zeros(flat["labels"].shape, np.float32), np.zeros(flat["labels"].shape, bool)
-        weights[place] = 1.0
+        weights[slots] = 1.0
         is_start[begins] = True
         is_start[1:] |= (weights[1:] == 0) & (weights[:-1] == 1)  # padding is a separate segment
         shape = (len(indices), self.seq_len)
         labels = flat["labels"].reshape(shape)
 
         def source_of(row: int, column: int) -> int:
-            return int(source[np.searchsorted(place, row * self.seq_len + column)])
+            return int(source[np.searchsorted(slots, row * self.seq_len + column)])
 
         self._text.check(labels, source_of)
         return TokenWindows(flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape))

@@ -155,9 +155,9 @@ class RowReader:
             out["weights"][windows.tokens == self._eod] = 0.0
         if self._separate:
             starts = windows.tokens == self._eod if windows.starts is None else windows.starts
-            places = np.arange(self.seq_len, dtype=np.int32)
+            columns = np.arange(self.seq_len, dtype=np.int32)
             out["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
-            out["positions"] = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+            out["positions"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
         return out
 
     def _rearranged(self, windows: TokenWindows, indices: np.ndarray) -> TokenWindows:

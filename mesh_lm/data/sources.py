@@ -130,10 +130,10 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> l
     """
     files, seen = [], set()
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        if (here := _identity(folder)) in seen:  # reached by a link, perhaps to a parent directory
+        if (identity := _identity(folder)) in seen:  # reached by a link, perhaps to a parent directory
             folders.clear()
             continue
-        seen.add(here)
+        seen.add(identity)
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
         for path in (Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")):
             if path.is_file():  # neither a pipe nor a dangling link

@@ -75,9 +75,9 @@ def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path 
 
 
 def choose_platform() -> None:
-    """Has JAX use the CPU where there is no accelerator and the extra `aot` brought a plugin that would complain of that.
+    """Makes JAX use the CPU if there is no accelerator, but the extra `aot` installed a plugin that would print errors about that.
 
-    What the user chose, by JAX_PLATFORMS or jax.config, stays. Call it before JAX first uses a device; later it changes nothing.
+    A choice by JAX_PLATFORMS or jax.config is kept. Call it before JAX first uses a device; later it has no effect.
     """
     if jax.config.values["jax_platforms"] is None and absent() and importlib.util.find_spec("jax_cuda13_plugin"):
         jax.config.update("jax_platforms", "cpu")

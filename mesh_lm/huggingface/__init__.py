@@ -1,4 +1,4 @@
-"""Hugging Face weights both ways: GPT-2, Llama 3 and Qwen3. `python -m mesh_lm.huggingface` is the command."""
+"""Import and export of Hugging Face models: GPT-2, Llama 3 and Qwen3. The command is `python -m mesh_lm.huggingface`."""
 
 from mesh_lm.huggingface.configs import config_of as config_of
 from mesh_lm.huggingface.configs import is_huggingface as is_huggingface

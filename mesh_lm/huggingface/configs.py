@@ -1,4 +1,4 @@
-"""config.json to DecoderConfig and back."""
+"""Converts config.json to DecoderConfig and back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mesh_lm.model import DecoderConfig
 
 CONFIG = "config.json"
 LOW, HIGH = 1.0, 4.0
-"""Where Llama 3's scaling begins and ends, in turns over the original context: constants of ours (`rope_table`), fields of theirs."""
+"""low_freq_factor and high_freq_factor of Llama 3's rotary scaling; constants in our `rope_table`."""
 
 
 def is_huggingface(directory: Path | str) -> bool:
-    """Whether a directory holds a model as transformers saves it; says nothing of whether it is one that we can read."""
+    """Whether a directory holds a model saved by transformers, supported or not."""
     try:
         described = json.loads((Path(directory).expanduser() / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -27,13 +27,14 @@ def is_huggingface(directory: Path | str) -> bool:
 
 
 def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
-    """The model of a Hugging Face directory, as its config.json describes it; reads no weights.
+    """Returns the model config of a Hugging Face directory from its config.json, without reading weights.
 
     Args:
-      changes: fields of DecoderConfig to set differently, such as seq_len=2048 (the file says how long a sequence may be, not how long
-        yours are), dropout (0 here, whatever the file says), remat or dtype (bfloat16 compute; weights are fp32 masters).
+      changes: fields of DecoderConfig to override, such as seq_len=2048 (the file has the maximum), dropout (0 by default, whatever the
+        file has), remat or dtype (bfloat16 compute by default; weights are fp32 masters).
 
-    Raises ConfigError for a file that is missing, a class of model that is unknown, and all fields that DecoderConfig cannot express.
+    Raises:
+      ConfigError: the file is missing, the model class is unknown, or fields cannot be expressed by DecoderConfig; lists all of them.
     """
     family, described, where = _read(directory)
     fields, problems = _fields(family, described)
@@ -48,29 +49,29 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
         problems = config.problems()
         if not problems:
             return config
-    raise ConfigError("\n  - ".join([f"{where} ({family.architecture}) is not a model that mesh_lm can hold", *problems]))
+    raise ConfigError("\n  - ".join([f"{where} ({family.architecture}) cannot be imported", *problems]))
 
 
 def family_of(directory: Path | str) -> Family:
-    """Raises ConfigError as `config_of`."""
+    """Returns the family of a Hugging Face directory. Raises ConfigError as `config_of`."""
     return _read(directory)[0]
 
 
 def family_for(config: ModelConfig) -> Family:
-    """The family that can express a config. Raises ConfigError, naming the fields that stand in the way of the nearest one."""
+    """Returns the family that can express a config. Raises ConfigError with the obstacles of the closest family."""
     if not isinstance(config, DecoderConfig):
-        raise ConfigError(f"a {type(config).__name__} cannot be written for Hugging Face; only a DecoderConfig has a class there")
+        raise ConfigError(f"a {type(config).__name__} cannot be exported to Hugging Face; only a DecoderConfig can")
     obstacles = {family.architecture: (family, _obstacles(family, config)) for family in FAMILIES}
     nearest, (family, problems) = min(obstacles.items(), key=lambda item: len(item[1][1]))
     if problems:
-        raise ConfigError("\n  - ".join([f"no class of transformers that mesh_lm knows can hold this model; {nearest} needs", *problems]))
+        raise ConfigError("\n  - ".join([f"no supported class of transformers can express this model; {nearest} needs", *problems]))
     return family
 
 
 def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """config.json for weights stored as `dtype`. eod: id at which generated text ends; null where unknown, and so not another tokenizer's.
+    """Returns config.json for weights stored as `dtype`. eod: id of the end-of-document token; None if unknown.
 
-    The fields of rotary positions are named as in transformers 4, which 5 reads too. Raises ConfigError as `family_for`.
+    Fields of rotary positions are named as in transformers 4, which version 5 reads too. Raises ConfigError as `family_for`.
     """
     family = family_for(config)
     explicit = dataclasses.replace(config, n_kv_heads=config.kv_heads, head_dim=config.d_head, d_ff=config.d_mlp)
@@ -80,8 +81,8 @@ def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[s
         "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": eod,
-        **{theirs: getattr(explicit, ours) for theirs, (ours, _) in family.fields.items()},
-        **{theirs: values[0] for theirs, values in family.only.items() if values[0] not in (None, 1.0)},
+        **{key: getattr(explicit, field) for key, (field, _) in family.fields.items()},
+        **{key: values[0] for key, values in family.only.items() if values[0] not in (None, 1.0)},
     }
     if config.positions == "rotary":
         out["rope_theta"] = config.rope_theta
@@ -98,20 +99,20 @@ def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[s
 
 
 def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
-    """Fields in which a config is not the model of a directory, a line each.
+    """Returns a line for each field in which a config differs from the model of a directory.
 
-    How long a sequence is and how its rotary positions are scaled may differ: that is how a context is extended.
+    Sequence length and rotary scaling may differ, to extend the context.
     """
-    theirs = config_of(directory)
+    imported = config_of(directory)
     names = [name for name, _ in family_of(directory).fields.values()] + list(family_of(directory).fixed)
     explicit = {"n_kv_heads": "kv_heads", "head_dim": "d_head", "d_ff": "d_mlp"}
     lines = []
     for name in names:
-        have, want = (getattr(c, explicit.get(name, name)) for c in (config, theirs))
+        have, want = (getattr(c, explicit.get(name, name)) for c in (config, imported))
         if have != want and name != "seq_len" and not (name == "window" and not any(have)):
-            lines.append(f"model.{name}={have}: it is {want} in {directory}")
-    if theirs.positions == "learned" and config.seq_len > theirs.seq_len:
-        lines.append(f"model.seq_len={config.seq_len}: {directory} has learned {theirs.seq_len} positions")
+            lines.append(f"model.{name}={have}: {directory} has {want}")
+    if imported.positions == "learned" and config.seq_len > imported.seq_len:
+        lines.append(f"model.seq_len={config.seq_len}: {directory} has learned {imported.seq_len} positions")
     return lines
 
 
@@ -130,34 +131,34 @@ def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
         if named in (family.architecture, headless) or (named is None and model_type == family.model_type):
             return family, described, path
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise ConfigError(f"{path}: the class of the model is {named or model_type}; mesh_lm knows {known}")
+    raise ConfigError(f"{path}: the model class is {named or model_type}; mesh_lm supports {known}")
 
 
 def _fields(family: Family, described: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of DecoderConfig, and what of the description they cannot express."""
+    """Returns fields of DecoderConfig, and messages about entries that they cannot express."""
     fields, problems = {}, []
-    defaults = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
-    for theirs, (ours, default) in family.fields.items():
-        value = described.get(theirs, default)
-        kind = type(defaults[ours])
+    defaults = {f.name: f.default for f in dataclasses.fields(DecoderConfig)}
+    for key, (field, default) in family.fields.items():
+        value = described.get(key, default)
+        kind = type(defaults[field])
         if value is REQUIRED:
-            problems.append(f"{theirs} is missing")
+            problems.append(f"{key} is missing")
         elif value is not None and (isinstance(value, bool) is not (kind is bool) or not isinstance(value, (kind, int))):
-            problems.append(f"{theirs}={json.dumps(value)} should be {kind.__name__}")
+            problems.append(f"{key}={json.dumps(value)} should be {kind.__name__}")
         elif value is not None:
-            fields[ours] = kind(value)
-    for theirs, known in family.only.items():
-        value = described.get(theirs, known[0])
-        if any(one not in known for one in (value if isinstance(value, list) else [value])):
-            supported = " or ".join(json.dumps(one) for one in known)
-            problems.append(f"{theirs}={_short(value)}: supported is {supported}")
+            fields[field] = kind(value)
+    for key, known in family.only.items():
+        value = described.get(key, known[0])
+        if any(each not in known for each in (value if isinstance(value, list) else [value])):
+            supported = " or ".join(json.dumps(each) for each in known)
+            problems.append(f"{key}={_short(value)}: supported is {supported}")
     if family.fixed["positions"] == "rotary":
         _rope(described, fields, problems)
     return fields, problems
 
 
 def _rope(described: dict[str, Any], fields: dict[str, Any], problems: list[str]) -> None:
-    """Rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4."""
+    """Converts rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4."""
     name = "rope_parameters" if described.get("rope_parameters") else "rope_scaling"
     rope = described.get(name) or {}
     theta = rope.get("rope_theta", described.get("rope_theta", 10_000.0))
@@ -167,29 +168,29 @@ def _rope(described: dict[str, Any], fields: dict[str, Any], problems: list[str]
         problems.append(f"rope_theta={json.dumps(theta)} should be a number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     only = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0, None)}
-    found = {"rope_type": kind, "partial_rotary_factor": rope.get("partial_rotary_factor")}
+    values = {"rope_type": kind, "partial_rotary_factor": rope.get("partial_rotary_factor")}
     if kind == "llama3":
         only |= {"low_freq_factor": (LOW,), "high_freq_factor": (HIGH,)}
-        found |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
+        values |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
         original = rope.get("original_max_position_embeddings", described.get("original_max_position_embeddings"))
         for key, value in (("factor", rope.get("factor")), ("original_max_position_embeddings", original)):
             if not isinstance(value, int | float) or value < 1:
                 problems.append(f"{name}.{key}={json.dumps(value)} should be a number of at least 1")
         fields |= {"rope_scaling": rope.get("factor"), "rope_original_seq_len": original}
     for key, known in only.items():
-        if found[key] not in known:
-            supported = " or ".join(json.dumps(one) for one in known if one is not None)
-            problems.append(f"{name}.{key}={json.dumps(found[key])}: supported is {supported}")
+        if values[key] not in known:
+            supported = " or ".join(json.dumps(each) for each in known if each is not None)
+            problems.append(f"{name}.{key}={json.dumps(values[key])}: supported is {supported}")
 
 
 def _obstacles(family: Family, config: DecoderConfig) -> list[str]:
-    """Fields of a config that a family has no room for."""
+    """Returns messages about fields of a config that a family cannot express."""
     lines = [
         f"model.{name}={value!r}, not {getattr(config, name)!r}"
         for name, value in family.fixed.items()
         if getattr(config, name) != value and not (name == "window" and not any(config.window))
     ]
-    held = {ours for ours, _ in family.fields.values()}
+    held = {field for field, _ in family.fields.values()}
     if "n_kv_heads" not in held and config.kv_heads != config.n_heads:
         lines.append(f"model.n_kv_heads=0 (as many as n_heads={config.n_heads}), not {config.n_kv_heads}")
     if "head_dim" not in held and config.d_head * config.n_heads != config.d_model:

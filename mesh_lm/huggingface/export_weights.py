@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory: gathered a layer of one parameter at a time, written a file at a time."""
+"""Exports a model as a Hugging Face directory; gathers one layer of one parameter at a time and writes one file at a time."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
 
-    params: layers in model order, as `TrainedModel.load` reads them (`ModelLayout.to_model_order`).
+    The directory is renamed into place once complete. All processes must call this; process 0 writes and returns last. It holds one file
+    (`max_shard_bytes`) and several copies of it in host memory (measured in benchmarks/huggingface.py).
 
-    The directory appears whole or not at all. Every process of the run must call this; process 0 writes and returns last. It holds one
-    file's worth (`max_shard_bytes`) in host memory at a time, and several more of it in copies (measured in benchmarks/huggingface.py).
+    Args:
+      params: layers in model order, as in `TrainedModel.load` (`ModelLayout.to_model_order`).
 
-    Raises ConfigError where no class of transformers can hold the model, naming the fields in the way, and where the directory is not empty
-    or cannot be written.
+    Raises:
+      ConfigError: no class of transformers can express the model (lists the fields), or the directory is not empty or not writable.
     """
     config = model if isinstance(model, DecoderConfig) else model.config
     family = family_for(config)
@@ -56,10 +57,11 @@ def save(
     if dtype not in get_args(DType):
         raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
-    rows = [(row, _sizes(row, config, params)) for row in family.mappings if row.ours in params]
+    mappings = [(m, _sizes(m, config, params)) for m in family.mappings if m.param in params]
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-    shards = _cut([(name, width * math.prod(row.shape(sizes))) for row, sizes in rows for name in row.names(sizes)], max_shard_bytes)
-    stream = _tensors(rows, params, dtype)
+    sizes_in_bytes = [(name, width * math.prod(m.shape(sizes))) for m, sizes in mappings for name in m.names(sizes)]
+    shards = _split_into_files(sizes_in_bytes, max_shard_bytes)
+    stream = _tensors(mappings, params, dtype)
     with distributed.collective_errors():
         partial = _begin(directory) if jax.process_index() == 0 else None
     if partial is None:
@@ -83,9 +85,9 @@ def save(
 
 
 def _begin(directory: Path) -> Path:
-    """A new hidden directory beside `directory`, which must not be there, or be empty."""
+    """Creates a hidden directory next to `directory`, which must be missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already and not empty; name another directory")
+        raise ConfigError(f"{directory} exists and is not empty; name another directory")
     partial = sibling(directory)
     try:
         partial.mkdir(parents=True)
@@ -94,37 +96,37 @@ def _begin(directory: Path) -> Path:
     return partial
 
 
-def _tensors(rows: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor of theirs) in the order of `TensorMapping.names`. Cast on the devices, so that half as many bytes are gathered."""
+def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (their name, tensor) in the order of `TensorMapping.names`. Casts before gathering, which halves the bytes."""
 
     def layer(x: jax.Array, i: int, stacked: bool) -> jax.Array:
         return (lax.dynamic_index_in_dim(x, i, keepdims=False) if stacked else x).astype(dtype)
 
-    for row, sizes in rows:
-        x, stacked = params[row.ours], "L" in row.dims
+    for mapping, sizes in mappings:
+        x, stacked = params[mapping.param], "L" in mapping.dims
         gather = jax.jit(layer, static_argnums=2, out_shardings=_gathered(x, stacked))
         for i in range(sizes["L"] if stacked else 1):
-            whole = gather(x, i, stacked)
+            gathered = gather(x, i, stacked)
             if jax.process_index() == 0:
-                yield from zip([name.format(i) for name in row.theirs], row.write(np.asarray(whole), sizes), strict=True)
+                yield from zip([name.format(i) for name in mapping.hf_names], mapping.write(np.asarray(gathered), sizes), strict=True)
             else:
-                jax.block_until_ready(whole)
+                jax.block_until_ready(gathered)
 
 
 def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
-    """Where a layer of x goes before it is copied to the host: nowhere, unless other processes hold parts of it."""
+    """Returns the sharding of a layer of x for its copy to the host: unchanged, or replicated if other processes hold shards."""
     if not isinstance(x.sharding, NamedSharding):
         return None
     spec = x.sharding.spec[1:] if stacked else x.sharding.spec
     return NamedSharding(x.sharding.mesh, PartitionSpec(*spec) if x.is_fully_addressable else PartitionSpec())
 
 
-def _sizes(row: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
-    return dict(zip(row.dims, params[row.ours].shape, strict=True)) | {"V": config.vocab_size}
+def _sizes(mapping: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
+    return dict(zip(mapping.dims, params[mapping.param].shape, strict=True)) | {"V": config.vocab_size}
 
 
-def _cut(tensors: list[tuple[str, int]], limit: int) -> list[dict[str, int]]:
-    """(name, bytes) in order -> the files: as full as `limit` allows, none empty."""
+def _split_into_files(tensors: list[tuple[str, int]], limit: int) -> list[dict[str, int]]:
+    """Groups (name, bytes), in order, into files of at most `limit` bytes, or one tensor."""
     shards: list[dict[str, int]] = [{}]
     for name, size in tensors:
         if shards[-1] and sum(shards[-1].values()) + size > limit:

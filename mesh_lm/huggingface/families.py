@@ -1,4 +1,4 @@
-"""The model families that both sides know: which field of config.json is which of ours, and where each number lies.
+"""The supported model families: how fields of config.json and tensors correspond to ours.
 
 Sources: the config.json and .safetensors that transformers writes for these classes (https://huggingface.co/docs/transformers).
 """
@@ -12,31 +12,31 @@ from typing import Any
 from mesh_lm.huggingface.tensor_mapping import TensorMapping
 
 REQUIRED = object()
-"""Stands where a default would."""
+"""Marks a field without a default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A class of transformers and the part of DecoderConfig that it is."""
+    """A class of transformers and the subset of DecoderConfig that it can express."""
 
     architecture: str
-    """As `architectures` in config.json has it."""
+    """The name in `architectures` of config.json."""
     model_type: str
     base: str
-    """The prefix of all names but the head's; a file of the model without its head lacks it."""
+    """The prefix of all tensor names but the head's; files of the model without its head lack it."""
     fields: Mapping[str, tuple[str, Any]]
-    """Their field -> ours, and what transformers takes where the field is absent."""
+    """Maps their fields to (our field, default of transformers)."""
     fixed: Mapping[str, Any]
-    """Fields of ours that the family leaves no choice in."""
+    """Our fields that are fixed in this family."""
     only: Mapping[str, tuple[Any, ...]]
-    """Their fields of which we know these values alone; the first is what transformers takes where the field is absent."""
+    """Their fields of which only these values are supported; the first is the default of transformers."""
     mappings: tuple[TensorMapping, ...]
     ignored: tuple[str, ...] = ()
-    """Endings of the names of tensors that old files hold and no one needs."""
+    """Name suffixes of obsolete tensors in old files."""
 
 
-def _map(ours: str, dims: str, layout: str, *theirs: str) -> TensorMapping:
-    return TensorMapping(ours, dims.replace(" ", ""), layout, theirs)
+def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
+    return TensorMapping(param, dims.replace(" ", ""), layout, hf_names)
 
 
 _PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}
@@ -114,8 +114,8 @@ LLAMA = Family(
     mappings=(
         _map("embedding", "V D", "V D", "model.embed_tokens.weight"),
         _map("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
-        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # as many kv heads as heads
-        _map("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # fewer
+        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # if n_kv_heads = n_heads
+        _map("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # grouped queries
         _map("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
         _map("blocks.attention.out.weight", "L D N H", "D NH", "model.layers.{}.self_attn.o_proj.weight"),
         _map("blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"),

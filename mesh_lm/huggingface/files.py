@@ -1,4 +1,4 @@
-"""A directory of .safetensors files: which tensors it has, any part of any of them, and how new ones are written.
+"""Lists, reads and writes tensors in .safetensors files.
 
 The only file that imports `safetensors` (format: https://huggingface.co/docs/safetensors), lazily.
 """
@@ -17,20 +17,20 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is; `shape` is None where its file cannot be read."""
+    """The location of a tensor; `shape` is None if its file cannot be read."""
 
     file: Path
     name: str
     shape: tuple[int, ...] | None
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
-        """A slice of each dimension, in the type of the file. The file is opened for this alone, so that no page of it stays mapped."""
+        """Returns slices of each dimension in the dtype of the file, which is closed again so that no page stays mapped."""
         with _open(self.file) as file:
             return file.get_slice(self.name)[part]
 
 
 def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors of a directory, one file or many with an index, and what is wrong with the files. Reads headers only."""
+    """Returns the tensors of a directory (one file, or several with an index) and problems with the files. Reads only headers."""
     index = directory / INDEX
     files = sorted(directory.glob("*.safetensors"))
     if not index.exists():
@@ -38,20 +38,20 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
             have = ", ".join(f.name for f in files[:4]) if files else "none"
             problem = f"expected one .safetensors file, or several and {INDEX}; there {'are' if len(files) > 1 else 'is'} {have}"
             return {}, [problem + ("; pytorch_model.bin is not read" if (directory / "pytorch_model.bin").exists() else "")]
-        found, problem = _header(files[0])
-        return {name: StoredTensor(files[0], name, shape) for name, shape in found.items()}, problem
+        shapes, problem = _header(files[0])
+        return {name: StoredTensor(files[0], name, shape) for name, shape in shapes.items()}, problem
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = [directory / name for name in dict.fromkeys(names.values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]
     headers = {file: _header(file) for file in files}
-    problems = [problem for _, found in headers.values() for problem in found]
+    problems = [problem for _, broken in headers.values() for problem in broken]
     tensors = {}
     for name, file in names.items():
         shapes, broken = headers[directory / file]
         if not broken and name not in shapes:
-            problems.append(f"{file}: {name} is not in it, though {INDEX} says so")
+            problems.append(f"{file}: {name} is missing, but {INDEX} lists it")
         tensors[name] = StoredTensor(directory / file, name, shapes.get(name))
     return tensors, problems
 
@@ -73,11 +73,11 @@ def _open(file: Path) -> Any:
 
 
 def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Shapes by name, and what is wrong with the file."""
+    """Returns shapes by name, and problems with the file."""
     try:
         with _open(file) as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}, []  # noqa: SIM118
     except FileNotFoundError:
         return {}, [f"{file.name} is missing"]
-    except Exception as error:  # safetensors has an exception of its own, and OSError
+    except Exception as error:  # safetensors raises its own class, or OSError
         return {}, [f"{file.name} is truncated or damaged: {error}"]

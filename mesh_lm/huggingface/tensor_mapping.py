@@ -1,8 +1,8 @@
-"""How tensors of one layout lie in an array of another: reading any part of ours from theirs, and writing theirs from ours.
+"""Maps our parameters to Hugging Face tensors: reads any part of our array from their tensors, and converts ours to theirs.
 
 A dimension is a letter: L layers, D embed, N heads, K kv heads, H head dim, F mlp, V vocabulary, S positions, f fused (q k v, gate and up).
-Ours is a word of single letters ("LDfKH"); theirs has a word for each of its dimensions, so that "KH D" is a matrix whose rows are heads
-and their widths merged. L and f that do not occur in theirs number separate tensors.
+Our dimensions are a string of letters ("LDfKH"); theirs are separated by spaces, and several letters form one merged dimension: "KH D"
+is a matrix whose rows are heads x head width. If L or f is missing from theirs, it numbers separate tensors.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dimension."""
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
-"""(a tensor's name, a slice of each of its dimensions) -> that part of it."""
+"""(tensor name, slices) -> that part of the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """One array of ours and the tensors that hold the same numbers."""
+    """One of our parameters and the tensors that hold the same numbers."""
 
-    ours: str
-    """Our parameter, such as "blocks.attention.kv.weight"."""
+    param: str
+    """The name of our parameter, such as "blocks.attention.kv.weight"."""
     dims: str
     """Its dimensions, such as "LDfKH"."""
     layout: str
-    """The dimensions of each tensor of theirs, such as "KH D"."""
-    theirs: tuple[str, ...]
-    """Their names, {} standing for the layer; more than one where f numbers tensors."""
+    """The dimensions of each of their tensors, such as "KH D"."""
+    hf_names: tuple[str, ...]
+    """Their tensor names, with {} for the layer; several if f numbers tensors."""
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Of each tensor of theirs."""
+        """Returns the shape of each of their tensors."""
         return tuple(math.prod(sizes[d] for d in group) for group in self.layout.split())
 
     def names(self, sizes: Sizes) -> list[str]:
-        """Of all tensors of theirs, layer by layer."""
-        return [name.format(layer) for layer in range(sizes["L"] if "L" in self.dims else 1) for name in self.theirs]
+        """Returns the names of all their tensors, layer by layer."""
+        return [name.format(layer) for layer in range(sizes["L"] if "L" in self.dims else 1) for name in self.hf_names]
 
     def read(self, box: Box, sizes: Sizes, read: Read, dtype: np.dtype) -> np.ndarray:
-        """The part of ours from (start, stop) in each dimension. What lies beyond their size, the padding of a vocabulary, is 0.
+        """Returns the part of our array from (start, stop) in each dimension. Rows beyond their size (vocabulary padding) are 0.
 
-        Reads each of their numbers that the part needs once, and no other.
+        Reads only the numbers that the part needs, each once.
         """
         held = {d: (min(start, sizes[d]), min(stop, sizes[d])) for d, (start, stop) in zip(self.dims, box, strict=True)}
         out = np.zeros([stop - start for start, stop in box], dtype)
         numbered = [d for d in self.dims if d not in self.layout]
         for at in itertools.product(*(range(*held[d]) for d in numbered)):
             which = dict(zip(numbered, at, strict=True))
-            name = self.theirs[which.get("f", 0)].format(which.get("L"))
+            name = self.hf_names[which.get("f", 0)].format(which.get("L"))
             outer = {d: i - held[d][0] for d, i in which.items()}
             for runs in itertools.product(*(_runs(group, held, sizes) for group in self.layout.split())):
                 one_by_one = outer | {d: i for _, inner in runs for d, i in inner.items()}
@@ -67,7 +67,7 @@ class TensorMapping:
         return out
 
     def write(self, layer: np.ndarray, sizes: Sizes) -> list[np.ndarray]:
-        """One layer of ours -> its tensors of theirs, in the order of `theirs`. Rows of padding are cut."""
+        """Converts one layer of our array to their tensors, in the order of `hf_names`. Drops padding rows."""
         dims = self.dims.removeprefix("L")
         layer = layer[tuple(slice(sizes[d]) for d in dims)]
         parts = np.moveaxis(layer, dims.index("f"), 0) if "f" not in self.layout and "f" in dims else layer[None]
@@ -77,9 +77,9 @@ class TensorMapping:
 
 
 def _runs(group: str, box: Mapping[str, tuple[int, int]], sizes: Sizes) -> Iterator[tuple[slice, dict[str, int]]]:
-    """The stretches of a merged dimension that cover a box, each with the places in the box of the letters that are walked one by one."""
-    cut = [i for i, d in enumerate(group) if box[d] != (0, sizes[d])]
-    last = cut[-1] if cut else 0  # behind it, and in it, what the box wants is in one piece
+    """Yields the contiguous slices of a merged dimension that cover a box, with the indices of the letters that are iterated."""
+    partial = [i for i, d in enumerate(group) if box[d] != (0, sizes[d])]
+    last = partial[-1] if partial else 0  # from this letter on, the box is contiguous
     below = math.prod(sizes[d] for d in group[last + 1 :])
     for at in itertools.product(*(range(*box[d]) for d in group[:last])):
         before = 0

@@ -1,6 +1,8 @@
-"""Text from a model, on the mesh and by the rules it was trained with.
+"""Inference with a trained model, on the mesh and with the rules of training, or others.
 
-`Generator` continues texts, `Engine` token ids, `Scorer` says how likely given ids are. The command is `python -m mesh_lm.generate`.
+`Generator` continues texts, `Engine` continues token ids, `Scorer` returns log-probabilities of given ids.
+
+The command is `python -m mesh_lm.generate`.
 """
 
 from mesh_lm.inference.engine import Engine, Session

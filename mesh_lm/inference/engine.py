@@ -1,9 +1,9 @@
-"""Continues token ids: one pass over the prompts, then one token of every row at a time, in a loop that the host only starts.
+"""Continues token ids: one prefill pass over the prompts, then one token of every row at a time, in a loop on the devices.
 
-The prompts of a batch end in the same slot, with padding before them: every new token then goes into one slot of the cache for all rows,
-and attention counts offsets and windows in slots. Positions count from a row's own first token, and nobody sees padding.
+Prompts are left-padded to end in the same slot, so that each new token of all rows goes into one slot of the cache; attention counts
+offsets and windows in slots. Positions count from a row's first token, and padding is masked.
 
-Sizes: B rows (a multiple of what cuts the batch), P slots of the prompts, T slots in all, V vocabulary.
+Sizes: B rows (a multiple of the batch shards), P prompt slots, T slots in total, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from mesh_lm.parallel.layout import ModelLayout, Params
 from sharding_rules import Shard
 
 DecodeState = dict[str, Any]
-"""tokens int32 [B, T], -1 where a row had ended; logprobs float32 [B, T]; done bool [B]; slot, the next to be written; pads, the padding
+"""tokens int32 [B, T], -1 after the end of a row; logprobs float32 [B, T]; done bool [B]; slot, the next one to write; pads, the padding
 before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids int32 [any]; and the model's cache."""
 
 
 def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
-    """The same model by rules that cut no sequence: one token cannot be cut. Parameters are placed as before.
+    """Returns the layout with rules that do not shard sequences, because one token cannot be sharded. Parameters keep their shardings.
 
-    Raises ConfigError for a model in stages.
+    Raises ConfigError for a model in pipeline stages.
     """
     if layout.n_stages > 1:
         raise ConfigError(
-            f"mesh.pipeline={layout.n_stages}: a model in stages reads and writes no text; see mesh_lm/parallel/merge_stages.py"
+            f"mesh.pipeline={layout.n_stages}: a model in pipeline stages cannot generate or score text; "
+            "merge its stages (mesh_lm/parallel/merge_stages.py)"
         )
     rules = layout.shard.rules
-    whole = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
-    return ModelLayout.of(layout.config, Shard(rules.replace(rules.name, activations=whole), layout.shard.mesh))
+    unsharded = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
+    return ModelLayout.of(layout.config, Shard(rules.replace(rules.name, activations=unsharded), layout.shard.mesh))
 
 
 class Engine:
-    """Compiled once for each number of rows and (rounded) length; use one for all prompts."""
+    """Generates token ids. Programs are compiled per number of rows and (rounded) length, so use one engine for all prompts."""
 
     def __init__(self, layout: ModelLayout, params: Params, sampling: Sampling = Sampling()) -> None:
-        """Raises ConfigError for a model that gives no logits."""
+        """Raises ConfigError for a model without logits."""
         model = layout.bind(params)
         if not hasattr(model, "extend") and not hasattr(model, "logits"):
             raise ConfigError(
@@ -59,24 +60,24 @@ class Engine:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a prompt and what follows it, at most."""
+        """The maximum number of tokens of a prompt and its continuation."""
         return self.layout.config.seq_len
 
     def start(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
         seed: int = 0, rows: Sequence[int] | None = None, stop_ids: Sequence[int] = (), batch: int = 0,
     ) -> Session:  # fmt: skip
-        """Reads the prompts and chooses the first token of each.
+        """Returns a session that has read the prompts and chosen the first token of each.
 
         Args:
           prompts: token ids, at least one in each.
-          seed, rows: what is drawn depends on the seed, the row's number (None: 0, 1, ...) and the position of the token in the row, and
-            not on the other rows, the batch, or the mesh.
-          stop_ids: a row ends with the first of these that it chooses.
-          batch: rows to compile for where there are fewer prompts, so that batches of several sizes share a program.
+          seed, rows: random draws depend only on the seed, the row's number (None: 0, 1, ...) and the token's position in the row, not on
+            other rows, the batch or the mesh.
+          stop_ids: a row ends with the first of these that it generates.
+          batch: minimum number of rows to compile for, so that batches of several sizes share a program.
 
         Raises:
-          ConfigError: no or an empty prompt, a token that the vocabulary lacks, or a prompt that leaves no room for the new tokens.
+          ConfigError: there is no prompt, or one is empty, has a token outside the vocabulary, or leaves no room for the new tokens.
         """
         self.check(prompts, max_new_tokens, seed)
         lengths = [len(prompt) for prompt in prompts]
@@ -93,7 +94,7 @@ class Engine:
         idle, stops = np.arange(B) >= len(prompts), np.array(list(stop_ids), np.int32)
         state = self._begin(self.params, tokens, pads, numbers, np.uint32(seed), stops, idle, length=T)
         if self._run is None:
-            # Given back as it came: else XLA may place the cache anew, and the second call would be compiled again.
+            # The output keeps the input's shardings: otherwise XLA may move the cache, and the second call would compile again.
             self._run = jax.jit(self._run_until, donate_argnums=1, out_shardings=jax.tree.map(lambda x: x.sharding, state))
         return Session(self, state, len(prompts), P, P + max_new_tokens)
 
@@ -108,15 +109,15 @@ class Engine:
             raise ConfigError("no prompts")
         for row, prompt in enumerate(prompts):
             if not len(prompt):
-                raise ConfigError(f"prompt {row} has no tokens; start a text from nothing with the end-of-document token")
+                raise ConfigError(f"prompt {row} has no tokens; to start without a prompt, use the end-of-document token")
             if min(prompt) < 0 or max(prompt) >= vocab_size:
                 raise ConfigError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model's go from 0 to {vocab_size - 1}"
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model has ids 0 to {vocab_size - 1}"
                 )
             if len(prompt) + max_new_tokens > self.seq_len:
                 raise ConfigError(
-                    f"prompt {row} has {len(prompt)} tokens and {max_new_tokens} are to follow, but model.seq_len={self.seq_len}; "
-                    f"ask for {self.seq_len - len(prompt)} at most, or shorten the prompt"
+                    f"prompt {row} has length {len(prompt)} and {max_new_tokens} new tokens were requested, "
+                    f"but model.seq_len={self.seq_len}; ask for {self.seq_len - len(prompt)} at most, or shorten the prompt"
                     if len(prompt) < self.seq_len
                     else f"prompt {row} has {len(prompt)} tokens, but model.seq_len={self.seq_len}; shorten the prompt"
                 )
@@ -143,10 +144,10 @@ class Engine:
         return self._put(state, logits) | {"cache": cache}
 
     def _run_until(self, params: Params, state: DecodeState, until: jax.Array, ended_B: jax.Array) -> DecodeState:
-        """To slot `until`, or until every row has ended; those in `ended_B` have."""
+        """Generates up to slot `until`, or until every row has ended. Rows in `ended_B` end now."""
         state = state | {"done": state["done"] | ended_B}
         return lax.while_loop(
-            lambda state: (state["slot"] < until) & ~state["done"].all(), partial(self._next, params), self._everywhere(state)
+            lambda state: (state["slot"] < until) & ~state["done"].all(), partial(self._next, params), self._replicated(state)
         )
 
     def _next(self, params: Params, state: DecodeState) -> DecodeState:
@@ -160,10 +161,10 @@ class Engine:
         return self._put(state, logits) | {"cache": cache}
 
     def _put(self, state: DecodeState, logits_BV: jax.Array) -> DecodeState:
-        """The state with a token chosen for the next slot."""
+        """Returns the state with a token chosen for the next slot."""
         shard, slot, done = self.layout.shard, state["slot"], state["done"]
         spec = shard.spec("activations", ("batch",))
-        # Each row's logits whole on one device, however the vocabulary is cut: they are about to be ranked.
+        # Gathers each row's logits on one device, because sampling sorts them.
         logits_BV = lax.with_sharding_constraint(logits_BV, jax.NamedSharding(shard.mesh, jax.P(*spec, None)))
         key = jax.random.key(state["seed"])
         keys = jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
@@ -177,12 +178,12 @@ class Engine:
             "done": done | jnp.isin(chosen, state["stop_ids"]),
             "slot": slot + 1,
         }
-        return self._everywhere(state | new)
+        return self._replicated(state | new)
 
-    def _everywhere(self, state: DecodeState) -> DecodeState:
-        """All but the cache whole on every device, so that every process can read it."""
-        everywhere = jax.NamedSharding(self.layout.shard.mesh, jax.P())
-        return {name: x if name == "cache" else lax.with_sharding_constraint(x, everywhere) for name, x in state.items()}
+    def _replicated(self, state: DecodeState) -> DecodeState:
+        """Replicates everything but the cache, so that every process can read it."""
+        replicated = jax.NamedSharding(self.layout.shard.mesh, jax.P())
+        return {name: x if name == "cache" else lax.with_sharding_constraint(x, replicated) for name, x in state.items()}
 
     def _model(self, params: Params) -> Generative:
         model: Any = self.layout.bind(params)
@@ -191,17 +192,19 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class NoCacheModel:
-    """A model that only reads whole texts, made to generate: its cache is the text, which it reads anew for every token.
+    """Lets a model without a cache generate: its "cache" is the text, which the model reads again for every token.
 
-    Each row is read without the padding before it, since such a model may look at the tokens alone.
+    Rows are shifted to remove their padding, because such a model may ignore segment ids.
     """
 
     logits: Any
 
     def empty_cache(self, rows: int, length: int) -> Batch:
+        """Returns the empty text of each row."""
         return {name: jnp.zeros((rows, length), jnp.int32) for name in ("tokens", "positions", "segment_ids")}
 
     def extend(self, batch: Batch, cache: Batch, start: int | jax.Array) -> tuple[jax.Array, Batch]:
+        """Appends tokens to the text. Returns the logits [B, V] of the token after them, and the text."""
         cache = {name: lax.dynamic_update_slice_in_dim(x, batch[name], start, axis=1) for name, x in cache.items()}
         length, ends_B = cache["tokens"].shape[1], batch["positions"][:, -1]
         pads_B = start + batch["tokens"].shape[1] - 1 - ends_B
@@ -213,7 +216,7 @@ class NoCacheModel:
 
 
 class Session:
-    """One batch under way."""
+    """A batch that is being generated."""
 
     def __init__(self, engine: Engine, state: DecodeState, n_prompts: int, first: int, end: int) -> None:
         self._engine, self._state, self._n = engine, state, n_prompts
@@ -223,8 +226,9 @@ class Session:
         """Whether every row has ended or has all its tokens."""
 
     def advance(self, n: int | None = None) -> list[list[tuple[int, float]]]:
-        """The next n tokens of every row (None: all that are left), each with its log-probability under the model, before temperature
-        and cuts. A row gets fewer where it ends: with the stop id, which is its last."""
+        """Returns the next n tokens of every row (None: all remaining), each with its log-probability before temperature, top_k and top_p.
+
+        A row that ends has fewer; a stop id is its last token."""
         until = self._end if n is None else min(self._read + n, self._end)
         self._state = self._engine._run(self._engine.params, self._state, np.int32(until), self._ended)
         reached = int(self._state["slot"])
@@ -237,10 +241,10 @@ class Session:
         return [[(token, p) for token, p in zip(*row, strict=True) if token >= 0] for row in rows]
 
     def end(self, row: int) -> None:
-        """Ends a row: no more tokens of it are wanted."""
+        """Ends a row early."""
         self._ended[row] = True
 
 
 def rounded(length: int) -> int:
-    """To the next power of two, or multiple of 64: so that prompts of many lengths share a program."""
+    """Rounds up to a power of two, or multiple of 64, so that prompts of many lengths share a program."""
     return 1 << (length - 1).bit_length() if length <= 64 else -(-length // 64) * 64

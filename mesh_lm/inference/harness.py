@@ -22,33 +22,34 @@ from mesh_lm.inference.trained import TrainedModel
 from sharding_rules.rules import did_you_mean
 
 _MAX_NEW = 256
-"""Tokens of an answer where the task names no number: the harness's own default."""
+"""Maximum tokens of an answer if the task sets no limit; the harness's default."""
 _BOOTSTRAP = 1000
-"""Resamples behind a standard error. The harness's 100,000 take minutes for metrics of few documents."""
+"""Bootstrap resamples for standard errors. The harness's default of 100,000 takes minutes even for few documents."""
 
 
 class Requests:
-    """What the harness asks of a model, in terms of token ids and texts. Knows nothing of the harness."""
+    """The requests of the harness, in terms of token ids and texts; independent of its classes."""
 
     def __init__(self, trained: TrainedModel, batch: int, start: int) -> None:
-        """start: the token that stands before a text of which nothing else is given."""
+        """start: the token before a text without context."""
         self.trained, self.batch, self.start = trained, batch, start
         self.seq_len = trained.config.model.seq_len
         self.scorer = Scorer(trained.layout, trained.params, batch)
         self.generator = functools.cache(lambda sampling: Generator(trained.layout, trained.params, trained.tokenizer, sampling, batch))
 
     def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text."""
         return self.trained.tokenizer.encode_batch([text])[0].tolist()
 
     def continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """(context, continuation) -> the continuation's log-probability, and whether greedy decoding would write it.
+        """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
 
-        A context that is too long loses its beginning. Raises ConfigError for a continuation that is too long by itself.
+        Contexts are truncated from the left. Raises ConfigError for a continuation that is too long by itself.
         """
         if longest := max((len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len), default=0):
             raise ConfigError(f"a task asks for a continuation of {longest} tokens, more than the model's seq_len={self.seq_len}")
-        asked = [((context or [self.start]) + continuation)[-self.seq_len - 1 :] for context, continuation in pairs if continuation]
-        scores = iter(self.scorer(asked))
+        sequences = [((context or [self.start]) + continuation)[-self.seq_len - 1 :] for context, continuation in pairs if continuation]
+        scores = iter(self.scorer(sequences))
         answers = []
         for _, continuation in pairs:
             if n := len(continuation):
@@ -59,32 +60,32 @@ class Requests:
         return answers
 
     def texts(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of each text after `start`; further windows are as full as they can be."""
-        cut = [list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len)) for text in texts]
-        scores = iter(self.scorer([ids for each in cut for ids, _ in each]))
-        return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in cut]
+        """Returns the log-probability of each text after `start`; windows after the first are filled with context."""
+        windows_of = [list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len)) for text in texts]
+        scores = iter(self.scorer([ids for each in windows_of for ids, _ in each]))
+        return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in windows_of]
 
     def answers(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Continuations up to a stop string. At most half of seq_len is for the answer; a prompt that is too long loses its beginning."""
+        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated from the left."""
         new = min(max_new_tokens, max(1, self.seq_len // 2))
         ids = [self.encode(prompt)[-(self.seq_len - new) :] for prompt in prompts]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        made = self.generator(sampling).complete([ids[i] for i in order], new, stop=[s for s in stop if s])
-        found = dict(zip(order, made, strict=True))
-        return [found[i].text for i in range(len(ids))]
+        completions = self.generator(sampling).complete([ids[i] for i in order], new, stop=[s for s in stop if s])
+        by_prompt = dict(zip(order, completions, strict=True))
+        return [by_prompt[i].text for i in range(len(ids))]
 
 
 def adapter(trained: TrainedModel, *, batch: int, start: int) -> Any:
-    """The trained model as an lm_eval.api.model.LM."""
+    """Returns the trained model as an lm_eval.api.model.LM."""
     return register()(requests=Requests(trained, batch, start))
 
 
 def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
-    """A TaskManager that knows the tasks. Raises ConfigError for a name that it does not know, or a directory that is not there.
+    """Returns a TaskManager with the tasks. Raises ConfigError for an unknown task or a missing directory.
 
-    Nothing is downloaded, unless HF_DATASETS_OFFLINE=0 is in the environment.
+    Nothing is downloaded unless the environment has HF_DATASETS_OFFLINE=0.
     """
-    _imported()
+    _require_harness()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     if include_path and not Path(include_path).expanduser().is_dir():
@@ -101,26 +102,26 @@ def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
 
 
 def run(model: Any, tasks: Any, names: Sequence[str], limit: int = 0) -> tuple[dict[str, Any], str]:
-    """Results as the harness gives them (what is of use of them), and as a table. limit: documents of each task; 0: all."""
-    _imported()
+    """Returns the harness's results (the useful entries), and a table. limit: documents per task; 0: all."""
+    _require_harness()
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
 
     try:
-        found: Any = simple_evaluate(
+        results: Any = simple_evaluate(
             model=model, tasks=list(names), task_manager=tasks, limit=limit or None, log_samples=False, bootstrap_iters=_BOOTSTRAP
         )
     except ConnectionError as error:
         fix = "put it into the cache of `datasets`, or set HF_DATASETS_OFFLINE=0 to download it"
         raise ConfigError(f"the data of a task is not on this machine ({error}); {fix}") from error
     kept = ("results", "groups", "n-samples", "n-shot", "versions", "higher_is_better")
-    return {name: found[name] for name in kept if name in found}, make_table(found)
+    return {name: results[name] for name in kept if name in results}, make_table(results)
 
 
 @functools.cache
 def register() -> type:
-    """The harness's view of `Requests`, in its registry as "mesh_lm"."""
-    _imported()
+    """Returns the harness's model class for `Requests`, registered as "mesh_lm"."""
+    _require_harness()
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
@@ -166,29 +167,29 @@ def register() -> type:
             return self.requests.texts([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            alike = defaultdict(list)
+            by_settings = defaultdict(list)
             for i, request in enumerate(requests):
-                alike[_settings(request.args[1])].append(i)
+                by_settings[_settings(request.args[1])].append(i)
             answers: dict[int, str] = {}
-            for (sampling, stop, new), places in alike.items():
-                made = self.requests.answers([requests[i].args[0] for i in places], sampling, stop, new)
-                answers.update(zip(places, made, strict=True))
+            for (sampling, stop, new), indices in by_settings.items():
+                texts = self.requests.answers([requests[i].args[0] for i in indices], sampling, stop, new)
+                answers.update(zip(indices, texts, strict=True))
             return [answers[i] for i in range(len(requests))]
 
     return MeshLM
 
 
-def _settings(asked: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
-    """A task's generation_kwargs: greedy, unless it says do_sample and a temperature."""
-    until = asked.get("until") or []
+def _settings(kwargs: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
+    """Converts a task's generation_kwargs: greedy unless they have do_sample and a temperature."""
+    until = kwargs.get("until") or []
     stop = (until,) if isinstance(until, str) else tuple(until)
-    asked = {name: value for name, value in asked.items() if value is not None}
-    temperature = float(asked.get("temperature", 1.0)) if asked.get("do_sample", False) else 0.0
-    new = next((int(asked[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if asked.get(name)), _MAX_NEW)
-    return Sampling(temperature, int(asked.get("top_k", 0)), float(asked.get("top_p", 1.0))), stop, new
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    temperature = float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0
+    new = next((int(kwargs[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if kwargs.get(name)), _MAX_NEW)
+    return Sampling(temperature, int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))), stop, new
 
 
-def _imported() -> None:
+def _require_harness() -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")
     try:
@@ -202,7 +203,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def command() -> None:
-    """Runs lm-evaluation-harness's own command, which finds this project's models under the name mesh_lm."""
+    """Runs lm-evaluation-harness's own command with mesh_lm registered as a model."""
     register()
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 

@@ -32,7 +32,7 @@ def load(
 
 
 def _mesh(text: str) -> MeshConfig | None:
-    """`data=2,tensor=4` as a mesh; None for nothing."""
+    """Parses a mesh such as `data=2,tensor=4`; None for an empty text."""
     if not text:
         return None
     sizes: dict[str, int] = {}

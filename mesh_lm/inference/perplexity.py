@@ -1,4 +1,4 @@
-"""How well a model predicts given texts: windows over each, and what the tokens in them cost."""
+"""Perplexity of given texts, from log-probabilities in sliding windows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer
 
 _GROUP = 64
-"""Batches of windows read at once, so that like lengths find each other and no more text than this is in memory as tokens."""
+"""Batches of windows that are tokenized and sorted by length at a time, which bounds memory."""
 
 _COMPRESSED = 64 * 2**20
+"""Bytes of text that are compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Sums over texts. Every token of a text counts once; the document mark before it does not."""
+    """Sums over texts. Every token of a text counts once; the start token before it does not."""
 
     nats: float
     tokens: int
@@ -32,7 +33,7 @@ class Perplexity:
     texts: int
 
     def summary(self) -> dict[str, float]:
-        """Per token, and per byte of UTF-8, which does not depend on the tokenizer."""
+        """Returns nats per token, perplexity, and bits per byte, which does not depend on the tokenizer."""
         per_token = self.nats / self.tokens
         perplexity = math.exp(per_token) if per_token < 700 else math.inf
         bits = bits_per_byte(per_token, self.tokens, self.n_bytes)
@@ -40,14 +41,14 @@ class Perplexity:
 
 
 def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
-    """A loss in the unit that does not depend on the tokenizer: bits needed for one byte of the text that the tokens encode."""
+    """Converts a loss to bits per byte of the encoded text, which does not depend on the tokenizer."""
     return nats_per_token / math.log(2) * tokens / n_bytes
 
 
 def read_texts(path: str) -> Iterator[str]:
-    """The texts of a directory, .jsonl or .parquet, as `data.path` reads them, or any other file, .gz and .zst too, as one text.
+    """Yields the texts of a directory, .jsonl or .parquet file, as `data.path` does, or any other (compressed) file as one text.
 
-    Raises ConfigError for what is missing or is not UTF-8.
+    Raises ConfigError if the file is missing or not UTF-8.
     """
     file = Path(path).expanduser()
     if path != "stdlib" and not file.exists():
@@ -65,9 +66,9 @@ def read_texts(path: str) -> Iterator[str]:
 
 
 def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
-    """What the texts cost, each by itself, after the token `start`. stride: as in `windows`.
+    """Returns the perplexity of the texts, each read separately after the token `start`. stride: as in `windows`.
 
-    Raises ConfigError where there is no token at all, or one that the model lacks.
+    Raises ConfigError if there are no tokens, or one is not in the model's vocabulary.
     """
     nats, tokens, n_bytes, n_texts = 0.0, 0, 0, 0
     for group in _groups(_all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch):
@@ -83,7 +84,7 @@ def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str
 def _all_windows(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
 ) -> Iterator[tuple[Sequence[int], int, int]]:
-    """(tokens, how many of them are scored, the bytes of the text where it is its first window)."""
+    """Yields (tokens, how many of them are scored, bytes of the text in its first window, else 0)."""
     vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
     for text in texts:
         ids = [start, *tokenizer.encode_batch([text])[0].tolist()]
@@ -98,9 +99,9 @@ def _all_windows(
 
 
 def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """(a window of at most seq_len + 1 tokens, how many at its end are scored): every token but the first is scored exactly once.
+    """Yields (window of at most seq_len + 1 tokens, how many at its end are scored); every token but the first is scored once.
 
-    The first window is scored whole; each further one adds `stride` tokens, of which each sees at least the seq_len - stride before it.
+    All of the first window is scored; each later one adds `stride` tokens, with at least seq_len - stride tokens of context.
     """
     done = 0
     while done < len(tokens) - 1:
@@ -110,20 +111,20 @@ def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[
 
 
 def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """What general compressors make of the same texts, in bits per byte: of the first 64 MiB, because xz is slow. {} for no text."""
+    """Returns the bits per byte of gzip and xz on the first 64 MiB of the texts; xz is slow. {} for no text."""
     gzip, xz = zlib.compressobj(9, wbits=31), lzma.LZMACompressor(preset=9)
     size = gzip_size = xz_size = 0
-    cut = ""
+    limit = ""
     for data in (text.encode() for text in texts):
         if size + len(data) > _COMPRESSED:
-            data, cut = data[: _COMPRESSED - size], f" of the first {_COMPRESSED / 2**20:.3g} MiB"
+            data, limit = data[: _COMPRESSED - size], f" of the first {_COMPRESSED / 2**20:.3g} MiB"
         size += len(data)
         gzip_size += len(gzip.compress(data))
         xz_size += len(xz.compress(data))
-        if cut:
+        if limit:
             break
     gzip_size, xz_size = gzip_size + len(gzip.flush()), xz_size + len(xz.flush())
-    return {f"gzip -9{cut}": 8 * gzip_size / size, f"xz -9{cut}": 8 * xz_size / size} if size else {}
+    return {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size} if size else {}
 
 
 def _groups(items: Iterator[tuple[Sequence[int], int, int]], n: int) -> Iterator[list[tuple[Sequence[int], int, int]]]:

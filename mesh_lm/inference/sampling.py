@@ -1,4 +1,4 @@
-"""How the next token is chosen from the model's logits. Sizes: B batch, V vocabulary, C candidates."""
+"""Chooses the next token from the model's logits. Sizes: B batch, V vocabulary, C candidates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mesh_lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """In the order in which they apply: the logits are divided by the temperature, and the likeliest tokens are drawn from."""
+    """Sampling options, in the order in which they apply."""
 
     temperature: float = 0.8
-    """0: always the likeliest token, the first of them where they are equal."""
+    """Divides the logits; 0: greedy, the first of equally likely tokens."""
     top_k: int = 50
     """Only the k likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Of those, only the fewest likeliest whose probability is at least p together (Holtzman et al., arXiv 1904.09751); 1: all."""
+    """Of those, only the smallest set of likeliest tokens with total probability >= p (Holtzman et al., arXiv 1904.09751); 1: all."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every field that is out of range."""
@@ -36,7 +36,7 @@ class Sampling:
             raise ConfigError("; ".join(problems))
 
     def choose(self, logits_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
-        """A token of each row, int32 [B], that depends on the row's own logits and key only."""
+        """Returns a token per row, int32 [B], which depends only on the row's logits and key."""
         V = logits_BV.shape[1]
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=1).astype(jnp.int32)
@@ -46,6 +46,6 @@ class Sampling:
             return draw(keys_B, logits_BV).astype(jnp.int32)
         ranked_BC, ids_BC = lax.top_k(logits_BV, min(self.top_k or V, V))
         p_BC = jax.nn.softmax(ranked_BC, axis=1)
-        before_BC = jnp.cumsum(p_BC, axis=1) - p_BC  # 0 for the likeliest, which is always drawn from
+        before_BC = jnp.cumsum(p_BC, axis=1) - p_BC  # 0 for the likeliest token, which always remains
         chosen_B = draw(keys_B, jnp.where(before_BC < self.top_p, ranked_BC, -jnp.inf))
         return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)

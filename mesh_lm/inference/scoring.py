@@ -1,4 +1,4 @@
-"""How likely given tokens are, one by one. Sizes: B sequences, S tokens, V vocabulary."""
+"""Log-probabilities of given tokens. Sizes: B sequences, S tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mesh_lm.parallel.layout import ModelLayout, Params
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one sequence of n tokens: what the model thinks of each but the first, after those before it."""
+    """Scores of a sequence of n tokens: each token but the first, given those before it."""
 
     logprobs: np.ndarray
     """Log-probabilities in nats, float32 [n - 1]."""
     greedy: np.ndarray
-    """Whether greedy decoding would have chosen the token, bool [n - 1]."""
+    """Whether greedy decoding would choose the token, bool [n - 1]."""
 
 
 class Scorer:
-    """Compiled once for each (rounded) length."""
+    """Scores token sequences. Programs are compiled per (rounded) length."""
 
     def __init__(self, layout: ModelLayout, params: Params, batch: int = 8) -> None:
-        """batch: sequences at once, rounded up to what the mesh cuts. Raises ConfigError for a model that gives no logits."""
+        """batch: sequences at once, rounded up to a multiple of the batch shards. Raises ConfigError for a model without logits."""
         model = layout.bind(params)
         if not hasattr(model, "scores") and not hasattr(model, "logits"):
             raise ConfigError(
@@ -43,7 +43,7 @@ class Scorer:
         self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
 
     def __call__(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Score]:
-        """Token ids, 2 to seq_len + 1 in each sequence -> their scores, in the same order. Like lengths are read together.
+        """Returns the scores of sequences of 2 to seq_len + 1 token ids, in the same order. Similar lengths are batched together.
 
         Raises ConfigError for a sequence that is too long or too short.
         """
@@ -51,7 +51,7 @@ class Scorer:
         for i, tokens in enumerate(sequences):
             if not 2 <= len(tokens) <= seq_len + 1:
                 raise ConfigError(f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} at once (model.seq_len + 1)")
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         for first in range(0, len(order), self.batch):
             group = order[first : first + self.batch]
@@ -63,8 +63,8 @@ class Scorer:
             logprobs, greedy = map(np.asarray, self._scores(self.params, {"tokens": tokens, "labels": labels}))
             for row, i in enumerate(group):
                 n = len(sequences[i]) - 1
-                found[i] = Score(logprobs[row, :n], greedy[row, :n])
-        return [found[i] for i in range(len(sequences))]
+                scores[i] = Score(logprobs[row, :n], greedy[row, :n])
+        return [scores[i] for i in range(len(sequences))]
 
     def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model, batch = cast(Any, self.layout.bind(params)), {**batch, **token_batch(batch["tokens"])}

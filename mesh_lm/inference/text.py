@@ -1,4 +1,4 @@
-"""Continues texts: tokens in and out, stop strings, and text as it is made."""
+"""Continues texts: encoding and decoding, stop strings and streaming."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from mesh_lm.inference.engine import Engine
 from mesh_lm.inference.sampling import Sampling
 from mesh_lm.parallel.layout import ModelLayout, Params
 
-_LOOK = 16
-"""Tokens between two looks for a stop string where nobody reads along."""
+_CHECK_EVERY = 16
+"""Tokens between checks for a stop string, when text is not streamed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What follows a prompt."""
+    """The continuation of a prompt."""
 
     text: str
     """Without the stop string or the stop token."""
     tokens: list[int]
-    """Up to and with the token that ended it."""
+    """Up to and including the token that ended it."""
     logprobs: list[float]
-    """Of each token, in nats, under the model itself: before temperature, top_k and top_p."""
+    """Log-probability of each token in nats, before temperature, top_k and top_p."""
     reason: Literal["stop", "length"]
-    """Why it ends: a stop string or token, or all tokens made that were asked for."""
+    """Why it ends: a stop string or token, or the maximum number of tokens."""
 
 
 class Generator:
-    """Continues texts on the mesh of the layout. A text's continuation depends on its place in the list and on the seed only."""
+    """Continues texts on the mesh of the layout. Random draws depend only on a text's index in the list and on the seed."""
 
     def __init__(
         self, layout: ModelLayout, params: Params, tokenizer: Tokenizer, sampling: Sampling = Sampling(), batch: int = 16,
         start: int | None = None,
     ) -> None:  # fmt: skip
-        """batch: texts at once. start: a token that stands before every prompt, for models that were trained so.
+        """batch: texts at once. start: a token to put before every prompt, for models that were trained with one.
 
-        Raises ConfigError for a model that gives no logits, or has fewer ids than the tokenizer.
+        Raises ConfigError for a model without logits, or with fewer ids than the tokenizer.
         """
         if tokenizer.vocab_size > layout.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer makes {tokenizer.vocab_size} ids and the model knows {layout.config.vocab_size}: "
-                "they do not belong together"
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model {layout.config.vocab_size}: "
+                "the model was trained with another tokenizer"
             )
         self.engine, self.tokenizer, self.batch = Engine(layout, params, sampling), tokenizer, batch
         self._start = [] if start is None else [start]
 
     def prompt(self, text: str | Sequence[int]) -> list[int]:
-        """The ids of a prompt; an empty one is the end-of-document token, after which a new document starts."""
+        """Returns the ids of a prompt; an empty one becomes the end-of-document token, which starts a new document."""
         if isinstance(text, str) and not _is_text(text):
-            raise ConfigError(f"the prompt {text[:40]!a} is not text: it has half a UTF-16 pair, or bytes that are not UTF-8")
+            raise ConfigError(f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that are not UTF-8")
         ids = self.tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else list(text)
         return [*self._start, *ids] or [self.tokenizer.eod]
 
@@ -60,12 +60,12 @@ class Generator:
         self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int, *, seed: int = 0, stop: Sequence[str] = (),
         stop_at_eod: bool = True,
     ) -> list[Completion]:  # fmt: skip
-        """Continues each text (or token ids) by at most `max_new_tokens`, up to the first of the `stop` strings or a document's end.
+        """Continues each text (or token ids) by at most `max_new_tokens`, up to the first stop string or the end of the document.
 
         Raises ConfigError as `Engine.start` does.
         """
         ids = [self.prompt(prompt) for prompt in prompts]
-        if ids:  # all of them: a mistake in the last must not cost the work on the others
+        if ids:  # checks all first, so that a mistake in the last does not waste work on the others
             self.engine.check(ids, max_new_tokens, seed)
         done: list[Completion] = []
         for first in range(0, len(ids), self.batch):
@@ -76,7 +76,7 @@ class Generator:
             batch = min(self.batch, len(ids))
             session = self.engine.start(group, max_new_tokens, seed=seed, rows=rows, stop_ids=stop_ids, batch=batch)
             while not session.done:
-                for row, tokens in enumerate(session.advance(_LOOK if stop else None)):
+                for row, tokens in enumerate(session.advance(_CHECK_EVERY if stop else None)):
                     writers[row].push(tokens)
                     if writers[row].reason == "stop":
                         session.end(row)
@@ -86,7 +86,7 @@ class Generator:
     def stream(
         self, prompt: str | Sequence[int], max_new_tokens: int, *, seed: int = 0, stop: Sequence[str] = (), stop_at_eod: bool = True
     ) -> Iterator[str]:
-        """The same text as `complete([prompt], ...)`, in the pieces in which it is made."""
+        """Yields the same text as `complete([prompt], ...)`, in pieces as it is generated."""
         ids = self.prompt(prompt)
         stop_ids = [self.tokenizer.eod] if stop_at_eod else []
         writer = CompletionWriter(self.tokenizer, ids, stop, stop_ids)
@@ -107,7 +107,7 @@ def _is_text(text: str) -> bool:
 
 
 class CompletionWriter:
-    """Tokens of one row to its text, up to a stop string, which may begin in one token and end in another."""
+    """Decodes one row's tokens up to a stop string, which may span tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
         """Raises ConfigError for an empty stop string."""
@@ -118,17 +118,17 @@ class CompletionWriter:
         self._stream.push(*prompt)
         self._held = ""  # may be the start of a stop string
         self._text: list[str] = []
-        self._made: list[tuple[int, float]] = []
-        self._cut = False
+        self._tokens: list[tuple[int, float]] = []
+        self._ended_by_string = False
         self.reason: Literal["stop", "length"] = "length"
 
     def push(self, tokens: Sequence[tuple[int, float]]) -> str:
-        """Text that is certain now. Tokens after the end are ignored."""
+        """Returns the text that is final now. Tokens after the end are ignored."""
         released = []
         for token, logprob in tokens:
             if self.reason == "stop":
                 break
-            self._made.append((token, logprob))
+            self._tokens.append((token, logprob))
             if token in self._stop_ids:
                 self.reason = "stop"
             else:
@@ -136,8 +136,8 @@ class CompletionWriter:
         return "".join(released)
 
     def finish(self) -> str:
-        """What was held back."""
-        if self._cut:
+        """Returns the text that was held back."""
+        if self._ended_by_string:
             return ""
         rest = self._release(self._stream.flush())
         if self._held:
@@ -146,29 +146,30 @@ class CompletionWriter:
         return rest
 
     def completion(self) -> Completion:
+        """Returns all text so far as a Completion."""
         self.finish()
-        return Completion("".join(self._text), [t for t, _ in self._made], [p for _, p in self._made], self.reason)
+        return Completion("".join(self._text), [t for t, _ in self._tokens], [p for _, p in self._tokens], self.reason)
 
     def _release(self, piece: str) -> str:
         self._held += piece
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if ends:
             ready, self._held = self._held[: min(ends)], ""
-            self._cut, self.reason = True, "stop"
+            self._ended_by_string, self.reason = True, "stop"
         else:
-            cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
-            ready, self._held = self._held[:cut], self._held[cut:]
+            end = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            ready, self._held = self._held[:end], self._held[end:]
         self._text.append(ready)
         return ready
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that may be the start of the stop string."""
+    """Returns how many characters at the end of the text may start the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def document_start(tokenizer: Tokenizer, name: str) -> int:
-    """The id of the special token `name`, or of the end-of-document token. Raises ConfigError where the tokenizer has no such token."""
+    """Returns the id of the special token `name`, or of the end-of-document token. Raises ConfigError if there is no such token."""
     start = tokenizer.special(name) if name else tokenizer.eod
     if start is None:
         raise ConfigError(f"--start={name}: the tokenizer has no such special token")

@@ -1,4 +1,4 @@
-"""A trained model, ready to generate, to be evaluated or to be exported: from a run's checkpoint or from a Hugging Face directory."""
+"""Loads a trained model from a run's checkpoint or from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
 from sharding_rules.rules import Kind
 
 TOKENIZER = "tokenizer"
-"""The directory beside a run's checkpoints in which its tokenizer is kept."""
+"""The directory in a run's output that stores its tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """Weights on a mesh, and what is needed to speak to them."""
+    """Weights on a mesh, with their config, layout and tokenizer."""
 
     config: TrainConfig
-    """Of the run that made it; for a Hugging Face directory all but `model` are defaults."""
+    """The config of the training run; for a Hugging Face directory, all but `model` are defaults."""
     layout: ModelLayout
     params: Params
     tokenizer: Tokenizer
@@ -51,18 +51,18 @@ class TrainedModel:
         model: ModelConfig | None = None,
         dtype: str = "",
     ) -> TrainedModel:
-        """Reads the weights, each device its own part.
+        """Loads a model; each device reads its own shard.
 
         Args:
           path: a run's output directory (the newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
-          mesh, rules: None: those of training where they fit the devices that are visible, else every device a replica. The stages of a
-            pipeline are folded into FSDP (`mesh_lm.parallel.merge_stages`).
-          tokenizer: as `data.tokenizer`; empty: the one kept beside the checkpoint or the weights.
-          model: the model's config, needed for a model class of the user's own, whose code a checkpoint does not hold.
-          dtype: compute type in place of the config's.
+          mesh, rules: None: those of training if they fit the visible devices, else data parallelism. Pipeline stages are merged into FSDP
+            (`mesh_lm.parallel.merge_stages`).
+          tokenizer: as `data.tokenizer`; empty: the one stored with the checkpoint or the weights.
+          model: the model's config; required for a custom model class, whose code is not stored in checkpoints.
+          dtype: overrides the config's compute dtype.
 
         Raises:
-          ConfigError: no such checkpoint, another model, a missing tokenizer or another than the one it was trained with.
+          ConfigError: the checkpoint is missing or of another model, or the tokenizer is missing or not that of training.
           ShardingRuleError: the rules do not fit the model on this mesh.
         """
         saved = checkpoint.find(path)
@@ -75,12 +75,11 @@ class TrainedModel:
         changes = {"dtype": dtype} if dtype else {}
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
         mesh, rules = _placement(config, mesh, rules)
-        # First what can be wrong cheaply.
-        words = _tokenizer(tokenizer, saved, Path(path))
+        loaded_tokenizer = _tokenizer(tokenizer, saved, Path(path))  # first, because its errors come fast
         layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
         mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
         config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
-        return cls(config, layout, _weights(saved, path, layout)(), words, saved.step if saved else 0)
+        return cls(config, layout, _weights(saved, path, layout)(), loaded_tokenizer, saved.step if saved else 0)
 
     @overload
     def generate(self, prompt: str, tokens: int = ..., **options: Any) -> str: ...
@@ -127,9 +126,9 @@ def _holds_nothing(path: Path | str) -> str:
 
 
 def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
-    """Reads the parameters of a run's checkpoint or of a Hugging Face directory when it is called, layers in model order.
+    """Returns a function that reads the parameters of a run's checkpoint or of a Hugging Face directory, layers in model order.
 
-    Raises ConfigError at once where there are none, or those of another model.
+    Raises ConfigError immediately if there are none, or those of another model.
     """
     return _weights(checkpoint.find(path), path, layout)
 
@@ -144,22 +143,22 @@ def _weights(saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout:
 
 
 def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where the weights in `path` are known to have been trained with another tokenizer."""
+    """Raises ConfigError if the weights in `path` were trained with another tokenizer, as far as that is known."""
     if saved := checkpoint.find(path):
-        theirs = saved.data.get("tokenizer")
+        fingerprint = saved.data.get("tokenizer")
     else:
-        theirs = None
+        fingerprint = None
         with contextlib.suppress(ConfigError):  # weights may come without one
-            theirs = load_tokenizer(str(path)).fingerprint
-    if theirs not in (None, tokenizer.fingerprint):
+            fingerprint = load_tokenizer(str(path)).fingerprint
+    if fingerprint not in (None, tokenizer.fingerprint):
         raise ConfigError(
-            f"init_from={path} was trained with another tokenizer than this data's (fingerprint {str(theirs)[:12]}, not "
-            f"{tokenizer.fingerprint[:12]}): ids mean something else; set data.tokenizer to its own"
+            f"init_from={path} was trained with another tokenizer than this data's (fingerprint {str(fingerprint)[:12]}, not "
+            f"{tokenizer.fingerprint[:12]}): the ids have other meanings; set data.tokenizer to the original one"
         )
 
 
 def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Writes the tokenizer beside a run's checkpoints, so that its output directory is all that generating text needs; on process 0."""
+    """Stores the tokenizer in a run's output (on process 0), so that the directory suffices to generate text. Returns the tokenizer."""
     if tokenizer is None or jax.process_index() > 0:
         return tokenizer
     kept = Path(output).expanduser() / TOKENIZER
@@ -171,41 +170,43 @@ def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None
         kept.mkdir(parents=True)
         tokenizer.save(kept)
     except OSError as error:
-        raise ConfigError(f"cannot keep the tokenizer in {kept}: {error.strerror}") from error
+        raise ConfigError(f"cannot store the tokenizer in {kept}: {error.strerror}") from error
     return tokenizer
 
 
 def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:
-    """Mesh axes that the rules declare, and the mesh does not have, are of size 1."""
+    """Returns mesh and rules for the visible devices. Axes that only the rules have get size 1."""
     rules = rules or config.rules
     try:
-        found = (mesh or config.mesh).resolve(jax.device_count())
+        resolved = (mesh or config.mesh).resolve(jax.device_count())
     except MeshError as error:
         if mesh is not None:
             raise ConfigError(str(error)) from error
-        found = MeshConfig(data=-1).resolve(jax.device_count())
-    return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **found.sizes()}), rules
+        resolved = MeshConfig(data=-1).resolve(jax.device_count())
+    return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **resolved.sizes()}), rules
 
 
 def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
     kept = saved.directory.parent / TOKENIZER if saved else path
     if not spec and saved and not kept.exists():
-        raise ConfigError(f"no tokenizer is kept in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")
+        raise ConfigError(f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")
     tokenizer = load_tokenizer(spec or str(kept))
     trained_with = saved.data.get("tokenizer") if saved else None
     if trained_with not in (None, tokenizer.fingerprint):
         raise ConfigError(
-            f"{spec or kept} is not the tokenizer that {path} was trained with: its ids mean something else "
+            f"{spec or kept} is not the tokenizer that {path} was trained with: its ids have other meanings "
             f"(fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"
         )
     return tokenizer
 
 
 def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) -> TrainConfig:
-    """The config that `as_dict` described. Fields that this version does not know are dropped, save those of the model."""
+    """Returns the config that `as_dict` described. Unknown fields are ignored, except those of the model."""
     if model is None:
         if (name := plain["model"]["class"]) != "DecoderConfig":
-            raise ConfigError(f"{where} is a {name}, which is not a class of mesh_lm; name the config file that makes it: --config=FILE.py")
+            raise ConfigError(
+                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that creates it: --config=FILE.py"
+            )
         fields = {f.name for f in dataclasses.fields(DecoderConfig)}
         if unknown := plain["model"].keys() - fields - {"class"}:
             raise ConfigError(f"{where}: its model has fields that this version does not know: {', '.join(sorted(unknown))}")
@@ -220,13 +221,13 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
 
 
 def _rules(plain: dict[str, Any]) -> Rules:
-    """The inverse of `Rules.as_dict`."""
+    """Inverse of `Rules.as_dict`."""
     given = {kind: plain[kind] for kind in get_args(Kind)}
     columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
     return Rules(plain["name"], **columns, axes=plain.get("axes", {}), reduction=plain.get("reduction", "auto"))
 
 
 def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `plain` that are fields, with JSON's lists as tuples."""
+    """Returns the entries of `plain` that are fields, with lists as tuples."""
     names = {f.name for f in dataclasses.fields(section)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items() if name in names}

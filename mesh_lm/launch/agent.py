@@ -47,6 +47,7 @@ class Agent:
         self._since, self._patience, self._why = time.monotonic(), job.first_wait, ""
 
     def run(self) -> int:
+        """Runs until the job has ended, and returns its status."""
         wanted = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._caught) for number in wanted}
         try:

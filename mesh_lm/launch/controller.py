@@ -45,6 +45,7 @@ class Controller:
         self._listener.setblocking(False)
 
     def run(self) -> int:
+        """Runs until the job has ended, and returns its status."""
         if self._job.nodes > 1:
             log(f"waiting for {self._job.nodes} nodes at {self._job.rendezvous}, for up to {self._patience:g} s")
         while self._status is None:
@@ -88,10 +89,10 @@ class Controller:
         self._callers.remove(caller)
         hello = received[0] if received else {}
         number = hello.get("node")
-        ours, theirs = self._job.shared(), hello.get("job")
-        if not (isinstance(number, int) and 0 <= number < self._job.nodes and isinstance(theirs, dict) and hello.get("hello") == "mesh_lm"):
+        expected, given = self._job.shared(), hello.get("job")
+        if not (isinstance(number, int) and 0 <= number < self._job.nodes and isinstance(given, dict) and hello.get("hello") == "mesh_lm"):
             return caller.close()
-        if differences := [f"{name} {theirs.get(name)}, not {value}" for name, value in ours.items() if theirs.get(name) != value]:
+        if differences := [f"{name} {given.get(name)}, not {value}" for name, value in expected.items() if given.get(name) != value]:
             why = f"node {number} was started differently from node 0: {'; '.join(differences)}"
             caller.send(exit=EXIT_CANNOT, why=why)
             caller.close()
@@ -149,14 +150,14 @@ class Controller:
     def _died(self, now: Generation, number: int, process: int, status: int, sent: int) -> None:
         """Records how a process ended. The first to die is the cause, unless it was a victim of one that dies right after."""
         # Slurm's SIGTERM may reach a worker before its launcher's does.
-        asked = self._stop and now.stopping != "crash" and status == -signal.SIGTERM
-        if sent and not asked and not (now.stopping in ("signal", "grow") and sent == signal.SIGTERM):
+        on_request = self._stop and now.stopping != "crash" and status == -signal.SIGTERM
+        if sent and not on_request and not (now.stopping in ("signal", "grow") and sent == signal.SIGTERM):
             return
         now.statuses[process] = status
         if status in (0, EXIT_FEWER):
             return
         what = f"process {process}{self._at(number)} {messages.describe_exit(status, now.n_processes)}"
-        if asked or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
+        if on_request or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
                 log(f"{what}; the others are asked to do the same")
                 self._order(now, "signal", self._farewell)

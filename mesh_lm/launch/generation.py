@@ -60,6 +60,7 @@ class Generation:
 
     @property
     def n_processes(self) -> int:
+        """The number of processes."""
         return len(self.members) * self.per_node
 
     @property

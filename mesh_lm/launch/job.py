@@ -60,6 +60,7 @@ class Job:
 
     @property
     def address(self) -> tuple[str, int]:
+        """(host, port) of the controller."""
         return host_and_port(self.rendezvous)
 
     def shared(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Options:
     per_node: int = Job.per_node
     """Processes on each node: 1, or one per GPU."""
     devices: int = Job.devices
-    """CPU devices of each process; 0: the hardware that is there."""
+    """CPU devices of each process; 0: use the machine's hardware."""
     min_nodes: int = Job.min_nodes
     """Continue on a smaller mesh if at least this many nodes remain; 0: all are needed."""
     restarts: int = Job.restarts
@@ -124,7 +125,7 @@ class Options:
     grace: float = Job.grace
     """Seconds that processes have to save and exit after SIGTERM."""
     rejoin: float = Job.rejoin
-    """Seconds that a lost node has to come back."""
+    """Seconds allowed for a lost node to reconnect."""
     template: Literal["", "slurm", "jobset", "dockerfile", "dockerfile-pip"] = ""
     """Print a file that starts the command there, and do nothing else."""
     gpus: int = 8

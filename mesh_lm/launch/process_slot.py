@@ -38,6 +38,7 @@ class ProcessSlot:
 
     @property
     def address(self) -> tuple[str, int]:
+        """(host, port) of the coordinator."""
         return host_and_port(self.coordinator)
 
     @classmethod

@@ -64,6 +64,7 @@ class Peer:
         return []
 
     def close(self) -> None:
+        """Closes the connection."""
         self.open = False
         self._socket.close()
 

@@ -59,6 +59,7 @@ class Program:
 
     @property
     def optimizer(self) -> Optimizer:
+        """The run's optimizer."""
         return Optimizer(self.config.optimizer, self.config.train.steps)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the user sees of a run: a line or a live bar, TensorBoard and metrics.jsonl, a plot. Nothing here touches the training state.
+"""The output of a run: a line or a live bar, TensorBoard and metrics.jsonl, a plot. Nothing here changes the training state.
 
-Nothing is imported here, so that `flops` and `memory` work where rich, tensorboardX and matplotlib are not installed.
+Nothing is imported here, so that `flops` and `memory` work without rich, tensorboardX and matplotlib.
 """

@@ -1,4 +1,4 @@
-"""How close a run is to running out of memory."""
+"""The peak memory of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 class Memory(NamedTuple):
-    """A high-water mark since the process began."""
+    """A high-water mark since the process started."""
 
     gib: float
     of: Literal["device", "process"]
@@ -18,7 +18,7 @@ class Memory(NamedTuple):
 
 
 def device_memory_gib() -> Memory:
-    """The peak of the first local device if its backend reports one, else of the process (getrusage(2))."""
+    """Returns the peak of the first local device if its backend reports one, else of the process (getrusage(2))."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return Memory(stats["peak_bytes_in_use"] / 2**30, "device")

@@ -1,4 +1,4 @@
-"""The curve of a run, against what a compressor makes of the same text."""
+"""The loss curve of a run, compared with compressors on the same text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 TRAIN, HELDOUT = "#2563eb", "#dc5a1c"
 LABEL_GAP = 0.055
-"""Least distance between two labels, as a fraction of the axis' height."""
+"""The least distance between two labels, as a fraction of the axis' height."""
 
 
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
     """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
 
-    In bits per byte where metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
-    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Draws nothing where there is no loss yet.
+    In bits per byte if metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
+    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Draws nothing if there is no loss yet.
     """
     rows = [json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
     bytewise = any("train_bpb" in row for row in rows)
@@ -32,7 +32,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     if not train.size:
         return
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: 0.3 to 0.5 s that no run needs before its end
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here, because it takes 0.3 to 0.5 s
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.4), dpi=200, facecolor="white")
@@ -60,12 +60,12 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
 
 
 def _series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
-    """[n, 2] of step and value, where there is one."""
+    """Returns [n, 2]: the step and the value of the rows that have one."""
     return np.array([(row["step"], row[name]) for row in rows if row.get(name) is not None], dtype=float).reshape(-1, 2)
 
 
 def _smooth(points: np.ndarray) -> np.ndarray:
-    """The mean over a fiftieth of the points, around each: over fewer at the start, which falls too fast for it."""
+    """Returns the mean over a fiftieth of the points around each; over fewer at the start, where the loss falls fast."""
     n, reach = len(points), len(points) // 100
     i = np.arange(n)
     first, last = i - np.minimum(i // 3, reach), np.minimum(i + np.minimum(i // 3, reach), n - 1)
@@ -76,7 +76,7 @@ def _smooth(points: np.ndarray) -> np.ndarray:
 def _style(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    # A loss falls fast and then by hundredths; on a linear axis the second part, which is most of the run, would be flat.
+    # A loss falls fast first and then by hundredths, which would be flat on a linear axis.
     axes.set_yscale("log")
     axes.margins(x=0.01, y=0.06)
     axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
@@ -93,7 +93,7 @@ def _style(axes: Axes) -> None:
 
 
 def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
-    """Names each line at its right end, pushing labels apart where they would touch."""
+    """Labels each line at its right end, and pushes labels apart if they would overlap."""
     to_axes = axes.transData + axes.transAxes.inverted()
     placed = -1.0
     for value, text, colour in sorted(labels):

@@ -1,4 +1,4 @@
-"""Where a run is and how fast it goes: a live bar on a terminal, plain lines in a log file."""
+"""The progress and the speed of a run: a live bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mesh_lm.report.memory import Memory, device_memory_gib
 
 
 class Progress:
-    """Times the steps of a run and shows them. A row of metrics comes back from `step` when one is due, for `Writer.write`.
+    """Times the steps of a run and shows them. `step` returns a row of metrics when one is due, for `Writer.write`.
 
     ```
     with Progress(total_steps, start_step, tokens_per_step=...) as progress:
@@ -31,8 +31,8 @@ class Progress:
             if row := progress.step(step, metrics):
                 writer.write(step, row)
     ```
-    A row is due every `log_every` steps (0: never) and at the first and the last step. The first step compiles, so no rate counts it.
-    Where `enabled` is false, as on every process but the first, rows come back all the same but nothing is shown.
+    A row is due every `log_every` steps (0: never) and at the first and the last step. The first step compiles, so rates leave it out.
+    If `enabled` is false, as on every process but the first, rows are returned, but nothing is shown.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Progress:
             tail = f"first step {now - self._began:.1f} s"
         else:
             row |= self._rates((now - self._last) / (step - self._last_step))
-            # From all steps so far, evaluations and saves included: the steps to come will have theirs too.
+            # From all steps so far, evaluations and saves included, because the remaining steps will have them, too.
             left = (self._total - step) * (now - self._warm[0]) / (step - self._warm[1])
             tail = f"eta {datetime.timedelta(seconds=math.ceil(left))}"
         self._last, self._last_step = now, step
@@ -98,7 +98,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not counted as training: `with progress.paused(): evaluate()`."""
+        """A context whose time is not counted as training: `with progress.paused(): evaluate()`."""
         before = self._clock()
         try:
             yield
@@ -106,12 +106,12 @@ class Progress:
             self._last += self._clock() - before
 
     def roll_back(self, step: int) -> None:
-        """The run goes on from this step: what came after it is not counted."""
+        """The run continues from this step; later ones are no longer counted."""
         self._began = self._last = self._clock()
         self._last_step, self._warm = step, None
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Prints a line above the bar."""
         self._view.note(text)
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Progress:
 
 
 def _describe(row: Mapping[str, float], memory_of: str) -> str:
-    """The metrics that are there, in the order in which one reads them."""
+    """Returns the metrics of a row as text, the most important first."""
     shown: dict[str, Callable[[float], str]] = {
         "loss": lambda v: f"loss {v:.4f}",
         "train_bpb": lambda v: f"bpb {v:.4f}",
@@ -142,7 +142,7 @@ def _describe(row: Mapping[str, float], memory_of: str) -> str:
 
 
 class _Silent:
-    """What a view can do, and the view of a process that shows nothing."""
+    """The interface of a view, and the view of a process that shows nothing."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -152,7 +152,7 @@ class _Silent:
 
 
 class _Lines(_Silent):
-    """For files and pipes: one line a row, no control characters."""
+    """For files and pipes: one line per row, no control characters."""
 
     def __init__(self, file: TextIO, total: int) -> None:
         self._file, self._total = file, total
@@ -161,7 +161,7 @@ class _Lines(_Silent):
         self.note(f"step {step:>{len(str(self._total))}}/{self._total}  {text}  {tail}")
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a log that takes no more ends nothing
+        with contextlib.suppress(OSError):  # a log that cannot be written must not end the run
             print(text, file=self._file, flush=True)
 
 
@@ -199,6 +199,6 @@ class _Screen(_Silent):
 
 
 def _view(file: TextIO, total: int, start: int) -> _Silent:
-    # Asked of the file, not of rich, which takes FORCE_COLOR for a terminal and would draw a bar into a log.
+    # Ask the file, not rich, which treats FORCE_COLOR as a terminal and would draw a bar into a log.
     console = Console(file=file)
     return _Screen(console, total, start) if file.isatty() and not console.is_dumb_terminal else _Lines(file, total)

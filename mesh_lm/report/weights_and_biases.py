@@ -1,6 +1,6 @@
-"""Metrics to Weights & Biases as well, on request. The only file that imports `wandb`.
+"""Sends metrics to Weights & Biases as well, on request. Only this file imports `wandb`.
 
-Account, mode (WANDB_MODE=offline) and all else are set by W&B's own variables (https://docs.wandb.ai/guides/track/environment-variables).
+Account, mode (WANDB_MODE=offline) etc. are set by W&B's own variables (https://docs.wandb.ai/guides/track/environment-variables).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from mesh_lm.errors import ConfigError
 
 
 def require_login(project: str) -> None:
-    """Raises ConfigError where the package is missing, or where nobody is logged in and W&B is not offline. Asks nothing, and no server."""
+    """Raises ConfigError if the package is missing, or there is no login and W&B is not offline. It neither prompts nor connects."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"wandb={project} needs the package wandb: pip install 'mesh_lm[wandb]'") from error
     try:
         logged_in = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
-    except TypeError:  # a version that cannot tell without asking; it answers when the run begins
+    except TypeError:  # a version that cannot check without a prompt; it reports the problem when the run begins
         return
     if not logged_in:
         raise ConfigError(f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, or set WANDB_MODE=offline")
 
 
 class WeightsAndBiases:
-    """One run of a project, the same one each time the output directory is continued: its id is kept there."""
+    """One run of a project. Its id is kept in the output directory, so that a resumed run has the same one."""
 
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the package is missing or refuses to start a run."""
+        """Raises ConfigError if the package is missing or fails to start a run."""
         try:
             import wandb  # pyright: ignore[reportMissingImports]
             from wandb.errors import Error  # pyright: ignore[reportMissingImports]
@@ -48,7 +48,7 @@ class WeightsAndBiases:
             )  # fmt: skip
         except Error as error:
             raise ConfigError(f"wandb={project}: {error}; log in (wandb login), or set WANDB_MODE=offline") from error
-        # Our own axis: a run continued from a checkpoint goes back, which W&B's step counter refuses.
+        # An axis of our own: a run resumed from a checkpoint repeats steps, which W&B's step counter does not accept.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

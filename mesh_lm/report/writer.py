@@ -1,4 +1,4 @@
-"""Metrics on disk: TensorBoard events for people, metrics.jsonl for programs."""
+"""Metrics on disk: TensorBoard events, and metrics.jsonl for programs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 _FLUSH = 10.0
-"""Seconds between two writes of TensorBoard's file to the disk."""
+"""Seconds between two flushes of TensorBoard's file."""
 
 
 class Sink(Protocol):
-    """Somewhere else that metrics go."""
+    """A further destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class Writer:
-    """Appends metrics to <directory>/metrics.jsonl, one {"step": 10, "loss": 3.2, ...} a line, and to <directory>/tensorboard.
+    """Appends metrics to <directory>/metrics.jsonl, one {"step": 10, "loss": 3.2, ...} per line, and to <directory>/tensorboard.
 
-    A run that continues from `start_step` (0: a new run) takes back what a killed run had written past it, so that no step is there
-    twice: metrics.jsonl is rewritten atomically, TensorBoard is told to purge. Does nothing where `directory` is None, as on every
-    process but the first. `also` gets the same numbers. Raises OSError where it cannot write.
+    A run that continues from `start_step` (0: a new run) removes later rows of a killed run, so that no step is there twice:
+    metrics.jsonl is rewritten atomically, and TensorBoard gets a purge event. Does nothing if `directory` is None, as on every
+    process but the first. `also` gets the same numbers. Raises OSError if it cannot write.
     """
 
     def __init__(self, directory: str | Path | None, start_step: int = 0, also: Sink | None = None) -> None:
@@ -59,7 +59,7 @@ class Writer:
         self._lines.flush()  # a killed run keeps what it measured
 
     def roll_back(self, step: int) -> None:
-        """Takes back what was written past this step."""
+        """Removes the rows after this step."""
         if self._lines is None or self._events is None:
             return
         self._events.purge(step)
@@ -85,14 +85,14 @@ class Writer:
 
 
 class Events:
-    """Of TensorBoard, written by the caller: the thread of its SummaryWriter dies of a full disk, and its caller waits for ever."""
+    """TensorBoard's event file, written by the caller: the thread of its SummaryWriter dies of a full disk, and its caller then hangs."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._file, self._flushed = EventsWriter(str(directory / "events")), 0.0
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Raises OSError where the disk does not take it; what it did not take is written later."""
+        """Raises OSError if the disk is full; the rest is written later."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._file.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         if time.monotonic() > self._flushed + _FLUSH:
@@ -100,7 +100,7 @@ class Events:
             self._file.flush()
 
     def purge(self, step: int) -> None:
-        """Makes TensorBoard forget what came after this step."""
+        """Makes TensorBoard drop what came after this step."""
         self._file.write_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Events:
 
 
 def _truncate(path: Path, start_step: int) -> None:
-    """Drops lines past `start_step`, and a line that the kill cut short."""
+    """Drops lines after `start_step`, and a line that a kill truncated."""
     if not path.exists():
         return
     part = path.with_suffix(".jsonl.part")

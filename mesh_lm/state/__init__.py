@@ -1,4 +1,4 @@
-"""What a run holds, declared once (`parts`): how it begins, how it is stored on disk, and digests of it."""
+"""The training state: its declaration (`parts`), initialization, form on disk, and digests."""
 
 from mesh_lm.state.parts import COUNTERS as COUNTERS
 from mesh_lm.state.parts import MASTER as MASTER

@@ -1,14 +1,14 @@
-"""64-bit digests of arrays: the same on any mesh, in any sharding, on the devices and by NumPy.
+"""64-bit digests of arrays, the same for any mesh and sharding, on devices and in NumPy.
 
-A word is an element's bits, one to four bytes of them (an element of eight bytes is two words). Each word is mixed with its place in the
-array, and two sums over all words wrap around at 2^32: one of the mixed words, one of them times an odd number that the place decides.
+A word is the bits of an element of one to four bytes (an element of eight bytes is two words). Each word is mixed with its position in the
+array. The digest is two sums modulo 2^32: of the mixed words, and of the mixed words times an odd number that depends on the position.
 
-What it finds. Any change of a single word, always: at a fixed place the mixing is one-to-one. Any other change that has nothing to do with
-these formulas (several words, swapped rows, zeroed or shifted blocks), but for one in about 2^59. In an array of over 2^32 words places
-coincide modulo 2^32, and two words of such places may swap unseen.
+It detects every change of a single word, because at a fixed position the mixing is one-to-one. It misses about one in 2^59 of all other
+accidental changes (several words, swapped rows, zeroed or shifted blocks). In arrays of over 2^32 words, positions coincide modulo 2^32,
+and a swap of two words at such positions is not detected.
 
-What it does not find. Another shape or dtype of the same bits: compare those apart. A change made by someone who knows the formulas: it is
-no signature. Floats are compared as bits: -0.0 is not 0.0, and a NaN equals itself.
+It does not detect another shape or dtype with the same bits (compare those separately), nor deliberate changes: it is not a cryptographic
+hash. Floats are compared as bits: -0.0 differs from 0.0, and a NaN equals itself.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ import numpy as np
 from jax import lax
 
 _CHUNK = 1 << 18
-"""Words that NumPy has in hand at a time."""
+"""Words that NumPy processes at a time."""
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """uint32[2] of an array of any shape whose elements have 1, 2, 4 or 8 bytes. Traceable; reads the array once and keeps nothing of it.
+    """Returns the digest, uint32[2], of an array with elements of 1, 2, 4 or 8 bytes. Traceable; reads the array once, without a copy.
 
-    Under jit with a sharded array, devices exchange two words for each mesh axis that cuts it.
+    Under jit with a sharded array, devices exchange two words per mesh axis that shards it.
     """
     words = _device_words(jnp.atleast_1d(x))
     position = jnp.uint32(0)
     for axis, stride in enumerate(_strides(words.shape)):
         position = position + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride)
-    # One reduction of both: XLA's CPU backend would keep the mixed words in memory for two, at ten times the time.
+    # One reduction computes both sums: with two, XLA's CPU backend stores the mixed words, which takes ten times as long.
     zero, every = np.uint32(0), tuple(range(words.ndim))
     return jnp.stack(lax.reduce(_mixed(words, position), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), every))
 
 
 def digests(tree: Mapping[str, Any]) -> dict[str, str]:
-    """{"params/blocks.mlp.up.weight": 16 hex digits, ...} of all leaves of nested dicts of jax.Arrays, by one program.
+    """Returns {"params/blocks.mlp.up.weight": 16 hex digits, ...} for all leaves of nested dicts of jax.Arrays, in one program.
 
-    Every process of a run calls it, and gets the same. It waits for the arrays; it neither changes nor moves them.
+    All processes must call it and get the same result. It waits for the arrays, and neither changes nor moves them.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     if not leaves:
         return {}
     arrays = [leaf for _, leaf in leaves]
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, jax.NamedSharding)]
-    everywhere = jax.NamedSharding(meshes[0], jax.P()) if meshes else None
-    found = np.asarray(jax.jit(_of_all, out_shardings=everywhere)(arrays))
-    return {leaf_name(path): _hex(*row) for (path, _), row in zip(leaves, found, strict=True)}
+    replicated = jax.NamedSharding(meshes[0], jax.P()) if meshes else None
+    sums = np.asarray(jax.jit(_of_all, out_shardings=replicated)(arrays))
+    return {leaf_name(path): _hex(*row) for (path, _), row in zip(leaves, sums, strict=True)}
 
 
-def hexadecimal(found: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """16 hex digits of each, as `digests` gives them, of what `digest` has made."""
-    return {name: _hex(*x) for name, x in found.items()}
+def hexadecimal(sums: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Converts results of `digest` to 16 hex digits each, as in `digests`."""
+    return {name: _hex(*x) for name, x in sums.items()}
 
 
 def leaf_name(path: Any) -> str:
-    """ "params/blocks.mlp.up.weight" of a leaf of nested dicts, from its path in jax.tree_util."""
+    """Returns a leaf's name, such as "params/blocks.mlp.up.weight", from its jax.tree_util path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def combined(digests: Mapping[str, str]) -> str:
-    """16 hex digits of a tree, from those of its leaves and their names."""
+    """Returns the digest of a tree, 16 hex digits, from the names and digests of its leaves."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
 def host_digest(x: np.ndarray) -> str:
-    """The same 16 hex digits as `digests` gives, by NumPy, a MiB at a time: also of a memory-mapped array, or one of any strides."""
+    """Computes an array's digest as in `digests` with NumPy, a MiB at a time; the array may be memory-mapped or strided."""
     return joined([host_sums(x, (0,) * x.ndim, x.shape)])
 
 
 def host_sums(part: np.ndarray, corner: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int]:
-    """What a part of an array of this shape adds to its digest; `joined` makes one of all parts. corner: where the part begins."""
+    """Returns the sums of one part of an array of this shape, for `joined`. corner: index at which the part starts."""
     words = _host_words(np.atleast_1d(part))
     strides = _strides((*(shape or (1,)), *words.shape[max(1, part.ndim) :]))
     begin = sum(at * stride for at, stride in zip(corner, strides, strict=False))
@@ -88,16 +88,16 @@ def host_sums(part: np.ndarray, corner: Sequence[int], shape: tuple[int, ...]) -
         for axis, stride in enumerate(strides[words.ndim - piece.ndim :]):
             index = np.arange(piece.shape[axis], dtype=np.uint64) * np.uint64(stride)
             position = position + index.astype(np.uint32).reshape(-1, *[1] * (piece.ndim - 1 - axis))
-        one, other = _mixed(piece.astype(np.uint32), position)
-        first, second = first + int(one.sum(dtype=np.uint64)), second + int(other.sum(dtype=np.uint64))
+        mixed, weighted = _mixed(piece.astype(np.uint32), position)
+        first, second = first + int(mixed.sum(dtype=np.uint64)), second + int(weighted.sum(dtype=np.uint64))
     return first, second
 
 
 def joined(sums: Iterable[tuple[int, int]]) -> str:
-    """The 16 hex digits of an array, from the `host_sums` of its parts."""
+    """Returns the digest of an array, 16 hex digits, from the `host_sums` of its parts."""
     first = second = 0
-    for one, other in sums:
-        first, second = first + one, second + other
+    for mixed, weighted in sums:
+        first, second = first + mixed, second + weighted
     return _hex(first % 2**32, second % 2**32)
 
 
@@ -106,21 +106,21 @@ def _of_all(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _mixed(words: Any, position: Any) -> tuple[Any, Any]:
-    """The terms of both sums, in jax.Arrays or in NumPy's."""
+    """Returns the terms of both sums, as jax.Arrays or NumPy arrays."""
     salt = _shuffled(position + np.uint32(0x9E3779B9))
     mixed = _shuffled(words ^ salt)
     return mixed, mixed * (salt | np.uint32(1))
 
 
 def _shuffled(x: Any) -> Any:
-    """A one-to-one map of uint32 that spreads each bit over all: lowbias32 of C. Wellons (github.com/skeeto/hash-prospector)."""
+    """Permutes uint32, each input bit affecting all output bits: lowbias32 of C. Wellons (github.com/skeeto/hash-prospector)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Of a row-major array, modulo 2^32; odd where there are more positions than that, so that no axis drops out."""
+    """Returns row-major strides modulo 2^32, made odd if there are more positions than that, so that every axis counts."""
     large = math.prod(shape) > 2**32
     exact = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return [(stride | 1 if large else stride) % 2**32 for stride in exact]
@@ -140,14 +140,14 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 
 def _parts(words: np.ndarray, start: int, strides: list[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """Views of at most _CHUNK words, which lack leading axes where those are cut to single rows, and the position of their first word."""
+    """Yields views of at most _CHUNK words, without leading axes where those have length 1, and the position of their first word."""
     rows = _CHUNK // max(1, math.prod(words.shape[1:]))
     for row in range(0, words.shape[0], max(1, rows)):
-        here = start + row * strides[0]
+        begin = start + row * strides[0]
         if rows or words.ndim == 1:
-            yield words[row : row + rows], here
+            yield words[row : row + rows], begin
         else:
-            yield from _parts(words[row], here, strides[1:])
+            yield from _parts(words[row], begin, strides[1:])
 
 
 def _hex(first: int, second: int) -> str:

@@ -1,4 +1,4 @@
-"""The state at step 0, made on the devices that hold it: of a seed, or of weights that are there already."""
+"""The state at step 0, created on the devices that hold it, from a seed or from given weights."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mesh_lm.state.disk_form import entries, with_used
 
 
 def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:
-    """The state at step 0. The bits do not depend on the mesh."""
+    """Returns the state at step 0, bit-identical on any mesh."""
     if layout.is_contiguous and not layout.flat.vectors:
         where = state_shardings(layout, optimizer)
 
-        def begin() -> State:
+        def create() -> State:
             return _with_zeros(layout, optimizer, layout.init(jax.random.key(seed)))
 
-        return jax.jit(begin, out_shardings=where)()
-    made = {entry.name: entry.canonical for entry in entries(layout, optimizer) if entry.part in ("params", "buffers")}
-    where = {name: made[name] for name in layout.shapes}
+        return jax.jit(create, out_shardings=where)()
+    canonical = {entry.name: entry.canonical for entry in entries(layout, optimizer) if entry.part in ("params", "buffers")}
+    where = {name: canonical[name] for name in layout.shapes}
     return fresh_state(layout, optimizer, jax.jit(lambda: layout.init(jax.random.key(seed)), out_shardings=where)())
 
 
 def fresh_state(layout: ModelLayout, optimizer: Optimizer, params: Params) -> State:
-    """The state at step 0 of a run that starts from these weights and buffers, layers in model order, which it takes over."""
+    """Returns the state at step 0 for these weights and buffers, layers in model order. Donates `params`."""
     held: State = {}
     for entry in entries(layout, optimizer):
         if entry.part in ("params", "buffers"):
@@ -52,7 +52,7 @@ def _with_zeros(layout: ModelLayout, optimizer: Optimizer, weights: Params) -> S
 
 
 def _zeros(layout: ModelLayout, optimizer: Optimizer) -> State:
-    """Counters and the optimizer's slots."""
+    """Returns counters, and zeros for all other entries of the state."""
     declared = parts(layout, optimizer)
     zeros = {part: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.leaves.items()} for part, each in declared.items()}
     return {**{name: jnp.asarray(x) for name, x in counters().items()}, **zeros}

@@ -1,4 +1,4 @@
-"""What a run holds, declared once: from `parts` follow where it lives, how it begins, and what is saved, planned and shown of it."""
+"""Declares the training state once: placement, initialization, checkpoints, plans and reports all follow from `parts`."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ State = dict[str, Any]
 parameter name."""
 
 MASTER = "master"
-"""The part with the flat vectors of the fp32 weights."""
+"""The part that holds flat vectors of fp32 weights."""
 COUNTERS = ("step", "skipped", "recent")
-"""The entries of a state that are no part: small, and the same on every device."""
+"""The other entries of a state, which are small and replicated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StatePart:
-    """One entry of a state: arrays by the names of parameters, or of flat vectors."""
+    """One entry of a state: arrays by the names of parameters or flat vectors."""
 
     kind: Kind
-    """The column of the rules that places what is not flat."""
+    """The column of the rules that shards arrays that are not flat."""
     leaves: dict[str, ArraySpec]
     shardings: dict[str, jax.NamedSharding]
 
     @property
     def nbytes(self) -> int:
-        """On one device."""
+        """Bytes on one device."""
         local = (math.prod(self.shardings[n].shard_shape(leaf.shape)) * leaf.dtype.itemsize for n, leaf in self.leaves.items())
         return sum(local)
 
 
 def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
-    """Every entry of a run's state but the counters.
+    """Returns every entry of a run's state but the counters.
 
-    params: what the layers use. master: the fp32 flat vectors of those that `ModelLayout.flat` says, which `params` then follow from.
-    buffers: what has no gradient. Then the optimizer's slots.
+    params: what the layers use. master: fp32 flat vectors of the parameters in `ModelLayout.flat`, from which `params` are computed.
+    buffers: parameters without gradients. Then the optimizer's slots.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
     used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
-    found: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
+    declared: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
     if flat.vectors:
-        found[MASTER] = "optimizer", flat.leaves
+        declared[MASTER] = "optimizer", flat.leaves
     if buffers:
-        found["buffers"] = "params", {name: leaf for name, leaf in leaves.items() if name in buffers}
+        declared["buffers"] = "params", {name: leaf for name, leaf in leaves.items() if name in buffers}
     for slot, each in optimizer.slots(masters(layout)).items():
-        found[slot] = "optimizer", each
+        declared[slot] = "optimizer", each
     out, problems = {}, {}
-    for part, (kind, each) in found.items():
+    for part, (kind, each) in declared.items():
         where = {}
         for name, leaf in each.items():
             try:
@@ -76,36 +76,36 @@ def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.N
 
 
 def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
-    """What the optimizer updates: flat vectors, and the parameters that are not flat; all float32."""
+    """Returns what the optimizer updates: flat vectors, and parameters that are not flat; all float32."""
     rest = {name: leaf for name, leaf in layout.leaves.items() if name not in layout.flat.names | layout.buffers}
     return {**layout.flat.leaves, **rest}
 
 
 def weights_of(state: State) -> Params:
-    """What a model is bound with: parameters as the layers use them, and buffers."""
+    """Returns what a model is bound to: parameters as the layers use them, and buffers."""
     return {**state["params"], **state.get("buffers", {})}
 
 
 def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:
-    """Where each leaf of the state lives."""
-    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    return {**dict.fromkeys(COUNTERS, everywhere), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
+    """Returns the sharding of each leaf of the state."""
+    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    return {**dict.fromkeys(COUNTERS, replicated), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
-    """Shapes, dtypes and shardings of the state; no memory is touched."""
-    everywhere = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for name, x in counters().items()}
+    """Returns shapes, dtypes and shardings of the state without allocating memory."""
+    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for name, x in counters().items()}
     for name, part in parts(layout, optimizer).items():
         state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
     return state
 
 
 def initial_statistics() -> np.ndarray:
-    """The state's "recent" before any step, and that of a checkpoint without one (format 1): float32 zeros [2, 3]."""
+    """Returns "recent" at step 0, also for checkpoints without it (format 1): float32 zeros [2, 3]."""
     return loss_statistics.initial()
 
 
 def counters() -> State:
-    """Those of a state at step 0, on the host."""
+    """Returns the counters at step 0, on the host."""
     return {"step": np.int32(0), "skipped": np.int32(0), "recent": initial_statistics()}

@@ -58,11 +58,11 @@ def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Ru
         raise ConfigError(str(error)) from error
     devices = nodes * per_node
     while devices:
-        found = fitted(config, devices, rule)
-        size = math.prod(found.mesh.sizes().values())
+        fitting = fitted(config, devices, rule)
+        size = math.prod(fitting.mesh.sizes().values())
         if size % per_node == 0:
-            return found, size // per_node
-        devices = size // per_node * per_node  # nodes are used whole
+            return fitting, size // per_node
+        devices = size // per_node * per_node  # only full nodes are used
     raise ConfigError(f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of {nodes}")
 
 

@@ -1,4 +1,4 @@
-"""A whole run. The training loop is `loop`; all that may happen between two of its steps is in `Between`, in order.
+"""A complete training run. The training loop is `loop`; everything that may happen between two of its steps is in `Between`.
 
 Every object that a run needs is made here, once, and passed down. There is no global state and no branch per strategy: how a run is
 parallel is in its mesh and its rules.
@@ -20,6 +20,7 @@ from mesh_lm.checkpoint.reader import SavedCheckpoint
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.loader import Batch
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
@@ -42,7 +43,7 @@ from sharding_rules import Shard, make_mesh
 
 
 def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Between) -> None:
-    """Trains until the run has made all its steps, or is told to stop."""
+    """Trains until the run has made all its steps, or is stopped."""
     state = run.state
     while run.unfinished:
         position, batch = next(batches)
@@ -51,17 +52,17 @@ def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Be
         state = between(state, metrics, position)
 
 
-def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callbacks: Sequence[Any] = ()) -> Run:
-    """Trains a model, from its newest checkpoint where there is one, and returns the run. See `mesh_lm.train`."""
-    # 1. What cannot run stops here, with every reason at once.
+def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
+    """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
+    # 1. A config that cannot run stops here, with all problems at once.
     phases = Phases()
-    require_ready(config)
+    require_ready(config, has_data=data is not None)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
     config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
 
-    # 2. Mesh and rules, bound into the one object through which the model speaks of sharding; shapes and shardings, no memory touched.
+    # 2. Mesh and rules, bound into the one object through which the model uses sharding. Only shapes and shardings; nothing is allocated.
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)
     update = Optimizer(config.optimizer, config.train.steps, rule)
     step = train_step(layout, update, config.seed, config.health.outlier)
@@ -71,18 +72,18 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callback
         distributed.StopOnSigterm() as stop,
         Checkpoints(config, phases) as checkpoints,
     ):
-        # 3. State and data: the newest checkpoint that is whole, restored onto whatever mesh this run has; or none yet.
+        # 3. State and data: the newest intact checkpoint, restored onto this run's mesh, if there is one.
         saved, restored = checkpoints.restore(layout, update)
         read = weights(config.init_from, layout) if config.init_from and not saved else None
         phases.at("data")
-        corpus, batches = _data(config, layout, saved)
+        corpus, batches = _data(config, data, layout, saved)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
         if restored is None:
             restored = fresh_state(layout, update, read()) if read else init_state(layout, update, config.seed)
         run = Run(config, layout, update, saved.step if saved else 0, restored)
 
-        # 4. The loop, and what it came to: the held-out loss, a plot and a text.
+        # 4. The loop, and then the held-out loss, a plot and a text.
         with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
             monitor = Monitor(config, layout, corpus, phases, run.step)
@@ -99,11 +100,11 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, callback
     return run
 
 
-def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Any, Batches]:
-    """The corpus and its batches, from where the checkpoint left off. The position in them is one number."""
+def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Dataset, Batches]:
+    """Returns the data and its batches, from the checkpoint's data position, which is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"
@@ -112,7 +113,7 @@ def _data(config: TrainConfig, layout: ModelLayout, saved: SavedCheckpoint | Non
 
 
 def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
-    """Where the run goes on, or that it is finished, and what is no longer as it was when the checkpoint was saved."""
+    """Returns a message: where the run resumes, or that it is finished, and what changed since the checkpoint was saved."""
     changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
     if run.unfinished:
         return f"resumed at step {run.step} ({saved.certificate}){changes}"
@@ -120,7 +121,7 @@ def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
 
 
 class Between:
-    """What happens between two steps: skipped steps and roll-backs, the user's callbacks, signals, saving, evaluation."""
+    """The work between two steps: skipped steps and rollbacks, the user's callbacks, signals, saving, evaluation."""
 
     def __init__(
         self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
@@ -133,7 +134,7 @@ class Between:
         self._position: int | None = None
 
     def __call__(self, state: State, metrics: dict[str, jax.Array], position: int) -> State:
-        """After a step was dispatched. position: in the data, behind its batch. Returns the state that the next step is to take."""
+        """Call it after a step was dispatched. position: the data position after its batch. Returns the state for the next step."""
         run, checkpoints = self._run, self._checkpoints
         run.state, n, self._position = state, run.step, position
         if began := self._guard.step(self._monitor.step(n, metrics)):  # too many skipped steps: roll back, and skip their batches
@@ -155,7 +156,7 @@ class Between:
         return run.state
 
     def call(self, hook: str, *about: Any) -> None:
-        """Calls what the callbacks have of this name. Where one of them raises, saves the run before raising that."""
+        """Calls the callbacks' methods of this name. If one of them raises, saves the run before raising that."""
         if not any(hasattr(callback, hook) for callback in self._callbacks):
             return
         before = self._phases.phase
@@ -171,7 +172,7 @@ class Between:
         self._phases.at(before)
 
     def _save(self, *, last: bool) -> None:
-        if self._position is not None:  # else this process has made no step
+        if self._position is not None:  # otherwise this process has made no step
             run, data = self._run, self._batches.state(self._position)
             run.state = self._checkpoints.save(run.step, run.state, data, run.layout, run.optimizer, last=last)
 
@@ -189,7 +190,7 @@ class Between:
             require_equal(self._run.state)
 
     def _evaluate(self, n: int) -> None:
-        """The held-out loss after step n; a signal ends it, and then nothing is noted."""
+        """Measures the held-out loss after step n. A signal interrupts it, and then nothing is recorded."""
 
         def go_on(batch: object) -> bool:
             self._phases.at("evaluate")
@@ -202,7 +203,7 @@ class Between:
             self.call("on_evaluation", self._monitor.heldout(n, loss))
 
     def last_evaluation(self) -> bool:
-        """Evaluates what was trained, unless that is on record. Whether it came to its end; if not, the run counts as preempted."""
+        """Evaluates the final weights, unless that is on record. Returns whether it was completed; if not, the run counts as preempted."""
         self._phases.at("evaluate")
         step = int(self._run.state["step"])
         if not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):

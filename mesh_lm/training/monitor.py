@@ -1,4 +1,4 @@
-"""Everything a run shows and records, fed one step late so that the host never makes the devices wait."""
+"""All output of a run. It gets metrics one step late, so that the host never makes the devices wait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from types import TracebackType
 import jax
 
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
-from mesh_lm.data.corpus import TextCorpus
-from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.dataset import Dataset
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import bits_per_byte
@@ -26,11 +25,9 @@ from mesh_lm.training.goodput import Goodput, describe
 
 
 class Monitor:
-    """Progress on the terminal, metrics in `<output>`, traces on request. Speaks on process 0 only. A context manager."""
+    """Progress on the terminal, metrics in `<output>`, traces on request. Prints on process 0 only. A context manager."""
 
-    def __init__(
-        self, config: TrainConfig, layout: ModelLayout, corpus: TextCorpus | MegatronCorpus, phases: Phases, first_step: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -51,8 +48,8 @@ class Monitor:
         except OSError as error:
             raise ConfigError(f"cannot write metrics to {error.filename or self.output}: {error.strerror}; set another output") from error
         self._profile = Profile(config.profile, self.output / "profile", first_step)
-        self._told: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
-        self._late = self._told  # the same, until it is read
+        self._newest: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
+        self._late = self._newest  # the same, until it is read
         self._unwritten = ""
         self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
         n_params = sum(math.prod(shape.shape) for shape in layout.shapes.values())
@@ -64,21 +61,21 @@ class Monitor:
         ]
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
-        """Takes the metrics of a step just dispatched, and returns those of the one before, which is done; None at the first step."""
-        told, self._told = self._told, (step, metrics)
+        """Takes the metrics of a step just dispatched, and returns those of the step before, which is done; None at the first step."""
+        before, self._newest = self._newest, (step, metrics)
         self._phases.step = step
         if self._goodput:
             self._goodput.write()
         self._profile.step(step, metrics, self._phases)
         self.flush()
-        self._late = self._told
-        return told
+        self._late = self._newest
+        return before
 
     def roll_back(self, step: int) -> None:
-        """Forgets what came after this step: the run goes on from there."""
+        """Drops what came after this step, from which the run continues."""
         if self._goodput:
             self._goodput.roll_back(step)
-        self._told = self._late = None
+        self._newest = self._late = None
         self._phases.step = step
         self._progress.roll_back(step)
         try:
@@ -87,9 +84,9 @@ class Monitor:
             self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
 
     def heldout(self, step: int, loss: float) -> dict[str, float]:
-        """Notes a held-out loss in nats per token, and returns what goes on record.
+        """Records a held-out loss in nats per token, and returns the recorded row.
 
-        Where all of the held-out text was read, the log also says what compressors make of the same bytes.
+        If all of the held-out text was read, the log also has the bits per byte of compressors on the same text.
         """
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
@@ -102,22 +99,22 @@ class Monitor:
         return row
 
     def has_heldout(self, step: int) -> bool:
-        """Whether a held-out loss after this step is on record, as in a finished run that is started again. Process 0 knows."""
+        """Returns whether a held-out loss after this step is on record, as in a finished run that is restarted. False off process 0."""
         try:
             lines = (self.output / "metrics.jsonl").read_text().splitlines() if self.speaks else []
         except OSError:
             return False
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut the last one short
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
         return any(row["step"] == step and "heldout_loss" in row for row in rows)
 
     def _yardsticks(self) -> dict[str, float]:
-        """Bits per byte of general compressors on the held-out text; none where only a part of it is evaluated."""
+        """Returns the bits per byte of general compressors on the held-out text; empty if only a part of it is evaluated."""
         known = {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte}
         return {} if self.config.train.eval_sequences else {name: value for name, value in known.items() if value is not None}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """`with monitor.paused(): evaluate()`: the time inside is not counted as training."""
+        """A context whose time is not counted as training: `with monitor.paused(): evaluate()`."""
         self.flush()
         before = self._phases.phase
         self._phases.at("evaluate")
@@ -129,7 +126,7 @@ class Monitor:
         self._progress.note(text)
 
     def finish(self, sample: str | None) -> None:
-        """Draws the loss curve and keeps the generated text; a full disk makes no finished run fail."""
+        """Draws the loss curve and writes the generated text. A full disk does not make a finished run fail."""
         if not self.speaks:
             return
         try:
@@ -143,7 +140,7 @@ class Monitor:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
     def flush(self) -> None:
-        """Reads and writes the metrics of the newest step, for which it waits."""
+        """Waits for the newest step, and writes its metrics."""
         late, self._late = self._late, None
         self._read(late)
 
@@ -155,15 +152,15 @@ class Monitor:
             self._write(late[0], row)
 
     def _write(self, step: int, row: dict[str, float]) -> None:
-        """A full disk is no reason to stop; what it did not take is written when it has room again."""
+        """Writes a row. A full disk does not stop the run; the rows are written when there is space again."""
         try:
             self._writer.write(step, row)
             problem = ""
         except OSError as error:
             problem = error.strerror or str(error)
         if problem != self._unwritten:
-            said = f"cannot be written: {problem}; training goes on" if problem else "are written again"
-            self.note(f"warning: the metrics in {self.output} {said}")
+            state = f"cannot be written: {problem}; training continues" if problem else "are written again"
+            self.note(f"warning: the metrics in {self.output} {state}")
         self._unwritten = problem
 
     def __enter__(self) -> Monitor:
@@ -181,12 +178,12 @@ class Monitor:
         if self._goodput:
             self.note(describe(self._goodput.total()))
         self._progress.__exit__(kind, value, trace)
-        with contextlib.suppress(OSError):  # said when it was written
+        with contextlib.suppress(OSError):  # was reported when it happened
             self._writer.close()
 
 
 class Profile:
-    """A jax.profiler trace of some steps; the model's named scopes appear in it."""
+    """A jax.profiler trace of some steps, with the model's named scopes."""
 
     def __init__(self, config: ProfileConfig, directory: Path, first_step: int) -> None:
         self.directory, self._tracing, self._began = directory, False, False
@@ -194,7 +191,7 @@ class Profile:
         self._stop = (self._start or 0) + config.steps
 
     def step(self, step: int, metrics: dict[str, jax.Array], phases: Phases) -> None:
-        """Called after step `step` was dispatched, with what it will return."""
+        """Call it after step `step` was dispatched, with the metrics that it will return."""
         if self._tracing and step + 1 >= self._stop:
             phases.at("save")  # a trace of a large model takes minutes to write
             jax.block_until_ready(metrics)
@@ -205,7 +202,7 @@ class Profile:
 
     @property
     def missed(self) -> int | None:
-        """The step that was to be traced first, where none came to it."""
+        """The first step to trace, if the run ended before it; else None."""
         return None if self._began else self._start
 
     def stop(self) -> None:

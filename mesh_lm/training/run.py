@@ -1,4 +1,4 @@
-"""What `mesh_lm.train` returns, and what the user's own callbacks are given: where a run is, and what it has measured."""
+"""The result of `mesh_lm.train`, which callbacks get as well: the progress of a run, and its measurements."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Run:
     """One run, while it trains and afterwards."""
 
     config: TrainConfig
-    """As it was run: checked, with its mesh resolved."""
+    """The config as it was run: checked, with its mesh resolved."""
     layout: ModelLayout
-    """How the model lies on the mesh."""
+    """Shapes and shardings of the model on the mesh."""
     optimizer: Optimizer
     step: int
     """Optimizer steps done, those before a restart included."""
     state: State
-    """Parameters, optimizer slots and counters after that step; see `mesh_lm.state`. While the run trains the next step takes its memory
-    over: copy what is to be kept. After a run in pipeline stages that wrote a sample it is empty; `mesh_lm.load` reads the checkpoint."""
+    """Parameters, optimizer slots and counters after that step; see `mesh_lm.state`. While the run trains it is donated to the next step:
+    copy what you want to keep. After a run with pipeline stages that wrote a sample it is empty; `mesh_lm.load` reads the checkpoint."""
     preempted: bool = False
     """Whether SIGTERM ended the run, which then saved; the same call continues it."""
     stopping: bool = False
@@ -47,7 +47,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of <output>/metrics.jsonl, such as {"step": 10, "loss": 3.2, ...}: those of training and those of evaluation."""
         lines = (self.output / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have cut the last one short
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
 
     @property
     def losses(self) -> list[float]:
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there are steps to make."""
+        """Whether there are steps left."""
         return self.step < self.config.train.steps and not (self.preempted or self.stopping)
 
     @property
@@ -65,28 +65,28 @@ class Run:
         return EXIT_PREEMPTED if self.preempted else 0
 
     def stop(self) -> None:
-        """For callbacks, on all processes alike: ends the run after this step as after its last, with a checkpoint and an evaluation."""
+        """For callbacks, on all processes: ends the run after this step as if it were the last, with a checkpoint and an evaluation."""
         self.stopping = True
 
 
 class Callback(Protocol):
-    """What a callback may have, all of it optional. It is called on every process of the run.
+    """The methods of a callback, all optional. They are called on every process of the run.
 
-    An exception in one ends the run as `Run.stop` would save it, and is raised again.
+    If one of them raises, the run saves a checkpoint, and ends with that exception.
     """
 
     def on_start(self, run: Run, /) -> None:
-        """Before the first step of this process."""
+        """Called before the first step of this process."""
         ...
 
     def on_step(self, run: Run, metrics: Mapping[str, jax.Array], /) -> None:
-        """After a step was dispatched; float(metrics["loss"]) waits for it, and lets the devices wait for the host."""
+        """Called after a step was dispatched; float(metrics["loss"]) waits for the step, and then makes the devices wait for the host."""
         ...
 
     def on_evaluation(self, run: Run, metrics: Mapping[str, float], /) -> None:
-        """After an evaluation: {"heldout_loss": nats per token, "heldout_bpb": bits per byte, where the bytes are known}."""
+        """Called after an evaluation: {"heldout_loss": nats per token, "heldout_bpb": bits per byte, if the bytes are known}."""
         ...
 
     def on_end(self, run: Run, /) -> None:
-        """After the last evaluation; not where the run was interrupted."""
+        """Called after the last evaluation, unless the run was interrupted."""
         ...

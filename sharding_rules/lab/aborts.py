@@ -59,7 +59,7 @@ def explain_abort(name: str, ended: str, log: Sequence[str], program: str, vocab
       log: what XLA wrote before.
       program: the lowered program's text with its locations: `lowered.as_text(debug_info=True)`.
     """
-    failed = next((f": {found[2].strip()} ({found[1]})" for line in reversed(log) if (found := _FAILED.match(line))), "")
+    failed = next((f": {match[2].strip()} ({match[1]})" for line in reversed(log) if (match := _FAILED.match(line))), "")
     lines = [f"{ended} while it compiled {name}{failed}"]
     if operation := _operation(log):
         places = list(dict.fromkeys(map(location_text, _locations(program, operation, vocabulary))))
@@ -79,10 +79,10 @@ def _operation(log: Iterable[str]) -> str:
     """The HLO opcode that the partitioner was at: from the innermost handler in the stack trace, else from its last warning."""
     warned = ""
     for line in log:
-        if found := _HANDLER.search(line):
-            return re.sub(r"(?<!^)(?=[A-Z])", "-", found[1]).lower()
-        if found := _WARNED.search(line):
-            warned = found[1]
+        if match := _HANDLER.search(line):
+            return re.sub(r"(?<!^)(?=[A-Z])", "-", match[1]).lower()
+        if match := _WARNED.search(line):
+            warned = match[1]
     return warned
 
 
@@ -91,19 +91,19 @@ def _locations(program: str, operation: str, vocabulary: Vocabulary) -> Iterator
     table = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", program, re.MULTILINE))
     primitive = operation.replace("-", "_")
     for text in table.values():
-        if not (found := re.match(r'"([^"]*)"\((#loc\d+)\)$', text)) or "/" not in found[1]:
+        if not (match := re.match(r'"([^"]*)"\((#loc\d+)\)$', text)) or "/" not in match[1]:
             continue
-        if re.match(rf"{primitive}(?![a-z0-9])", found[1].rsplit("/", 1)[1].replace("-", "_")):
-            location = read(found[1], vocabulary)
-            sources = [file for file in _files(table, found[2]) if not any(folder in file for folder in INSTALLED)]
+        if re.match(rf"{primitive}(?![a-z0-9])", match[1].rsplit("/", 1)[1].replace("-", "_")):
+            location = read(match[1], vocabulary)
+            sources = [file for file in _files(table, match[2]) if not any(folder in file for folder in INSTALLED)]
             yield dataclasses.replace(location, source="/".join(sources[0].split("/")[-2:]) if sources else "", op=operation)
 
 
 def _files(table: dict[str, str], location: str) -> Iterator[str]:
     """file:line of a location, innermost first: those of the callee before those of the call."""
     text = table.get(location, "")
-    if found := re.match(r'"([^"]+)":(\d+):', text):
-        yield f"{found[1]}:{found[2]}"
+    if match := re.match(r'"([^"]+)":(\d+):', text):
+        yield f"{match[1]}:{match[2]}"
     else:
         for inner in re.findall(r"#loc\d+", text):
             yield from _files(table, inner)

@@ -177,7 +177,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
 
 
 def _compile_here(lowered: Any, options: dict[str, Any]) -> tuple[str, Any, list[str]]:
-    """As `compile_in_child`, for devices that are in this process, or that XLA compiles for with the help of a GPU that is."""
+    """Returns what `compile_in_child` does, but compiles in this process: for real devices, and where XLA tunes kernels on a real GPU."""
     with _ONE_AT_A_TIME, _standard_error() as log, _unkept():
         compiled = lowered.compile(compiler_options=options)
     return compiled.as_text(), compiled.memory_analysis(), log
@@ -241,9 +241,10 @@ def _axis_nodes(mesh: Mesh) -> dict[str, int]:
 
 
 def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argument, ...]) -> str:
-    """Of all that a report depends on: the program and its scopes, the devices and their order, options, versions, the lab.
+    """Returns a digest of everything that a report depends on: the program and its scopes, devices, options, versions, the lab.
 
-    Not of the stack, which goes down to who asked: the lines of the source in a kept report are of when it was made.
+    The stack traces in the program are left out, because they contain the caller's lines. A cached report therefore shows the source lines
+    of the run that made it.
     """
     digest = hashlib.sha256()
     order = [(device.id, node_of(device)) for device in mesh.devices.flat]
@@ -257,7 +258,7 @@ def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argum
 
 
 def _scopes(lowered: Any) -> list[str]:
-    """Of each operation in the program's order. MLIR's location of one is its names around a call site, and in that the stack."""
+    """Returns the path of scopes of each operation, in the program's order, without the stack that MLIR's locations also hold."""
     text = lowered.as_text(debug_info=True)
     names = {at: (name, inside) for at, name, inside in re.findall(r'^(#loc\d+) = loc\("(.*)"(?:\((#loc\d+)\))?\)$', text, re.MULTILINE)}
 
@@ -282,7 +283,7 @@ def _unkept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_error() -> Iterator[list[str]]:
-    """What C++ code logs meanwhile, by lines. It is shown only where the block raises; what others write comes out afterwards."""
+    """Collects the lines that C++ code logs inside the block. They are printed if the block raises, other output always."""
     said: list[str] = []
     sys.stderr.flush()
     failed = True

@@ -18,7 +18,7 @@ class Line:
     over: str
     """Mesh axes, outermost first: data+fsdp."""
     shapes: str
-    """Of the whole arrays, with dtype, sorted."""
+    """Shapes of the whole arrays with their dtypes, sorted."""
     where: str
     """backward of layers/attention."""
     times: int
@@ -74,11 +74,11 @@ class Difference:
     """Bytes that a device sends in a step by mesh axes."""
     collectives: tuple[Change, ...]
     flops: dict[str, tuple[int, int]]
-    """Of matmuls by phase."""
+    """FLOPs of matmuls by phase."""
     step: tuple[float, float] | None
     """Predicted microseconds; None where they are equal or one of them is unknown."""
     exposed: tuple[float, float] | None = None
-    """The same of what compute waits for."""
+    """Predicted microseconds during which compute waits for the network; None as for `step`."""
 
     def __bool__(self) -> bool:
         return bool(self.meshes[0] != self.meshes[1] or self.memory or self.wire or self.collectives or self.flops or self.step)
@@ -100,7 +100,7 @@ class Difference:
 
 
 def diff(a: Report, b: Report) -> Difference:
-    """What changed from `a` to `b`. Collectives are the same where kind, axes, dtype, shapes, part and phase are; scalars do not count."""
+    """Returns what changed from `a` to `b`. Collectives are the same if kind, axes, shapes, part and phase are; scalars do not count."""
     steps = (a.timeline.step, b.timeline.step) if a.timeline and b.timeline else None
     waits = (a.timeline.exposed, b.timeline.exposed) if a.timeline and b.timeline else None
     return Difference(
@@ -125,7 +125,7 @@ def ledger_text(report: Report) -> str:
 
 
 def explain(golden: str, now: str) -> str:
-    """What changed between two texts of `ledger_text`, in words; empty where nothing did. Raises LabError for any other text."""
+    """Returns what changed between two texts of `ledger_text`, in words; empty if nothing did. Raises LabError for any other text."""
     (mesh_a, a), (mesh_b, b) = _parse(golden), _parse(now)
     said = [f"mesh: {mesh_a} -> {mesh_b}"] if mesh_a != mesh_b else []
     changes = _changes(a, b)
@@ -135,23 +135,23 @@ def explain(golden: str, now: str) -> str:
 
 
 def _ledger(report: Report) -> list[Line]:
-    found = []
+    result = []
     for row in rows(report, by_meaning):
         where = location_text(Location(row.one.where.part, row.one.where.phase))
-        found.append(Line(row.one.kind, over(row.one.axes), " ".join(sorted(row.one.shapes)), where, row.times, round(row.wire)))
-    return found
+        result.append(Line(row.one.kind, over(row.one.axes), " ".join(sorted(row.one.shapes)), where, row.times, round(row.wire)))
+    return result
 
 
 def _parse(text: str) -> tuple[str, list[Line]]:
     mesh, *lines = text.strip().splitlines() or [""]
     if not mesh.startswith("mesh "):
         raise LabError(f"{mesh!r} does not begin a ledger; its first line is: mesh AXIS N x AXIS N")
-    found = []
+    result = []
     for line in lines:
         if not (match := _LINE.fullmatch(line)):
             raise LabError(f"{line!r} is no line of a ledger")
-        found.append(Line(**{**match.groupdict(), "times": int(match["times"]), "wire": int(match["wire"])}))
-    return mesh.removeprefix("mesh "), found
+        result.append(Line(**{**match.groupdict(), "times": int(match["times"]), "wire": int(match["wire"])}))
+    return mesh.removeprefix("mesh "), result
 
 
 def _changes(a: Iterable[Line], b: Iterable[Line]) -> tuple[Change, ...]:

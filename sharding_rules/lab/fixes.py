@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
+
 from sharding_rules.lab.child import TURN, server
 from sharding_rules.lab.report import LabError, Report
 
 GOOD = 1.1
 """Predicted step time over that of the program as it is: once a change or pair that costs no more fits, the search ends."""
-MOST = 16
+MOST = 12
 """Programs that a search compiles at most."""
 _MARGIN = 1.02
 """Of the memory: what an estimate may be above it and still be worth compiling."""
@@ -106,10 +108,9 @@ class _Search:
     def run(self) -> None:
         for first in (True, False):
             mine = [one for one in self.candidates if one.first or not first]
-            singles = [one for one in mine if not one.parts and one.text not in self.tried]
-            if first:
-                singles = [one for one in singles if one.scale == 1] + _ends([one for one in singles if one.scale != 1])
-            self._compile(singles)
+            singles = [one for one in mine if not one.parts]
+            ends = _ends([one for one in singles if one.scale != 1])
+            self._compile([one for one in singles if (one.scale == 1 or one in ends) and one.text not in self.tried])
             while len(self.tried) < MOST and (promising := self._promising(mine)):
                 self._compile(promising[: self.workers])
             if self._best() <= GOOD or len(self.tried) >= MOST:
@@ -166,38 +167,44 @@ class _Search:
         return [one for *_, one in sorted(estimated, key=lambda each: each[:3])]
 
     def _estimate(self, candidate: Candidate) -> tuple[float, float] | None:
-        """Peak in bytes, and cost. Along the scale the peak is a line, and the step a line in how many microbatches there are."""
-        line = self._line()
-        peak = cost = None
-        if line and candidate.scale != 1:
-            (rest, slope), (fixed, each) = line
-            peak, cost = rest + slope * candidate.scale, fixed + each / candidate.scale
+        """Peak in bytes, and cost; None where one of its changes is not known yet."""
+        if (scaled := self._scaled(candidate.scale)) is None:
+            return None
+        peak, cost, rest = scaled
         for part in candidate.parts or (candidate.text,):
             single = next((one for one in self.candidates if one.text == part), None)
             if single is None or single.scale != 1:
                 continue
-            known = self.tried.get(part)
-            if known is None:
+            if (known := self.tried.get(part)) is None:
                 return None
-            ratio = known.timeline.step / self.report.timeline.step if known.timeline and self.report.timeline else 1.0
-            if peak is None or cost is None:
-                peak, cost = float(known.peak_bytes), ratio
-            elif line and candidate.scale != 1:
-                peak, cost = line[0][0] + (known.peak_bytes - line[0][0]) * candidate.scale, cost * ratio
-            else:
-                peak, cost = peak * known.peak_bytes / self.report.peak_bytes, cost * ratio
-        return None if peak is None or cost is None else (peak, cost)
+            # What a change saves is of what grows with the batch, where there is such a line, else of everything.
+            peak = rest + (peak - rest) * (known.peak_bytes - rest) / (self.report.peak_bytes - rest)
+            cost *= self._cost(known)
+        return peak, cost
 
-    def _line(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """(peak at no batch, bytes more for all of it), (cost of the work, cost of each microbatch): from the smallest scale tried."""
-        scales = {one.scale: made for one in self.candidates if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))}
-        if not scales:
-            return None
-        least, made = min(scales.items(), key=lambda item: item[0])
-        slope = (self.report.peak_bytes - made.peak_bytes) / (1 - least)
-        cost = made.timeline.step / self.report.timeline.step if made.timeline and self.report.timeline else 1.0
-        each = (cost - 1) / (1 / least - 1)
-        return (self.report.peak_bytes - slope, slope), (1 - each, each)
+    def _cost(self, made: Report) -> float:
+        before, after = self.report.timeline, made.timeline
+        return after.step / before.step if before and after and before.step else 1.0
+
+    def _scaled(self, scale: float) -> tuple[float, float, float] | None:
+        """Peak, cost and the part of the peak that does not grow with the batch, of the program with so much of the batch at once.
+
+        The peak is a line. The cost has what does not change, what grows with a microbatch (a pipeline's bubble), and what grows with the
+        number of microbatches (weights that are gathered in each, kernels that get small).
+        """
+        points = {one.scale: made for one in self.candidates if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))}
+        if not points:
+            return (float(self.report.peak_bytes), 1.0, 0.0) if scale == 1 else None
+        points[1.0] = self.report
+        x = np.array(list(points))
+        peaks = np.array([made.peak_bytes for made in points.values()], float)
+        costs = np.array([self._cost(made) for made in points.values()])
+        slope, rest = np.polyfit(x, peaks, 1)
+        rest = float(np.clip(rest, 0, 0.999 * self.report.peak_bytes))
+        terms = [np.ones_like(x), 1 / x, x][: len(x)]
+        weights = np.linalg.lstsq(np.stack(terms, 1), costs, rcond=None)[0]
+        cost = weights @ np.array([1, 1 / scale, scale][: len(x)])
+        return (float(self.report.peak_bytes) if scale == 1 else rest + slope * scale), float(cost), rest
 
 
 def _ends(scaled: Sequence[Candidate]) -> list[Candidate]:

@@ -56,15 +56,15 @@ class Groups:
 
 def parse(attributes: str, n_devices: int) -> Groups:
     """The groups in the attributes of a collective; without any, or with an empty list, all devices are one."""
-    if found := _PAIRS.search(attributes):
-        pairs = np.array([_numbers(pair) for pair in re.findall(r"\{(.*?)\}", found[1])], int).reshape(-1, 2)
+    if match := _PAIRS.search(attributes):
+        pairs = np.array([_numbers(pair) for pair in re.findall(r"\{(.*?)\}", match[1])], int).reshape(-1, 2)
         return Groups(pairs[pairs[:, 0] != pairs[:, 1]], pairs=True)
-    if found := _NAMED.search(attributes):
-        return Groups(_named(found[1], found[2] or "", found[3]))
-    if found := _IOTA.search(attributes):
-        return Groups(_iota(_numbers(found[2]), found[3]).reshape(_numbers(found[1])))
-    if found := _LISTS.search(attributes):
-        return Groups(_even([_numbers(group) for group in re.findall(r"\{(.*?)\}", found[1])]))
+    if match := _NAMED.search(attributes):
+        return Groups(_named(match[1], match[2] or "", match[3]))
+    if match := _IOTA.search(attributes):
+        return Groups(_iota(_numbers(match[2]), match[3]).reshape(_numbers(match[1])))
+    if match := _LISTS.search(attributes):
+        return Groups(_even([_numbers(group) for group in re.findall(r"\{(.*?)\}", match[1])]))
     return Groups(np.arange(n_devices)[None])
 
 
@@ -106,6 +106,6 @@ def _named(axes: str, devices: str, chosen: str) -> np.ndarray:
 
 def _devices(text: str, n_devices: int) -> np.ndarray:
     """The order of a named mesh: an iota `[8,16]T(1,0)`, a plain list, or nothing."""
-    if found := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", text):
-        return _iota(_numbers(found[1]), found[2])
+    if match := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", text):
+        return _iota(_numbers(match[1]), match[2])
     return np.array(_numbers(text)) if text else np.arange(n_devices)

@@ -73,26 +73,26 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The path of scopes that JAX traced it in; empty where XLA made the instruction itself."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
-        return found[1].replace("\\'", "'") if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return match[1].replace("\\'", "'") if match else ""
 
     @property
     def frame(self) -> int:
         """Number of its stack frame in the module's table; 0 where there is none."""
-        found = re.search(r"stack_frame_id=(\d+)", self.text)
-        return int(found[1]) if found else 0
+        match = re.search(r"stack_frame_id=(\d+)", self.text)
+        return int(match[1]) if match else 0
 
     @property
     def target(self) -> str:
-        """Of a custom call: the name of what it calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.text)
-        return found[1] if found else ""
+        """The name of the function that a custom call calls; empty for other instructions."""
+        match = re.search(r'custom_call_target="([^"]*)"', self.text)
+        return match[1] if match else ""
 
     @property
     def attributes(self) -> dict[str, str]:
-        """What the program's author wrote on it (`jax.experimental.xla_metadata.set_xla_metadata`)."""
-        found = re.search(r"frontend_attributes=\{(.*?)\}", self.text)
-        return dict(_ATTRIBUTE.findall(found[1])) if found else {}
+        """Attributes that the author of the program attached to it (`jax.experimental.xla_metadata.set_xla_metadata`)."""
+        match = re.search(r"frontend_attributes=\{(.*?)\}", self.text)
+        return dict(_ATTRIBUTE.findall(match[1])) if match else {}
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -101,27 +101,27 @@ class Instruction:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """Of a conditional: computations of which one runs."""
-        if found := re.search(r"branch_computations=\{(.*?)\}", self.text):
-            return tuple(re.findall(r"%([\w.\-]+)", found[1]))
+        """The computations of a conditional, one of which runs; empty for other instructions."""
+        if match := re.search(r"branch_computations=\{(.*?)\}", self.text):
+            return tuple(re.findall(r"%([\w.\-]+)", match[1]))
         return tuple(re.findall(r"(?:true|false)_computation=%([\w.\-]+)", self.text))
 
     @property
     def body(self) -> str:
-        found = re.search(r"body=%([\w.\-]+)", self.text)
-        return found[1] if found else ""
+        match = re.search(r"body=%([\w.\-]+)", self.text)
+        return match[1] if match else ""
 
     @property
     def condition(self) -> str:
-        """Of a while loop: the computation that says whether to go on, run once more than the body."""
-        found = re.search(r"condition=%([\w.\-]+)", self.text)
-        return found[1] if found else ""
+        """The computation of a while loop that decides whether to go on; it runs once more than the body. Empty for other instructions."""
+        match = re.search(r"condition=%([\w.\-]+)", self.text)
+        return match[1] if match else ""
 
     @property
     def trips(self) -> int | None:
         """How often a while loop runs; None where XLA does not know."""
-        found = _TRIPS.search(self.text)
-        return int(found[1]) if found else None
+        match = _TRIPS.search(self.text)
+        return int(match[1]) if match else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Visit:
     bounded: bool = False
     """Inside a branch of which nothing is known: it runs at most as often as the loops say."""
     dearest: bool = True
-    """Where nothing is known of a conditional around it, inside the branch with the most FLOPs."""
+    """Not inside a branch that another one exceeds in FLOPs, for conditionals without a slot."""
 
     @property
     def loops(self) -> tuple[int, ...]:
@@ -195,11 +195,11 @@ class Module:
         return dataclasses.replace(inside, stages=tuple(stages))
 
     def slot(self, conditional: Instruction) -> Slot | None:
-        """What is known of a conditional: the slot whose scope it was traced in, directly, not within another branch or loop."""
+        """Returns the slot whose scope a conditional was traced in directly, not within another branch or loop; None if there is none."""
         path = _SCOPE.findall(conditional.op_name)[:-1]
         begin = max((at + 1 for at, word in enumerate(path) if _INSIDE.fullmatch(word)), default=0)
-        found = [(at, len(slot.scope), slot) for slot in self.slots if (at := _innermost(slot.scope.split("/"), path)) >= begin]
-        return max(found, key=lambda each: each[:2])[2] if found else None
+        result = [(at, len(slot.scope), slot) for slot in self.slots if (at := _innermost(slot.scope.split("/"), path)) >= begin]
+        return max(result, key=lambda each: each[:2])[2] if result else None
 
     def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
         """Conditionals with a slot in a computation and its branches, those in loops of their own left out."""
@@ -214,7 +214,7 @@ class Module:
         return max(conditional.branches, key=lambda branch: (self.total_flops(branch), self._lines(branch)), default="")
 
     def _lines(self, computation: str) -> int:
-        """Of a computation and of what it calls."""
+        """Returns how many instructions a computation has, with those of what it calls."""
         if computation not in self._sizes:
             lines = self.computations.get(computation, ())
             inside = sum(self._lines(name) for one in lines for name in (*one.called, *one.branches, one.body) if name)
@@ -247,7 +247,8 @@ class Module:
         return {one.name: name for name, lines in self.computations.items() for one in lines}
 
     def flops(self, instruction: Instruction) -> int:
-        """Of the matmuls in one instruction and in what it calls, run once; loops inside count with their trips, branches with the most.
+        """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops inside count with their trips, and of
+        branches the one with the most.
 
         XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops` of its call (Pallas's `cost_estimate` is
         dropped on Mosaic GPU, in jax 0.10.2 and 0.11.2). Fused attention that says nothing, such as cuDNN's, is known by its operands.
@@ -268,7 +269,7 @@ class Module:
         return 0
 
     def total_flops(self, computation: str) -> int:
-        """Of the matmuls of one run of a computation."""
+        """Returns the FLOPs of the matmuls of one run of a computation."""
         if computation not in self._flops:
             self._flops[computation] = sum(self.flops(one) for one in self.computations.get(computation, ()))
         return self._flops[computation]
@@ -297,14 +298,14 @@ class Module:
 
 
 def _innermost(scopes: list[str], path: list[str]) -> int:
-    """Where in a path the last of these scopes is, which follow each other in it; -1: they do not."""
-    found = []
+    """Returns the position in a path of the last of these scopes, if the path has them in this order; else -1."""
+    result = []
     for scope in reversed(scopes):
-        before = path[: found[-1]] if found else path
+        before = path[: result[-1]] if result else path
         if scope not in before:
             return -1
-        found.append(len(before) - 1 - before[::-1].index(scope))
-    return found[0]
+        result.append(len(before) - 1 - before[::-1].index(scope))
+    return result[0]
 
 
 def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
@@ -316,8 +317,8 @@ def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
     entry, current = "", None
     for line in text.splitlines():
         if line.startswith((" ", "\t")):
-            if current is not None and (found := _LINE.match(line)):
-                current.append(_instruction(found[1], _COMMENT.sub("", found[2]), len(current)))
+            if current is not None and (match := _LINE.match(line)):
+                current.append(_instruction(match[1], _COMMENT.sub("", match[2]), len(current)))
         elif line.startswith("}"):
             current = None
         elif not line.startswith("HloModule") and (head := _HEAD.match(_COMMENT.sub("", line))):
@@ -365,5 +366,5 @@ def _tables(text: str) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict
 
 
 def _section(head: str, title: str) -> str:
-    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.M | re.S)
-    return found[1] if found else ""
+    match = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.M | re.S)
+    return match[1] if match else ""

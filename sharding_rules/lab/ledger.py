@@ -40,7 +40,8 @@ def collectives(module: Module, provenance: Provenance, mesh: Mesh) -> tuple[Col
 
 
 def flops_by_phase(module: Module, provenance: Provenance) -> dict[str, int]:
-    """Of matmuls, on the mean device: with the trips of the loops around them; of a conditional without a slot the branch with the most.
+    """Returns the FLOPs of matmuls on the mean device, by phase, times the trips of the loops around them. Of a conditional without a slot
+    the branch with the most counts.
 
     Without a known phase: "".
     """
@@ -65,16 +66,16 @@ def copies(module: Module, provenance: Provenance) -> tuple[Copy, ...]:
     bodies = [module.computations[one.body] for one in module.by_name.values() if one.opcode == "while"]
     ticks = [body for body in bodies if any(one.opcode == "conditional" for one in body)]
     carried = {str(array) for body in ticks for array in _changed(module, body)}
-    found = []
+    result = []
     for visit in module.visits():
         for one in module.computations.get(visit.computation, ()) if visit.loops and not visit.fused else ():
             if one.opcode in ("copy", "copy-start") and (array := one.arrays[0]).bytes >= _LARGE and str(array) in carried:
-                found.append(Copy(one.name, str(array), array.bytes, visit.loops, provenance.of(one)))
-    return tuple(found)
+                result.append(Copy(one.name, str(array), array.bytes, visit.loops, provenance.of(one)))
+    return tuple(result)
 
 
 def _changed(module: Module, body: Sequence[Instruction]) -> Iterator[Array]:
-    """What a loop carries and does not only hand on."""
+    """Yields the arrays that a loop carries and changes."""
     for at, name in enumerate(body[-1].operands):
         one = module.by_name[name]
         if one.opcode != "get-tuple-element" or one.operands[0] != body[0].name or f"index={at}" not in one.text:
@@ -86,14 +87,14 @@ def kernels(module: Module, provenance: Provenance) -> tuple[tuple[str, tuple[st
 
     A call with the attribute `kernel` has it after its target: "mosaic_gpu_v2: attention forward".
     """
-    found = []
+    result = []
     for visit in module.visits():
         for one in module.computations.get(visit.computation, ()):
             if one.opcode == "custom-call" and one.target and not _TRIVIA.fullmatch(one.target):
                 shapes = tuple(str(array) for array in _operands(module, one))
                 name = one.attributes.get("kernel", "")
-                found.append((f"{one.target}: {name}" if name else one.target, shapes, provenance.of(one)))
-    return tuple(found)
+                result.append((f"{one.target}: {name}" if name else one.target, shapes, provenance.of(one)))
+    return tuple(result)
 
 
 def _collective(module: Module, provenance: Provenance, mesh: Mesh, visit: Visit, start: Instruction, inside: Instruction) -> Collective:
@@ -146,8 +147,8 @@ def _whole(kind: str, one: Instruction, operands: list[Array], group: int) -> li
         return operands[:1]
     if kind != "all-gather":
         return operands
-    found = re.search(r"dimensions=\{(\d+)\}", one.text)
-    dim = int(found[1]) if found else 0
+    match = re.search(r"dimensions=\{(\d+)\}", one.text)
+    dim = int(match[1]) if match else 0
     return [Array(a.dtype, (*a.dims[:dim], a.dims[dim] * group, *a.dims[dim + 1 :])) for a in operands]
 
 
@@ -158,7 +159,7 @@ def _wire(kind: str, payload: int, group: int) -> float:
 
 
 def _between(module: Module, computation: str, start: Instruction) -> Iterator[Instruction]:
-    """What is scheduled between an asynchronous start and its done; to the end where the done is in the next trip of the loop."""
+    """Yields the instructions scheduled between an asynchronous start and its done, or up to the end if the done is in the next trip."""
     waiting = {start.name}
     for one in module.computations[computation][start.index + 1 :]:
         if waiting.intersection(one.operands):

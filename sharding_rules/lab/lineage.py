@@ -25,13 +25,13 @@ class Lineage:
         self._loops = {one.body: one for lines in module.computations.values() for one in lines if one.opcode == "while"}
         everything = [one for lines in module.computations.values() for one in lines]
         self._given = {branch: name for one in everything for branch, name in zip(one.branches, one.operands[1:], strict=False)}
-        """What each branch of a conditional is called with."""
+        """The arguments that each branch of a conditional is called with."""
         self._known: dict[tuple[str, tuple[int, ...]], frozenset[str] | None] = {}
 
     def writer(self, name: str, index: tuple[int, ...] = ()) -> tuple[Instruction, tuple[int, ...]]:
         """The instruction that computes an element of `name`, and which of its elements that is.
 
-        Of what a loop carries: what the body writes; where it only hands it on, what comes into the loop.
+        For a value that a loop carries, this is what the body writes; if the body passes it on unchanged, what enters the loop.
         """
         passed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         while True:
@@ -41,8 +41,8 @@ class Lineage:
                 passed[loop.name, index] += 1
                 name = self._module.computations[loop.body][-1].name if passed[loop.name, index] == 1 else loop.operands[0]
             elif one.opcode == "get-tuple-element":
-                found = re.search(r"index=(\d+)", one.text)
-                name, index = one.operands[0], (int(found[1]) if found else 0, *index)
+                match = re.search(r"index=(\d+)", one.text)
+                name, index = one.operands[0], (int(match[1]) if match else 0, *index)
             elif one.opcode == "tuple" and index:
                 name, index = one.operands[index[0]], index[1:]
             elif one.opcode == "conditional":
@@ -77,8 +77,8 @@ class Lineage:
             return None
         operands = [self._module.by_name[name] for name in self._inputs(one, index)]
         # Positions to slice at and other scalars do not count.
-        found = [self.weights(each.name) for each in operands if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)]
-        return None if None in found else frozenset().union(*filter(None, found))
+        result = [self.weights(each.name) for each in operands if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)]
+        return None if None in result else frozenset().union(*filter(None, result))
 
     def _inputs(self, one: Instruction, index: tuple[int, ...]) -> Iterable[str]:
         """The operands that an element of what an instruction makes depends on."""

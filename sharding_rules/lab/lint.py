@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 
-from sharding_rules.lab import lint_pipeline, lint_placement, lint_reductions, lint_reshards, lint_state
+from sharding_rules.lab import lint_pipeline, lint_placement, lint_reductions, lint_reshards, lint_state, lint_weights
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint_context import Finding, LintContext, LogicalAxes, names_of
 from sharding_rules.lab.report import Location, Report
@@ -92,6 +92,6 @@ def _left(dims: tuple[int, ...], *known: int) -> list[int]:
 
 
 CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
-    rematerializations, unknown_loops, dead_rules, global_kernels, *lint_reshards.CHECKS, *lint_state.CHECKS, *lint_placement.CHECKS,
-    *lint_reductions.CHECKS, *lint_pipeline.CHECKS,
+    rematerializations, unknown_loops, dead_rules, global_kernels, *lint_reshards.CHECKS, *lint_weights.CHECKS, *lint_state.CHECKS,
+    *lint_placement.CHECKS, *lint_reductions.CHECKS, *lint_pipeline.CHECKS,
 )  # fmt: skip

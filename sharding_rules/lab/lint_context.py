@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from sharding_rules.lab.hlo import Array, arrays
 from sharding_rules.lab.report import Argument, Collective, Location, Report, location_text
@@ -128,6 +128,10 @@ class LintContext:
         """Devices along the pipeline's axis run different layers, and take different branches."""
         return self.report.mesh.get(self.vocabulary.pipeline_axis, 1) > 1
 
+    def in_matrix_optimizer(self, one: Collective) -> bool:
+        """Whether it is in an optimizer that multiplies matrices, as Muon does: it needs them in full, and no rule says how."""
+        return one.where.phase == "optimizer" and self.report.flops.get("optimizer", 0) > 0
+
     def each_microbatch(self, one: Collective) -> bool:
         """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch that runs in some of them."""
         slots = self.report.slots
@@ -144,12 +148,15 @@ class LintContext:
 
     @cached_property
     def width(self) -> int:
-        """D: the size of "embed", else the size that most parameters share."""
+        """D: the size of "embed", else of the batch's last dimension where it is one of activations, else what most parameters share."""
         named = {a.shape[dim] for a in self.params for dim, axis in enumerate(self.logical(a)) if axis == "embed"}
         if named:
             return named.pop()
-        dims = [d for a in self.params for d in set(a.shape[1:] or a.shape)]
-        return max(dims, key=lambda d: (dims.count(d), d), default=0)
+        batch = self._batch_shape[0]
+        if batch is not None and "int" not in batch.dtype:
+            return batch.shape[-1]
+        dims = [d for a in self.params for d in set(a.shape[self.stacked(a) :]) if d > 1]
+        return max(dims, key=lambda d: (dims.count(d), -d), default=0)
 
     def is_activation(self, array: Array, along: Sequence[str] = ()) -> bool:
         """Whether it has a dimension (or two) of this device's tokens, or of all tokens of the devices along some mesh axes."""
@@ -312,6 +319,13 @@ class LintContext:
             if logical and set(axes_of(column.get(logical))) & set(axes):
                 return f"rules.params[{logical!r}]"
         return "rules.params" if self.rules else "its sharding"
+
+
+def sent_fields(pieces: Sequence[Piece], text: str, fix: str) -> dict[str, Any]:
+    """The fields of a finding about some arrays, but its name."""
+    where = max(pieces, key=lambda piece: piece.bytes).one.where if pieces else Location()
+    names = tuple(dict.fromkeys(piece.one.name for piece in pieces))
+    return {"bytes": int(sum(piece.bytes for piece in pieces)), "where": where, "text": text, "fix": fix, "collectives": names}
 
 
 def names_of(arguments: Iterable[Argument]) -> str:

@@ -126,7 +126,8 @@ def whole_gradients(context: LintContext) -> Iterator[Finding]:
     told = {name for finding in microbatch_reductions(context) for name in finding.collectives}
     found: dict[tuple[str, ...], list[Piece]] = {}
     for piece in (piece for piece in context.pieces if piece.one.kind == "all-reduce" and piece.one.name not in told):
-        if set(piece.one.axes) & context.shards_batch and context.is_gradient(piece.array):
+        over_batch = set(piece.one.axes) & context.shards_batch and not context.in_matrix_optimizer(piece.one)
+        if over_batch and context.is_gradient(piece.array):
             found.setdefault(piece.one.axes, []).append(piece)
     for axes, pieces in found.items():
         excess = [piece.bytes * max(0.0, 1 - _lawful(context, piece) / math.prod(piece.array.dims)) for piece in pieces]

@@ -100,13 +100,17 @@ def _row_for(context: LintContext, a: Argument, axis: str) -> str | None:
 def used_in_part(context: LintContext) -> Iterator[Finding]:
     """Arguments that every device holds whole, and of which each uses only its own slice."""
     told = {a.name for kind in ("params", "moments") for a, _ in _misplaced(context, kind)}
-    for a in (a for a in context.report.arguments if a.name not in told):
-        wasted = a.bytes - a.bytes // a.used_ways
-        if a.used_ways > 1 and wasted >= LARGE_MEMORY * context.report.peak_bytes:
-            like = " or ".join(" and ".join(axes) for axes in _axes_of_size(context, a.used_ways))
-            text = f"{a.name} is replicated on every device, and each uses 1/{a.used_ways} of it" + (
-                f", as {like} would shard it" if like else ""
-            )
+    found: dict[int, list[Argument]] = {}
+    for a in context.report.arguments:
+        if a.used_ways > 1 and a.name not in told:
+            found.setdefault(a.used_ways, []).append(a)
+    for ways, each in found.items():
+        wasted = sum(a.bytes for a in each) * (ways - 1) // ways
+        if wasted >= LARGE_MEMORY * context.report.peak_bytes:
+            like = " or ".join(" and ".join(axes) for axes in _axes_of_size(context, ways))
+            names, one = ", ".join(a.name for a in each[:3]) + f" and {len(each) - 3} more" * (len(each) > 3), len(each) == 1
+            text = f"{names} {'is' if one else 'are'} replicated on every device, and each uses 1/{ways} of {'it' if one else 'them'}"
+            text += f", as {like} would shard it" if like else ""
             yield Finding("replicated", wasted, Location(), text, "give the argument that sharding (jax.device_put, in_shardings)")
 
 

@@ -33,7 +33,7 @@ _PLACE = re.compile(r"^\s+\d+:([\w.\-]+)$", re.M)
 class _Value:
     name: str
     index: tuple[int, ...]
-    """Where in the tuple that the instruction makes."""
+    """Index in the tuple that the instruction makes."""
     shape: str
     size: int
     offset: int
@@ -55,16 +55,16 @@ def memory(
     """
     namer = _Namer(module, provenance, arguments, _PLACE.findall(live_ranges.partition("BufferLiveRange:")[0]))
     temporaries = _at_peak(_heaps(assignment, _ranges(live_ranges)))
-    found = [*namer.arguments(), *(namer.buffer(value, size) for value, size in temporaries)]
+    result = [*namer.arguments(), *(namer.buffer(value, size) for value, size in temporaries)]
     peak = int(stats.peak_memory_in_bytes)
     if not temporaries:
-        found.append(Buffer("temporaries", "other", "", peak - sum(b.bytes for b in found), Location()))
+        result.append(Buffer("temporaries", "other", "", peak - sum(b.bytes for b in result), Location()))
     return Memory(
         arguments=int(stats.argument_size_in_bytes),
         outputs=int(stats.output_size_in_bytes - stats.alias_size_in_bytes),
         temporaries=int(stats.temp_size_in_bytes),
         peak=peak,
-        buffers=_complete(found, peak),
+        buffers=_complete(result, peak),
     )
 
 
@@ -78,18 +78,18 @@ def _heaps(text: str, ranges: dict[tuple[str, str], tuple[int, int]]) -> list[li
     heaps: list[list[_Value]] = []
     inside = False
     for line in text.splitlines():
-        if found := _ALLOCATION.match(line):
-            inside = "preallocated-temp" in found[2] and "color 5" not in found[2]  # 5: memory of the host
+        if match := _ALLOCATION.match(line):
+            inside = "preallocated-temp" in match[2] and "color 5" not in match[2]  # 5: memory of the host
             heaps += [[]] if inside else []
-        elif inside and (found := _VALUE.match(line)) and (lives := ranges.get((found[1], found[2] or ""))):
-            index = tuple(int(i) for i in re.findall(r"\d+", found[2] or ""))
-            shape = "tuple" if found[5].startswith("(") else str(hlo.arrays(found[5])[0])
-            heaps[-1].append(_Value(found[1], index, shape, int(found[3]), int(found[4]), *lives))
+        elif inside and (match := _VALUE.match(line)) and (lives := ranges.get((match[1], match[2] or ""))):
+            index = tuple(int(i) for i in re.findall(r"\d+", match[2] or ""))
+            shape = "tuple" if match[5].startswith("(") else str(hlo.arrays(match[5])[0])
+            heaps[-1].append(_Value(match[1], index, shape, int(match[3]), int(match[4]), *lives))
     return heaps
 
 
 def _at_peak(heaps: list[list[_Value]]) -> list[tuple[_Value, int]]:
-    """What lies in memory at the time when most of it is in use, with bytes that nothing else accounts for."""
+    """Returns the values that are live when most memory is in use, each with the bytes that it does not share with another."""
     times = sorted({value.start for heap in heaps for value in heap})
     live: list[list[list[_Value]]] = [[[] for _ in heaps] for _ in times]
     for number, heap in enumerate(heaps):
@@ -101,7 +101,7 @@ def _at_peak(heaps: list[list[_Value]]) -> list[tuple[_Value, int]]:
 
 
 def _union(values: list[_Value]) -> list[tuple[_Value, int]]:
-    """Of values by offset: those that lie where no earlier one does, and how many bytes of each do. Views and updates in place drop out."""
+    """Returns those of the values, in the order of their offsets, that occupy bytes of their own, and how many; views drop out."""
     found, end = [], 0
     for value in values:
         if (own := value.offset + value.size - max(end, value.offset)) > 0:
@@ -187,7 +187,7 @@ def _forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int
     yield _form(local)
     for first in (0, 1):
         for dims in itertools.product(*({w, n} for w, n in zip(whole[first:], local[first:], strict=True))):
-            # A whole vector, and a table with no cut at all, have the shapes of activations.
+            # A whole vector, and a replicated table, have the shapes of activations.
             kept = any(d == n != w for d, w, n in zip(dims, whole[first:], local[first:], strict=True))
             if len(dims) >= 2 and (kept or (first and len(whole) >= 3)):
                 yield _form(dims)
@@ -196,7 +196,7 @@ def _forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int
 
 
 def _vocabulary(given: Argument, local: tuple[int, ...], tables: tuple[str, ...]) -> Iterator[int]:
-    """Sizes of the vocabulary, whole and cut, where the parameter is an embedding table or a head: the larger of its two dimensions."""
+    """Yields the sizes of the vocabulary, whole and sharded, if the parameter is a table: the larger of its two dimensions."""
     if len(local) == 2 and "bias" not in given.name and any(word in given.name.lower() for word in tables):
         at = given.shape.index(max(given.shape))
         yield from {given.shape[at], local[at]}

@@ -289,7 +289,7 @@ def _arguments(report: Report) -> str:
     ]
     total = sum(a.bytes for a in report.arguments)
     summary = f"<summary>{len(lines)} arrays, {size(total)} on each device</summary>"
-    return f"<details>{summary}{table(['argument', 'class', 'whole array', 'cut by', 'MiB'], lines, cls='sortable')}</details>"
+    return f"<details>{summary}{table(['argument', 'class', 'whole array', 'sharded over', 'MiB'], lines, cls='sortable')}</details>"
 
 
 def _foot(report: Report) -> str:

@@ -66,7 +66,7 @@ class Provenance:
         return own if own.phase else dataclasses.replace(own, phase=self._phase_by_position(one, own))
 
     def _own(self, one: Instruction) -> Location | None:
-        """What the instruction's own op_name says; None where there is no path in it."""
+        """Returns the location that the instruction's own op_name gives; None if there is no path in it."""
         if one.name not in self._read:
             path = one.op_name
             if one.opcode == "parameter" or "/" not in path:
@@ -98,7 +98,7 @@ class Provenance:
 
     def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Location]]:
         """The nearest places on each way from `start`, with the bytes of the arrays there."""
-        found: list[tuple[int, Location]] = []
+        result: list[tuple[int, Location]] = []
         seen, todo = {start.name}, [start]
         while todo and len(seen) < _FAR:
             following: list[Instruction] = []
@@ -109,17 +109,17 @@ class Provenance:
                 seen.add(name)
                 own = self._own(one)
                 if own and (own.part or (own.phase and one.opcode not in _MOVES)):
-                    found.append((one.bytes, own))
+                    result.append((one.bytes, own))
                 else:
                     following.append(one)
             todo = following
-        return found
+        return result
 
     def _upstream(self, one: Instruction) -> Iterator[str]:
         """Names of what an instruction's value is made from: through fusions, and from one trip of a loop into the trip before."""
         if one.opcode == "get-tuple-element":
-            found = re.search(r"index=(\d+)", one.text)
-            yield from self._element(self.module.by_name.get(one.operands[0]), int(found[1]) if found else 0)
+            match = re.search(r"index=(\d+)", one.text)
+            yield from self._element(self.module.by_name.get(one.operands[0]), int(match[1]) if match else 0)
         elif one.opcode == "parameter":
             caller = self._callers.get(self.module.home[one.name])
             if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
@@ -130,7 +130,7 @@ class Provenance:
             yield from one.operands
 
     def _element(self, whole: Instruction | None, index: int) -> Iterator[str]:
-        """Where an element of a tuple comes from."""
+        """Yields the names of the instructions that an element of a tuple comes from."""
         if whole is None:
             return
         if whole.opcode == "tuple":
@@ -153,7 +153,11 @@ class Provenance:
     # Code outside of what is differentiated: before it, or after it.
 
     def _phase_by_position(self, one: Instruction, own: Location) -> Phase:
-        """What depends on a backward pass is the optimizer; in the same loop as one (gradients that are summed up) it is backward still."""
+        """Returns the phase of an instruction outside the differentiated code.
+
+        An instruction that depends on a backward pass belongs to the optimizer. In the same loop as that pass, where gradients are summed,
+        it belongs to the backward pass.
+        """
         if self.vocabulary.optimizer_part in re.split(r"[/+]", own.part):
             return "optimizer"
         home, looped = self.module.home[one.name], False
@@ -182,26 +186,26 @@ class Provenance:
     @cached_property
     def _differentiated(self) -> set[str]:
         """Computations that run any of a backward pass, themselves or in what they call."""
-        found: set[str] = set()
+        result: set[str] = set()
         for name, lines in self.module.computations.items():
             if any((own := self._own(one)) and own.phase in ("backward", "recompute") for one in lines):
-                while name and name not in found:
-                    found.add(name)
+                while name and name not in result:
+                    result.add(name)
                     caller = self._callers.get(name)
                     name = self.module.home[caller.name] if caller else ""
-        return found
+        return result
 
     @cached_property
     def _after(self) -> dict[str, set[str]]:
         """By computation: instructions that need a result of the backward pass."""
         after: dict[str, set[str]] = {}
         for name in self._differentiated:
-            found = after[name] = set()
+            result = after[name] = set()
             for one in self.module.computations[name]:
                 own = self._own(one)
                 begins = own.phase in ("backward", "recompute") if own and own.phase else bool(self._inside(one) & self._differentiated)
-                if begins or any(operand in found for operand in one.operands):
-                    found.add(one.name)
+                if begins or any(operand in result for operand in one.operands):
+                    result.add(one.name)
         return after
 
     @staticmethod
@@ -227,7 +231,8 @@ class Provenance:
 def read(path: str, vocabulary: Vocabulary = NEUTRAL) -> Location:
     """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp.
 
-    What a pipeline's backward slot differentiates, its forward slot has computed before, all but the loss.
+    The forward computation in a pipeline's backward slot repeats that of the forward slot, so that its phase is recompute, except for the
+    loss, which is computed only there.
     """
     *scopes, op = _split(path, "/")
     if op == _KERNEL:
@@ -257,10 +262,10 @@ def read(path: str, vocabulary: Vocabulary = NEUTRAL) -> Location:
 
 def alternatives(path: str) -> list[str]:
     """The paths of a combined instruction: `a/(b:c/d)` is `a/b` and `a/c/d`."""
-    found = re.search(r"(?:^|/)(\()", path)
-    if found is None:
+    match = re.search(r"(?:^|/)(\()", path)
+    if match is None:
         return [path]
-    opening = found.start(1)
+    opening = match.start(1)
     closing = next(
         (at for at in range(opening, len(path)) if path[opening : at + 1].count("(") == path[opening : at + 1].count(")")), len(path)
     )
@@ -295,16 +300,16 @@ def _heaviest(found: list[tuple[int, Location]]) -> Location:
 def _unwrap(scope: str) -> tuple[set[str], list[str]]:
     """Transformations around a scope, and the scope; a jitted function's name is no scope."""
     transforms: set[str] = set()
-    while found := _WRAPPED.match(scope):
-        if found[1] in ("jit", "pjit"):
+    while match := _WRAPPED.match(scope):
+        if match[1] in ("jit", "pjit"):
             return transforms, []
-        transforms.add(found[1])
-        scope = found[2]
+        transforms.add(match[1])
+        scope = match[2]
     return transforms, [part for part in _split(scope, "/") if part]
 
 
 def _split(text: str, at: str) -> list[str]:
-    """Where no bracket is open."""
+    """Splits the text at each separator that is outside of brackets."""
     pieces, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

@@ -105,7 +105,7 @@ class Collective:
     where: Location
     asynchronous: bool
     flops_hidden_behind: int
-    """Of the matmuls scheduled between its start and its done, once."""
+    """FLOPs of the matmuls scheduled between its start and its done, in one run."""
     partial: bool = False
     """The group is a part of its axes."""
     by_hand: bool = False
@@ -133,7 +133,7 @@ class Copy:
     name: str
     shape: str
     bytes: int
-    """Of the array; as many are read, and as many written."""
+    """Bytes of the array. A copy reads as many and writes as many."""
     loops: tuple[int, ...]
     where: Location
 
@@ -151,12 +151,12 @@ class Argument:
     kind: str
     """params, moments, batch, other."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     dtype: str
     bytes: int
     """On one device."""
     axes: tuple[str, ...]
-    """Mesh axes that cut it."""
+    """Mesh axes that shard it."""
     used_ways: int = 1
     """Of an array that every device holds whole: so many different slices of it are used, one on each device. 1: all of it is."""
 
@@ -172,7 +172,7 @@ class Buffer:
     bytes: int
     where: Location
     axes: tuple[str, ...] | None = None
-    """Mesh axes that cut it, where that is known (arguments)."""
+    """Mesh axes that shard it, if that is known (arguments)."""
 
 
 KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
@@ -186,7 +186,7 @@ class Memory:
 
     arguments: int
     outputs: int
-    """Those that do not live in an argument's memory."""
+    """Bytes of outputs that do not reuse the memory of an argument."""
     temporaries: int
     peak: int
     """The most at any time, XLA's peak_memory_in_bytes: what must fit."""
@@ -219,7 +219,7 @@ class Span:
 class Timeline:
     """The schedule replayed with XLA's own estimates: one compute stream, one network stream. A second opinion, not a measurement.
 
-    Of a program with Slots: each trip of the loop lasts as long as on its slowest stage, and that stage's streams are these.
+    In a program with Slots each trip of the loop lasts as long as on its slowest stage, and the streams are those of that stage.
     """
 
     step: float
@@ -227,7 +227,7 @@ class Timeline:
     compute: float
     network: float
     exposed: float
-    """Of the network's time, what compute waits for."""
+    """Microseconds of the network's time during which compute waits."""
     spans: tuple[Span, ...]
     waits: dict[str, float] = dataclasses.field(default_factory=dict)
     """`exposed` by the name of the collective that the network is busy with while compute waits."""
@@ -250,23 +250,23 @@ class Report:
     memory: Memory
     arguments: tuple[Argument, ...]
     flops: dict[str, int]
-    """Of matmuls, those in kernels included, by phase, on the mean device; "" where XLA does not say which."""
+    """FLOPs of matmuls by phase on the mean device, those in kernels included; the phase is "" where XLA does not name it."""
     kernels: tuple[tuple[str, tuple[str, ...], Location], ...]
     """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
     warnings: tuple[str, ...]
-    """What the partitioner complained of while it compiled."""
+    """Warnings of the partitioner, and of the lab about loops and slots."""
     timeline: Timeline | None
     instructions: int
     """Lines of the program."""
     text_bytes: int
-    """Of its text."""
+    """Length of the program's text."""
     compile_seconds: float
     versions: dict[str, str]
     options: dict[str, Any]
     slots: tuple[Slot, ...] = ()
-    """What was known of the conditionals."""
+    """When the conditionals run, as far as it is known."""
     stage_flops: tuple[int, ...] = ()
-    """Of matmuls, on a device of each stage; one number where there are no slots."""
+    """FLOPs of matmuls on a device of each stage; one number if there are no slots."""
     copies: tuple[Copy, ...] = ()
     model_flops: float = 0.0
     """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
@@ -281,7 +281,7 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """Of memory on one device, arguments included."""
+        """The most memory in use on one device, arguments included."""
         return self.memory.peak
 
     def select(
@@ -359,7 +359,7 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
 
 
 def location_text(where: Location) -> str:
-    """In words: backward of layers/attention (model/layers.py:107)."""
+    """Returns the location in words: backward of layers/attention (model/layers.py:107)."""
     words = " of ".join(dict.fromkeys(filter(None, [where.phase, where.part]))) or where.op or "?"
     return words + (f" ({where.source})" if where.source else "")
 

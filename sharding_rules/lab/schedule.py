@@ -1,4 +1,4 @@
-"""A timeline cut into the pieces that a person looks at: one trip of each loop that matters, at its own scale."""
+"""A timeline divided into the pieces that a person looks at: one trip of each loop that matters, at its own scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Piece:
     """Microseconds on the timeline."""
     loops: tuple[int, ...]
     spans: tuple[Span, ...]
-    """Those that lie in it, a part of them at least."""
+    """The spans that overlap it."""
 
     @property
     def times(self) -> int:
@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What most of its compute is for: recompute and backward of layers."""
+        """The phases and parts that most of its compute time belongs to: recompute and backward of layers."""
         phases, parts = Counter[str](), Counter[str]()
         for span in self.spans:
             if span.stream == "compute":
@@ -77,7 +77,7 @@ class Piece:
 
 
 def pieces(line: Timeline) -> list[Piece]:
-    """The timeline from begin to end, cut where a loop begins or ends that is _HEAVY or more of the one around it."""
+    """Returns the timeline in pieces, divided where a loop begins or ends that takes _HEAVY or more of the time of the one around it."""
     spans = sorted(line.spans, key=lambda span: (span.start, span.stream))
     weight = Counter[tuple[int, ...]]()
     for span in spans:

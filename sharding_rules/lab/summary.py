@@ -80,7 +80,7 @@ def signed(change: float, words: Callable[[float], str]) -> str:
 
 
 def link(nodes: int) -> str:
-    """What the bytes travel on, from the NVLink domains that a group spans."""
+    """Returns the link that carries the bytes of a group that spans so many NVLink domains: network or NVLink."""
     return "network" if nodes > 1 else "NVLink"
 
 
@@ -113,7 +113,7 @@ def headline(report: Report) -> str:
 
 
 def stages_words(report: Report) -> str:
-    """Where stages differ in their matmuls: `, the mean of stages with 1.2 to 1.6 TFLOP`."""
+    """Returns `, the mean of stages with 1.2 to 1.6 TFLOP` if stages differ in their matmuls, else nothing."""
     least, most = min(report.stage_flops, default=0), max(report.stage_flops, default=0)
     return f", the mean of stages with {flop(least)} to {flop(most)}" if flop(least) != flop(most) else ""
 
@@ -132,9 +132,9 @@ def path(name: str) -> str:
 
 
 def whose(buffer: Buffer) -> str:
-    """Who needs a live buffer: the path of an argument and what cuts it, else the place in the model."""
+    """Returns who needs a live buffer: the path of an argument and the mesh axes that shard it, else the place in the model."""
     if buffer.axes is not None:
-        return f"{path(buffer.name)}, " + (f"cut by {over(buffer.axes)}" if buffer.axes else "replicated")
+        return f"{path(buffer.name)}, " + (f"sharded over {over(buffer.axes)}" if buffer.axes else "replicated")
     known = buffer.where.part or buffer.where.phase or buffer.where.source or buffer.where.op
     return location_text(buffer.where) if known else buffer.name
 
@@ -208,7 +208,7 @@ def by_axes(one: Collective) -> tuple:
 
 
 def by_meaning(one: Collective) -> tuple:
-    """What stays the same from one compilation to the next: neither names nor lines."""
+    """Returns a key that stays the same from one compilation to the next: it has neither names of instructions nor source lines."""
     return (one.kind, one.axes, one.dtype, tuple(sorted(one.shapes)), one.where.part, one.where.phase)
 
 

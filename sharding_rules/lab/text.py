@@ -215,9 +215,9 @@ def _sums(report: Report) -> RenderableType:
 
 
 def _headed(title: str, none: str, items: Any) -> list[RenderableType]:
-    found = list(items)
-    heading = [Text(title, style="dim")] if found else [Text(none, style="green")] if none else []
-    return [*heading, *found]
+    result = list(items)
+    heading = [Text(title, style="dim")] if result else [Text(none, style="green")] if none else []
+    return [*heading, *result]
 
 
 def _finding(one: Finding) -> RenderableType:

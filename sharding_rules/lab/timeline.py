@@ -134,14 +134,14 @@ class _Prices:
         count = loop.trips or 1
         if not slots:
             return Counter({frozenset(): count})
-        found = Counter[frozenset[str]]()
+        result = Counter[frozenset[str]]()
         for trip in range(count):
             taken = [
                 frozenset(name for name, slot in slots.items() if slot.stages[stage][trip : trip + 1] == "1")
                 for stage in range(self.module.n_stages)
             ]
-            found[max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)] += 1
-        return found
+            result[max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)] += 1
+        return result
 
     def kernel(self, instruction: Instruction, phase: str) -> tuple[str, float]:
         """Kind and microseconds of what runs on the device's own cores."""
@@ -175,7 +175,8 @@ class _Prices:
         return self.target.flops.get("f8" if dtype.startswith("f8") else dtype, self.target.flops["bf16"])
 
     def _memory(self, instruction: Instruction) -> float:
-        """Of reading the operands and writing the result once. What a fusion only slices, or updates in place, counts as the slice."""
+        """Returns the microseconds of reading the operands and writing the result once. Of an array that a fusion only slices, or
+        updates in place, only the slice counts."""
         inside = [one for name in instruction.called for one in self.module.computations.get(name, ())]
         if not inside:
             return self._moving(instruction.bytes + sum(self._operand_bytes(instruction)))
@@ -199,8 +200,8 @@ class _Prices:
 
     @staticmethod
     def _sol(instruction: Instruction) -> float:
-        found = _SOL.search(instruction.text)
-        return float(found[1]) if found else 0.0
+        match = _SOL.search(instruction.text)
+        return float(match[1]) if match else 0.0
 
 
 @dataclasses.dataclass
@@ -211,7 +212,7 @@ class _Run:
     spans: list[Span] | None = None
     """None: not recorded."""
     clock: float = 0.0
-    """Where compute is."""
+    """Time that the compute stream has reached."""
     network_free: dict[bool, float] = dataclasses.field(default_factory=lambda: {False: 0.0, True: 0.0})
     """When the stream of collectives is, and that of sends from device to device (collective-permute), which XLA keeps apart."""
     skipped: float = 0.0
@@ -228,7 +229,7 @@ class _Run:
     taken: frozenset[str] = frozenset()
     """Conditionals with a slot that run in this trip."""
     often: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """In how many trips they do."""
+    """How many trips run each conditional with a slot."""
 
     def computation(self, name: str, loops: tuple[int, ...]) -> None:
         for one in self.prices.module.computations[name]:
@@ -314,7 +315,7 @@ class _Run:
 
 
 def _users(computation: Iterable[Instruction], name: str) -> Iterator[Instruction]:
-    """What reads a value, itself or in another shape."""
+    """Yields the instructions that read a value, directly or reshaped."""
     for one in computation:
         if name in one.operands and one.opcode in ("bitcast", "reshape"):
             yield from _users(computation, one.name)

@@ -1,4 +1,4 @@
-"""Each benchmark in its quick form: it runs, and leaves its tables as JSON and Markdown, with nothing that names the machine's owner."""
+"""Each benchmark's quick form runs and writes its tables as JSON and Markdown, without anything that identifies the machine's owner."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from processes import PATIENCE, ROOT, environment
 
 
 def run(name: str, output: Path) -> dict[str, list[dict]]:
-    """Table title -> rows, of `python benchmarks/<name>.py --quick`."""
+    """Returns table title -> rows of `python benchmarks/<name>.py --quick`."""
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--output={output}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The full run: its parts leave out nothing but what needs a GPU, and it records what came of each."""
+"""The full run: its parts leave out only what needs a GPU, and it records the result of each."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def full_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_test_is_in_one_part(full_run) -> None:
-    """Whatever its marks; what is exhaustive is slow, and faults are in a folder of their own."""
+    """Every test is in a part, whatever its marks; exhaustive tests are slow, and faults are in a folder of their own."""
     chosen = [command[command.index("-m", 3) + 1] for command in full_run.PARTS.values() if command[:3] == full_run.PYTEST[:3]]
     assert len(chosen) == 4
     for values in itertools.product((False, True), repeat=len(MARKS)):
@@ -42,7 +42,7 @@ def test_outcomes_are_counted(full_run, tmp_path: Path) -> None:
 
 
 def test_seconds_are_remembered_by_file_and_part(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is gone is forgotten; the rest of what was known stays."""
+    """Files that no longer exist are dropped; the other known seconds are kept."""
     here, other = "tests/test_house.py", "tests/test_readme.py"
     monkeypatch.setattr(full_run, "SECONDS", tmp_path / "seconds.json")
     full_run.SECONDS.write_text(

@@ -1,4 +1,4 @@
-"""The GPU suite rehearsed on the CPU: an hour on a GPU is too rare to lose to a typo."""
+"""A dry run of the GPU suite on the CPU: time on a GPU is too rare to lose to a typo."""
 
 import importlib.util
 import os
@@ -55,7 +55,7 @@ def test_unknown_part(tmp_path: Path) -> None:
     "worker", ["attention_worker", "device_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite", "gpu_truth"]
 )
 def test_where_nothing_is_installed(worker: str) -> None:
-    """A GPU machine has this repository as files: whatever imports its packages must have found them first."""
+    """On a GPU machine this repository is not installed: a file that imports its packages must put them on the path first."""
     if worker == "torch_peers" and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     code = f"""
@@ -73,7 +73,7 @@ runpy.run_path({str(ROOT / "benchmarks" / f"{worker}.py")!r}, run_name="imported
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Those of the suite that import no JAX."""
+    """The suite's files that do not import JAX."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return {name: importlib.import_module(name) for name in ("gpu_attention", "gpu_lab", "gpu_power")}
 
@@ -91,7 +91,7 @@ for variant in json.loads(sys.argv[2])["variants"]:
 
 
 def test_a_variant_that_ends_its_process_costs_itself_alone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    """Status 75: the fault is told; any other: it is noted here. In both cases new processes take what is left, in either lane."""
+    """With status 75 the worker reported the error; otherwise it is recorded here. New processes then take the rest, in each lane."""
     (tmp_path / "worker.py").write_text(WORKER)
     lab = modules["gpu_lab"].Lab(tmp_path, dry_run=True, worker=str(tmp_path / "worker.py"))
     seen: list[int] = []
@@ -172,7 +172,7 @@ def test_power_from_nvidia_smi(modules: dict[str, ModuleType], monkeypatch: pyte
 
 
 def test_power_from_pynvml(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stand-in with NVML's names; the instant's power, where the driver says it."""
+    """Compares with a stand-in with NVML's names; uses the instantaneous power if the driver reports it."""
     field = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=700_000))
     calls = {
         "nvmlInit": lambda: None,

@@ -1,4 +1,4 @@
-"""The first thing to run on a GPU, rehearsed on the CPU; and what it says where something fails."""
+"""A dry run on the CPU of the first benchmark to run on a GPU, and its output if something fails."""
 
 import importlib
 import importlib.util
@@ -77,7 +77,7 @@ def test_its_shapes_are_those_of_the_configs(truth: ModuleType) -> None:
 def steps(
     truth: ModuleType, tmp_path: Path, answers: dict[str, list[Any]], found: dict[str, Any] | None = None
 ) -> tuple[list[dict], list[dict]]:
-    """(rows of the last table, what the tasks were told), with answers in place of processes on a GPU: for each task one a call."""
+    """Returns (rows of the last table, the tasks' arguments). Prepared answers, one per call of a task, replace processes on a GPU."""
     lab, told = importlib.import_module("gpu_lab").Lab(tmp_path, dry_run=False), []
     lab.found |= found or {}
 

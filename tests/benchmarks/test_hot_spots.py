@@ -1,4 +1,4 @@
-"""What XLA fuses, held: the ratios of docs/kernels.md, and a gradient that moves half as much and is the same."""
+"""XLA's fusions: the ratios of docs/kernels.md, and an equal gradient that moves half as many bytes."""
 
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_bytes_against_the_least(config, part: str, direction: str, most: float)
 
 @pytest.mark.deviceless
 def test_a_pass_more_is_counted() -> None:
-    """Two sums, of which one needs the other, read the array twice."""
+    """Two sums, one of which depends on the other, read the array twice."""
     found = hot_spots.traffic(lambda x: jnp.square(x - x.mean()).mean(), (hot_spots.of(1 << 24, dtype="float32"),))
     assert 1.99 < found.moved / found.least < 2.01
 
@@ -52,7 +52,7 @@ def test_it_runs(tmp_path: Path) -> None:
 
 
 def test_the_other_gradient_is_the_same() -> None:
-    """LayerNorm's in one pass, on rows whose mean is 100 standard deviations: to the digits that fp32 has left there."""
+    """LayerNorm's gradient in one pass, on rows whose mean is 100 standard deviations, is as accurate as fp32 allows."""
     random = np.random.default_rng(0)
     h, dh, dn = (random.standard_normal((2, 8, 64)).astype(np.float32) for _ in range(3))
     scale, bias = random.standard_normal((2, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The suite for a machine of several GPUs, rehearsed on eight CPU devices: what it finds, and that it survives what it finds."""
+"""A dry run of the suite for several GPUs on eight CPU devices: the problems that it finds, and that it survives them."""
 
 import json
 import math
@@ -39,7 +39,7 @@ TINY = {
 
 @pytest.mark.parametrize("n", strategies.COUNTS)
 def test_strategies(n: int) -> None:
-    """All presets, on meshes of n devices; rules that cut along every axis of their mesh; names that tell them apart."""
+    """All presets on meshes of n devices; rules shard over every axis of their mesh; names are unique."""
     found = strategies.strategies(n)
     assert len({tuple(s.columns.values()) for s in found}) == len(found)
     for s in found:
@@ -53,7 +53,7 @@ def test_strategies(n: int) -> None:
 
 @pytest.mark.parametrize("gib", [0, 16, 40, 80])
 def test_every_run_can_run(gib: int) -> None:
-    """What is compared and what is timed passes the config's own check; 0 GiB: on the CPU."""
+    """The compared and timed runs pass the config's own check; 0 GiB: on the CPU."""
     for n in strategies.COUNTS:
         suite = multi_gpu.Suite(n, quick=False, cpu=not gib, memory_gib=gib)
         for s in [ONE, *suite.strategies]:
@@ -97,7 +97,7 @@ def test_what_differs_is_named() -> None:
 
 @pytest.mark.parametrize("name", worker.COLLECTIVES)
 def test_collectives_are_what_they_are_called(name: str) -> None:
-    """Two groups of four: what each device has afterwards, from NumPy."""
+    """Two groups of four: each device's result, compared with NumPy."""
     n, collective = 4, worker.COLLECTIVES[name]
     mesh = Mesh(np.array(jax.devices()).reshape(2, n), ("groups", "group"))
     spec = jax.P(("groups", "group"))
@@ -120,7 +120,7 @@ def test_collectives_are_what_they_are_called(name: str) -> None:
 @pytest.mark.deviceless
 @pytest.mark.parametrize("name", worker.COLLECTIVES)
 def test_nothing_but_the_collective_is_timed(name: str) -> None:
-    """On H100s: one in the loop, and no copy of an array, which would take a sixth of its time."""
+    """On H100s the loop has one collective and no copy of an array, which would take a sixth of its time."""
     collective, n, size = worker.COLLECTIVES[name], 8, 1 << 20
     mesh = Mesh(np.array(devices("h100", n)).reshape(1, n), ("groups", "group"))
     where = jax.NamedSharding(mesh, jax.P(("groups", "group")))

@@ -1,4 +1,4 @@
-"""The table of configs in its quick form: rows of both kinds, and what is there already is not compiled again."""
+"""The quick form of the table of configs: rows of both kinds, and existing rows are not compiled again."""
 
 from pathlib import Path
 

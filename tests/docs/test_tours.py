@@ -9,7 +9,8 @@ from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tours" / "from_megatron.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "tours" / "from_megatron.md").read_text()
 TABLE = re.findall(r"^\| (`--.*) \| (.*) \|$", PAGE, re.MULTILINE)
 MEGATRON, OURS = (text.replace("\\\n", " ") for text in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
@@ -52,3 +53,8 @@ def test_both_commands_are_the_same_run() -> None:
     assert loop.steps == int(theirs["train-iters"]) and config.optimizer.learning_rate == float(theirs["lr"])
     assert config.mesh.tensor == int(theirs["tensor-model-parallel-size"]) and config.rules.name == "distributed+megatron_sp"
     assert config.data.split == theirs["split"] and config.checkpoint.every == int(theirs["save-interval"])
+
+
+def test_the_layer_of_the_experiment_is_the_file() -> None:
+    shown = re.findall(r"^```python\n(class .*?)^```$", (DOCS / "tours" / "experiment.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(shown) == 1 and shown[0] in (DOCS / "own_block.py").read_text()

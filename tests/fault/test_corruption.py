@@ -120,14 +120,14 @@ def test_f6_no_damage_is_restored_in_silence(
         record_property(what, number)
 
 
-def test_f6_nothing_whole_is_no_silent_new_start(
+def test_f6_no_intact_checkpoint_is_an_error(
     good: tuple[TrainConfig, dict[int, dict]], layout: ModelLayout, optimizer: Optimizer, tmp_path: Path
 ) -> None:
     """A run without an intact checkpoint fails, at once and when it is started again."""
     config = copied(good, tmp_path / "run")
     for step in (1, 2):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step) / "state" / "d")
-    message = r"no checkpoint in .* is whole: 1\.damaged, 2\.damaged; repair one and take \.damaged from its name"
+    message = r"no checkpoint in .* is intact: 1\.damaged, 2\.damaged; repair one and remove \.damaged from its name"
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError, match=message):
         checkpoints.restore(layout, optimizer)
     with pytest.raises(ConfigError, match=message):

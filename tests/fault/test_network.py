@@ -47,7 +47,7 @@ def hosts() -> Iterator[tuple[str, str]]:
         _remove(names)
 
 
-def test_f15_a_network_that_is_cut_and_healed(hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
+def test_f15_a_network_that_fails_and_recovers(hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
     """Each side ends its processes within a heartbeat and 5 s of the failure; after recovery they reconnect and continue."""
     settings = arguments(data, tmp_path / "run")
     where = ["--nodes=2", "--rendezvous=10.77.0.1:9876", "--rejoin=120"]

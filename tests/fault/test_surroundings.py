@@ -50,9 +50,11 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
     with Job(tmp_path / "faults", settings, MESH_LM_PACE="0.5") as job:
         job.wait("step  6/")
         ballast = fill(small_disk)
-        job.wait(r"warning: step 10 could not be saved in .*No space left on device.*; training goes on, and tries again after step")
+        job.wait(
+            r"warning: step 10 could not be saved in .*No space left on device.*; training continues, and saving is retried after step"
+        )
         assert not [*(small_disk / "run" / "checkpoints").glob("*tmp*")] or job.process.poll() is None
-        job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose all since then: the newest checkpoint is step 5\.")
+        job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose everything since: the newest checkpoint is step 5\.")
         ballast.unlink()
         assert job.ended() == 0, job.log
     assert "Traceback" not in job.log, job.log

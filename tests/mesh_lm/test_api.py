@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mesh_lm
 from mesh_lm.config import CheckpointConfig, DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.data.dataset import Dataset
+from mesh_lm.data.rows import TokenWindows
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.training import loop
 from sharding_rules import MeshConfig
 
-COMPILE_BUDGET = 200
+COMPILE_BUDGET = 280
 ROOT = Path(__file__).parents[2]
 MODEL = DecoderConfig(vocab_size=512, seq_len=32, n_layers=2, d_model=32, dtype="float32", loss_chunk=128)
 
@@ -163,8 +166,51 @@ def test_an_optimizer_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint"):
         mesh_lm.train(half)
     assert mesh_lm.train(half, optimizer=SignDescent).losses == by_class.losses
-    with pytest.raises(ConfigError, match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; a rule has what"):
+    with pytest.raises(ConfigError, match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; implement"):
         mesh_lm.train(config, optimizer={1: 2})  # pyright: ignore[reportArgumentType]
+
+
+class Counting(Dataset):
+    """Sequence k counts up from k, as an order of one's own gives it."""
+
+    name, train_tokens, heldout_tokens = "counting", 1000 * 32, 8 * 32
+
+    def training_order(self, config: TrainConfig, saved: Any, last: int) -> Any:
+        return Counted(config.model.seq_len, 1000)
+
+    def heldout_order(self, config: TrainConfig) -> Any:
+        return Counted(config.model.seq_len, 8)
+
+
+class Counted:
+    def __init__(self, seq_len: int, n: int) -> None:
+        self.seq_len, self._n = seq_len, n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def read(self, indices: np.ndarray) -> TokenWindows:
+        return TokenWindows.of(((indices[:, None] % self._n + np.arange(self.seq_len + 1)) % 512).astype(np.int32))
+
+
+def test_data_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
+    """An array of ids, a list of them, and a dataset; each goes on from its own checkpoint, and no other data does."""
+    ids = (np.arange(20_000) ** 2 % 509).astype(np.uint16)
+    by_array = mesh_lm.train(to(tmp_path / "array", config), data=ids)
+    by_list = mesh_lm.train(to(tmp_path / "list", config), data=ids.tolist())
+    assert by_array.losses == by_list.losses and len(by_array.losses) == 4
+    assert {"heldout_loss"} == {*by_array.metrics[-1]} - {"step"}, "bytes are not known"
+    counting = to(tmp_path / "counting", config)
+    mesh_lm.train(counting, data=Counting(), callbacks=[Noted(stops=2)])
+    with pytest.raises(ConfigError, match=r"was trained on corpus counting in sequences of 32, seed 0, this config reads tokens-"):
+        mesh_lm.train(counting, data=ids)
+    run = mesh_lm.train(counting, data=Counting())
+    assert run.losses != by_array.losses and len(run.losses) == 4
+    for wrong, said in (([0.5, 1.5], r"not float64 \[2\]"), ([[1, 2], [3]], "not list"), (np.ones(5, int), "5 token ids are too few")):
+        with pytest.raises(ConfigError, match=said):
+            mesh_lm.train(config, data=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"the given token ids, document 0: token id 600, but model\.vocab_size=512"):
+        mesh_lm.train(to(tmp_path / "wrong", config), data=ids + 600 - ids)
 
 
 def test_a_config_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class FileRange:
     """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet file."""
     group: int = 0
     """Row group of a .parquet file."""
-    whole: bool = True
+    entire_file: bool = True
     """Whether the range is the entire file."""
 
 
@@ -153,7 +153,7 @@ class _Planner:
             for start in range(0, stat.st_size, SHARD):
                 stop = min(start + SHARD, stat.st_size)
                 ends = kind == "jsonl" or stop == stat.st_size
-                self._units.append(ReadUnit((FileRange(path, kind, start, stop, whole=False),), stop - start, ends))
+                self._units.append(ReadUnit((FileRange(path, kind, start, stop, entire_file=False),), stop - start, ends))
 
     def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
         groups = formats.row_groups(file, self._field)
@@ -201,15 +201,15 @@ def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
         yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):
-        chunk, line, place = 0, 1, 0
+        chunk, line, start = 0, 1, 0
         data = file.read(SHARD) + file.readline()
         while True:
-            here = raw.tell()
+            end = raw.tell()
             following = file.read(SHARD) + file.readline()
             last = not following
             if chunk >= skip:
                 ends = last or segment.kind == "jsonl"
-                yield TextShard(number, chunk, unit.segments, (unit.size if last else here) - place, ends, last, data, line)
+                yield TextShard(number, chunk, unit.segments, (unit.size if last else end) - start, ends, last, data, line)
             if last:
                 return
-            chunk, line, place, data = chunk + 1, line + data.count(b"\n"), here, following
+            chunk, line, start, data = chunk + 1, line + data.count(b"\n"), end, following

@@ -27,7 +27,7 @@ from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
 from mesh_lm.data.prepare import plan, worker
 from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
-from mesh_lm.data.prepare.unfinished import Unfinished
+from mesh_lm.data.prepare.unfinished import Totals, Unfinished
 from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -37,7 +37,7 @@ _AHEAD = 3
 """Shards per worker that are being encoded or waiting to be written."""
 _TRAINED_ON = 2**25
 """Characters that `train:` trains a vocabulary on, taken in equal parts from up to 64 positions spread over the inputs."""
-_PLACES = 64
+_POSITIONS = 64
 _SKIPPED = {"skipped_lines": "bad lines", "skipped_files": "files that are not UTF-8"}
 
 
@@ -93,24 +93,29 @@ def prepare(
             raise ConfigError(
                 f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad lines, and everything else is empty"
             )
-        facts = {
-            "tokenizer": {"fingerprint": used.fingerprint, "spec": tokenizer if vocab else Path(tokenizer).name},
-            "tokenizer_fingerprint": used.fingerprint,
-            "eod": used.eod,
-            "vocab_size": used.vocab_size,
-            "documents": totals.documents,
-            "tokens": totals.tokens,
-            "bytes": totals.bytes,
-            "text_field": text_field,
-            "skipped_lines": totals.bad_lines,
-            "skipped_files": totals.bad_files + work.not_text,
-            "inputs": [{"path": path, "bytes": size, "modified_ns": modified} for path, size, modified in work.files],
-            "versions": _versions(used),
-            "identity": identity,
-        }
+        facts = _facts(totals, work, used, tokenizer if vocab else Path(tokenizer).name, text_field, identity)
         unfinished.finish(facts, dtype_of(used.vocab_size))
     print(f"{prefix}: {_summary(facts)}", file=shown)
     return facts
+
+
+def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text_field: str, identity: str) -> dict[str, Any]:
+    """Returns the contents of <prefix>.json."""
+    return {
+        "tokenizer": {"fingerprint": tokenizer.fingerprint, "spec": spec},
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "eod": tokenizer.eod,
+        "vocab_size": tokenizer.vocab_size,
+        "documents": totals.documents,
+        "tokens": totals.tokens,
+        "bytes": totals.bytes,
+        "text_field": text_field,
+        "skipped_lines": totals.bad_lines,
+        "skipped_files": totals.bad_files + work.not_text,
+        "inputs": [{"path": path, "bytes": size, "modified_ns": modified} for path, size, modified in work.files],
+        "versions": _versions(tokenizer),
+        "identity": identity,
+    }
 
 
 def _encode(unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
@@ -176,11 +181,11 @@ def _ignoring_sigint() -> Iterator[None]:
 
 def _train(work: ReadPlan, vocab: int, settings: worker.Settings, output: TextIO) -> Tokenizer:
     """Trains a tokenizer on equal numbers of characters from positions spread evenly over the inputs."""
-    places = [len(work.units) * i // _PLACES for i in range(_PLACES)] if len(work.units) > _PLACES else range(len(work.units))
+    units = [len(work.units) * i // _POSITIONS for i in range(_POSITIONS)] if len(work.units) > _POSITIONS else range(len(work.units))
     reader, texts = worker.Encoder(settings, load_tokenizer("bytes")), []
-    for place in places:
-        quota = _TRAINED_ON // len(places)
-        for shard in itertools.takewhile(lambda shard, place=place: shard.unit == place, work.shards(place)):
+    for unit in units:
+        quota = _TRAINED_ON // len(units)
+        for shard in itertools.takewhile(lambda shard, unit=unit: shard.unit == unit, work.shards(unit)):
             for text in reader.texts(shard, worker.Encoded.empty()):
                 texts += pieces(text[:quota])
                 quota -= len(text)

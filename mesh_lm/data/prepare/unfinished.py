@@ -164,8 +164,8 @@ class Unfinished:
     def remove(self) -> None:
         """Renames, then removes the directory, so that a process killed here leaves nothing to resume from."""
         if (self.directory / "plan.json").exists():
-            os.rename(self.directory, gone := sibling(self.directory))
-            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(self.directory, doomed := sibling(self.directory))
+            shutil.rmtree(doomed, ignore_errors=True)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -234,9 +234,9 @@ def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> Iterator[str]
             yield f"{key} was {recorded.get(key)}, now {now[key]}"
     before, after = ({path: stamp for path, *stamp in each.get("files", [])} for each in (recorded, now))
     changed = [f"{path} has changed" for path in before if path in after and before[path] != after[path]]
-    gone = [f"{path} is no longer among the inputs" for path in before if path not in after]
+    removed = [f"{path} is no longer among the inputs" for path in before if path not in after]
     new = [f"{path} was not among the inputs" for path in after if path not in before]
-    if listed := [*changed, *gone, *new]:
+    if listed := [*changed, *removed, *new]:
         yield listed[0] + (f", and {len(listed) - 1} more such" if len(listed) > 1 else "")
     elif list(before) != list(after):
         yield "the inputs come in another order"

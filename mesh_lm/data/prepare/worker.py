@@ -118,14 +118,14 @@ class Encoder:
             raise formats.unreadable(path, error) from error
 
     def _rows(self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded) -> Iterator[str]:
-        for number, (place, line) in enumerate(lines, first_line):
+        for number, (offset, line) in enumerate(lines, first_line):
             if not line.strip():
                 continue
             try:
                 yield formats.text_of(line, self._settings.text_field, str(path))
             except ConfigError:
                 if not self._settings.skip_bad_lines:
-                    where = f"{path}, line {number if place < 0 else _line_number(path, place)}"
+                    where = f"{path}, line {number if offset < 0 else _line_number(path, offset)}"
                     formats.text_of(line, self._settings.text_field, where)  # raises again, with the line number
                 counts.bad_lines += 1
 
@@ -133,7 +133,7 @@ class Encoder:
         try:
             return b"".join(line for _, line in lines).decode()
         except UnicodeDecodeError as error:
-            if segment.kind == "other" and segment.whole:
+            if segment.kind == "other" and segment.entire_file:
                 counts.bad_files += 1
                 return ""
             where = f" (byte {lines[0][0] + error.start})" if lines[0][0] >= 0 else ""
@@ -141,7 +141,7 @@ class Encoder:
 
 
 def _is_part_of_a_document(segment: FileRange) -> bool:
-    return segment.kind in ("txt", "other") and not segment.whole
+    return segment.kind in ("txt", "other") and not segment.entire_file
 
 
 def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
@@ -149,10 +149,10 @@ def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
     if segment.start:
         file.seek(segment.start - 1)
         file.readline(segment.stop - segment.start + 1)  # bounded, because a line may be longer than many ranges
-    place = file.tell()
-    while place < segment.stop and (line := file.readline()):
-        yield place, line
-        place += len(line)
+    offset = file.tell()
+    while offset < segment.stop and (line := file.readline()):
+        yield offset, line
+        offset += len(line)
 
 
 def _line_number(path: Path, offset: int) -> int:

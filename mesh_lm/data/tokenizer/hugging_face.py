@@ -63,10 +63,12 @@ class HuggingFace(Tokenizer):
         self.fingerprint = fingerprint("hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no character offsets
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def special(self, name: str) -> int | None:
+        """Implements `Tokenizer.special`."""
         return self._added.get(name)
 
     def save(self, directory: Path) -> Path:

@@ -22,12 +22,15 @@ class Bytes(Tokenizer):
         self.fingerprint = fingerprint("bytes", b"", self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def special(self, name: str) -> int | None:
+        """Implements `Tokenizer.special`."""
         return self.eod if name == EOD else None
 
     def save(self, directory: Path) -> Path:
+        """Implements `Tokenizer.save`."""
         with atomic_write(directory / FILE) as (file,):
             file.write(f"ids 0 to 255 are bytes, {self.eod} is {EOD}\n".encode())
         return directory / FILE

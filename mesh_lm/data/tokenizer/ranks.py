@@ -66,14 +66,17 @@ class Ranks(Tokenizer):
         self.fingerprint = fingerprint("ranks", repr((pattern, sorted(self._specials.items()), ordered)).encode(), self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         if len(texts) == 1:  # avoids starting threads
             return [np.array(self._encoding.encode_ordinary(texts[0]), np.int32)]
         return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)]
 
     def special(self, name: str) -> int | None:
+        """Implements `Tokenizer.special`."""
         return self._specials.get(name)
 
     def save(self, directory: Path) -> Path:
+        """Implements `Tokenizer.save`."""
         with atomic_write(directory / FILE) as (file,):
             file.write(self._data)
         return directory / FILE

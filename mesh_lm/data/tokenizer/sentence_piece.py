@@ -37,14 +37,17 @@ class SentencePiece(Tokenizer):
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Implements `Tokenizer.encode_batch`."""
         threads = 1 if len(texts) == 1 else -1
         return [np.array(ids, np.int32) for ids in self._model.encode(list(texts), out_type=int, num_threads=threads)]
 
     def special(self, name: str) -> int | None:
+        """Implements `Tokenizer.special`."""
         i = self._model.piece_to_id(name)
         return i if self._model.is_control(i) else None  # user-defined pieces are text; an unknown name gives the id of <unk>
 
     def save(self, directory: Path) -> Path:
+        """Implements `Tokenizer.save`."""
         with atomic_write(directory / FILE) as (file,):
             file.write(self._data)
         return directory / FILE

@@ -1,4 +1,4 @@
-"""Checkpoints: a stable format, any mesh, clear refusals, nothing lost."""
+"""Tests of checkpoints: stable format, any mesh, clear errors, no lost steps."""
 
 import asyncio
 import dataclasses
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("rules", "mesh"), [("ddp", {}), ("hsdp+megatron+zero1", {"data": 2, "fsdp": 2, "tensor": 2})])
 def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules: str, mesh: dict[str, int]) -> None:
-    """The fixture was written under jax 0.10.2; this runs under whichever jax is installed."""
+    """The fixture was written with jax 0.10.2 and is read with the installed jax."""
     versions = json.loads((copy / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata").read_text())["versions"]
     assert versions["jax"] == "0.10.2"
     shard = shard_on(rules, **mesh)
@@ -50,14 +50,14 @@ def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules:
 
 
 def test_the_tree_on_disk_is_plain(copy: Path) -> None:
-    """Its keys are our parameter names: no class of Flax or optax is part of the format."""
+    """The keys are our parameter names: the format contains no class of Flax or optax."""
     metadata = json.loads((copy / "checkpoints" / str(fixture.STEP) / "state" / "_METADATA").read_text())
     keys = {tuple(key["key"] for key in leaf["key_metadata"]) for leaf in metadata["tree_metadata"].values()}
     names = fixture.abstract(fixture.CONFIG, shard_on("ddp"))["params"]
     assert keys == {("step",), ("skipped",), *((kind, name) for kind in ("params", "mu", "nu") for name in names)}
 
 
-def test_changed_fields_are_told(copy: Path) -> None:
+def test_changed_fields_are_reported(copy: Path) -> None:
     changed = at(copy, optimizer=OptimizerConfig(learning_rate=1.0), seed=5)
     with Checkpoints(changed) as checkpoints:
         saved = checkpoints.newest()
@@ -75,7 +75,7 @@ def test_an_empty_directory_restores_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_found_by_its_run_and_by_its_step(copy: Path) -> None:
-    """Read without the run's config, and the weights alone."""
+    """The weights can be read alone, without the run's config."""
     abstract = fixture.abstract(fixture.CONFIG, shard_on("ddp"))
     for path in (copy, copy / "checkpoints", copy / "checkpoints" / str(fixture.STEP), str(copy)):
         saved = find(path)
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_found_by_its_run_and_by_its_step(copy: Path) -> None:
 
 
 def test_policy(tmp_path: Path) -> None:
-    """Saves when due, keeps the newest, ignores what a killed save left."""
+    """Saves when due, keeps the newest, and ignores the remains of a killed save."""
     config = at(tmp_path, checkpoint=CheckpointConfig(every=2, keep=2))
     layout = ModelLayout.of(config.model, shard_on("ddp"))
     state = fixture.filled(fixture.abstract(config, layout.shard))
@@ -106,8 +106,8 @@ def test_policy(tmp_path: Path) -> None:
         assert checkpoints.newest().step == 8
 
 
-def test_what_goes_wrong_after_the_first_failure_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorStore's writes that end when a failed one has closed the loop, Orbax's reads that nobody waits for; other errors still are."""
+def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silences TensorStore writes that end after a failed one closed the event loop, and pending Orbax reads; other errors are shown."""
     told: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))
     promise, future = ts.Promise.new()

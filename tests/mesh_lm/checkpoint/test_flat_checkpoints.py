@@ -1,4 +1,4 @@
-"""A checkpoint does not know whether the optimizer's vectors were flat: any run reads it, an older format's too, bit for bit."""
+"""Checkpoints do not depend on flat optimizer vectors: any run reads them bit for bit, older formats too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sharding_rules import preset
 
 COMPILE_BUDGET = 195
 HALF = dataclasses.replace(fixture.CONFIG.model, dtype="bfloat16")
-"""Its layers use a copy of another type than the weights that are kept."""
+"""A config whose layers use a copy of the weights in another dtype."""
 
 PLACES: dict[str, tuple[str, dict[str, int]]] = {
     "one device": ("ddp", {}),
@@ -66,7 +66,7 @@ def bits(state: State) -> dict[str, bytes]:
 
 
 def patterned(name: str, like: np.ndarray, form: int) -> np.ndarray:
-    """What the fixtures hold of a leaf on disk."""
+    """Returns the fixture's values of a leaf on disk."""
     part, slash, leaf = name.partition("/")
     if name == "recent" and form == 1:
         return np.zeros_like(like)
@@ -76,7 +76,7 @@ def patterned(name: str, like: np.ndarray, form: int) -> np.ndarray:
 @pytest.mark.parametrize("form", fixture.FORMATS)
 @pytest.mark.parametrize("place", [pytest.param(place, marks=pytest.mark.slow if place == "zero2" else ()) for place in PLACES])
 def test_older_formats_resume(place: str, form: int, tmp_path: Path) -> None:
-    """The weights, the moments and the counters that were saved, in vectors or not; and the layers' copy of the weights."""
+    """Restores weights, moments and counters, flat or not, and the layers' copy of the weights."""
     shutil.copytree(fixture.FORMATS[form], tmp_path / "run")
     layout = layout_at(place)
     state = restored(tmp_path / "run", layout)
@@ -100,7 +100,7 @@ def test_older_formats_are_verified(form: int, said: str, capsys: pytest.Capture
 
 
 def test_a_state_goes_from_place_to_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each saves what the one before it saved: names, shapes, dtypes and digests, from format 2 on."""
+    """Each run saves what the previous one saved: names, shapes, dtypes and digests, from format 2 on."""
     shutil.copytree(fixture.FORMATS[2], tmp_path / "0")
     before = find(tmp_path / "0")
     assert before is not None and before.digests
@@ -122,7 +122,7 @@ def test_a_state_goes_from_place_to_place(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_vectors_of_other_matrices_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the same shapes: one cuts heads and MLP over tensor, the other embed. Their elements lie elsewhere, and no digest would tell."""
+    """Two layouts of the same shapes: one shards heads and MLP over tensor, the other embed. Digests alone would not reveal it."""
     model = dataclasses.replace(HALF, positions="rotary", norm="rmsnorm", biases=False)
     whole = preset("distributed+megatron")
     rules = {name: whole.replace(params=rows, optimizer=rows) for name, rows in (("wide", {}), ("long", BY_EMBED))}
@@ -139,7 +139,7 @@ def test_vectors_of_other_matrices_are_not_taken(tmp_path: Path, capsys: pytest.
         checkpoints.save(2, init_state(wide, fixture.OPTIMIZER, seed=0), {"position": 2}, wide, fixture.OPTIMIZER)
     with Checkpoints(config) as checkpoints:
         assert checkpoints.restore(long, fixture.OPTIMIZER) == (None, None)
-    assert "step 2 on process 0: it has other flat vectors\n" in capsys.readouterr().out
+    assert "step 2 on process 0: it has different flat vectors\n" in capsys.readouterr().out
 
 
 BY_EMBED = {"embed": "tensor", "heads": None, "kv_heads": None, "mlp": None, "vocab": None}
@@ -149,7 +149,7 @@ BY_EMBED = {"embed": "tensor", "heads": None, "kv_heads": None, "mlp": None, "vo
 
 
 def test_the_layers_copies_are_compared() -> None:
-    """Each of four devices has the layers' weights, of which two are alike; a vector's parts are on one device each."""
+    """Each of four devices holds the layers' weights, in pairs of replicas; shards of a vector are on one device each."""
     layout = layout_at("tensor")
     state = init_state(layout, fixture.OPTIMIZER, seed=0)
     assert differing(state) == []
@@ -174,11 +174,15 @@ MODEL, OTHER = "is a checkpoint of another model", "is a checkpoint of another o
     [
         ({"d_ff": 16}, "adamw", f"{MODEL}\n  - blocks.mlp.down.weight: [2, 8, 32, 'float32'] in the checkpoint, [2, 8, 16, 'float32'] in"),
         ({"norm": "rmsnorm"}, "adamw", f"{MODEL}\n  - blocks.attention_norm.bias: [2, 8, 'float32'] in the checkpoint, absent in this"),
-        ({}, "lion", f"{OTHER}: adamw, which keeps mu, nu; this config's keeps mu\nset optimizer.name=adamw, or another output with"),
+        (
+            {},
+            "lion",
+            f"{OTHER}: adamw, which keeps mu, nu; this config's keeps mu\nset optimizer.name=adamw, or use a new output directory with",
+        ),
     ],
 )
 def test_another_state_is_refused(place: str, changes: dict[str, Any], optimizer: str, said: str, tmp_path: Path) -> None:
-    """One error, before an array is read, whether vectors are flat or not; nothing is put aside, and nothing written."""
+    """One error before any array is read, flat or not; nothing is renamed or written."""
     shutil.copytree(fixture.FORMATS[2], tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "7" / "state" / "d")  # the arrays
     before = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
@@ -196,7 +200,7 @@ def test_another_state_is_refused(place: str, changes: dict[str, Any], optimizer
 
 @pytest.mark.slow
 def test_each_process_writes_its_own(tmp_path: Path) -> None:
-    """Of flat vectors, too, half of each array; both read the bits that they had, and so does one process on another mesh."""
+    """Two processes hold half of each array, flat vectors too; both restore their bits, and so does one process on another mesh."""
     port = str(free_port())
     command = [sys.executable, str(Path(__file__).with_name("two_savers.py"))]
     logs = [tmp_path / f"{n}.log" for n in range(2)]

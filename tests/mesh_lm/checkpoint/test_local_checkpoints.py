@@ -1,4 +1,4 @@
-"""The local tier: taken when all of it is whole, newest and of this layout; the durable one otherwise, and never a wrong bit."""
+"""Node-local checkpoints: used if complete, newest and of the same layout, else the durable one; never with a wrong bit."""
 
 import dataclasses
 import re
@@ -29,7 +29,7 @@ COMPILE_BUDGET = 130
 
 @dataclasses.dataclass
 class Run:
-    """Saves and restores states that tell their step, with one layout, on disks below one directory."""
+    """Saves and restores states whose values depend on the step, with one layout, on disks below one directory."""
 
     config: TrainConfig
     shard: Shard
@@ -62,7 +62,7 @@ class Run:
         return saved, state
 
     def require(self, step: int) -> SavedCheckpoint:
-        """The state of this step comes back: bits, places and data."""
+        """Asserts that the state of this step is restored: bits, shardings and data."""
         saved, state = self.restored()
         assert (saved.step, saved.data["position"]) == (step, step)
         for (path, found), wanted in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(self.state(step)), strict=True):
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def places(self) -> list[Path]:
-        """Directories of the steps on the local disk."""
+        """Returns the directories of the steps on the local disk."""
         return sorted(Path(self.config.checkpoint.local).glob("*/*/*-of-*"), key=lambda path: int(path.parent.name))
 
 
@@ -90,7 +90,7 @@ def test_the_newest_local_step_comes_back(run: Run, capsys: pytest.CaptureFixtur
     run.save(2, 4, 10, 12, 14, 16)
     assert [path.parent.name for path in run.places] == ["14", "16"], "the newest two are kept"
     saved = run.require(16)
-    assert f"step 16 is on the disks of all processes ({saved.directory}), newer" in capsys.readouterr().out
+    assert f"step 16 is on the local disks of all processes ({saved.directory}), newer" in capsys.readouterr().out
     assert saved.digests and saved.changed(run.config) == []
     held = (run.places[-1] / "state.raw").stat().st_size
     assert held == sum(x.nbytes for x in jax.tree.leaves(run.state(16))), "a part that several devices hold is written once"
@@ -104,7 +104,7 @@ def test_local_steps_alone_are_a_run(run: Run) -> None:
 
 
 def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
-    """Padding included: no layer moves."""
+    """Padding is saved too: no layer moves."""
     model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=6, d_model=8, n_heads=2, dtype="float32")
     staged = Run(at(tmp_path, model), shard_on("megatron", pipeline=2, tensor=2), PipelineConfig(chunks=2, layers=(2, 2, 1, 1)))
     assert not staged.layout.is_contiguous
@@ -117,7 +117,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
 
 
 def test_flat_vectors(tmp_path: Path) -> None:
-    """They come back, and the copy that layers use is made of them; never of another model, whose vectors have the same sizes."""
+    """Flat vectors are restored, and the layers' copy is computed from them; vectors of another model, of equal sizes, are refused."""
     model = DecoderConfig(vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2, biases=False)
     run = Run(at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
     run.save(2)
@@ -172,10 +172,10 @@ def test_another_layout_means_the_durable_step(run: Run, tmp_path: Path, capsys:
     kept = shutil.copytree(run.places[0], tmp_path / "kept")
     place = run.places[0]
     dataclasses.replace(run, shard=shard_on("hsdp+megatron", data=4, tensor=2)).require(10)
-    assert "not used: step 12 on process 0: it has other mesh sizes\n" in capsys.readouterr().out
+    assert "not used: step 12 on process 0: it has different mesh sizes\n" in capsys.readouterr().out
     shutil.copytree(kept, place)
     dataclasses.replace(run, shard=shard_on("fsdp", data=2, fsdp=2, tensor=2)).require(10)
-    assert re.search(r"not used: step 12 on process 0: \S+ is cut in another way\n", capsys.readouterr().out)
+    assert re.search(r"not used: step 12 on process 0: \S+ is sharded differently\n", capsys.readouterr().out)
     shutil.copytree(kept, place.with_name("0-of-2"))
     run.require(10)
     assert "not used: step 12 was saved by 2 processes\n" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_another_layout_means_the_durable_step(run: Run, tmp_path: Path, capsys:
 
 
 def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A process that was killed in its save still has that step of the life before."""
+    """A process that was killed during a save still has that step from before its restart."""
     run.save(10, 12)
     from mesh_lm import distributed
 
@@ -198,9 +198,9 @@ def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.Mon
 def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.save(10, 20)
     run.save(22)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")  # by someone who wants to go back
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "20")  # as a user does to roll back
     run.require(10)
-    assert "not used: step 22 on process 0: saved when the output had step 20, which is gone\n" in capsys.readouterr().out
+    assert "not used: step 22 on process 0: it was saved when the output had step 20, which is missing now\n" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run")
     run.save(2)
     shutil.rmtree(tmp_path / "run")
@@ -227,7 +227,7 @@ def test_going_back_leaves_the_step_itself_behind(run: Run) -> None:
 
 
 def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written in the background; a file system that takes no more, and one that is not there."""
+    """Covers a full file system, found by the background write, and a missing one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.save(10)
     with Checkpoints(run.config) as checkpoints:
@@ -241,13 +241,13 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().out
-    assert said.count("warning: no local checkpoint in ") == 1 and "File too large; training goes on" in said, said
+    assert said.count("warning: no local checkpoint in ") == 1 and "File too large; training continues" in said, said
     assert [path.parent.name for path in run.places] == ["12"], "no remains"
     run.require(12)
     shutil.rmtree(tmp_path / "local")
     (tmp_path / "local").write_text("a file")
     run.save(12)
-    assert "Not a directory; training goes on" in capsys.readouterr().out
+    assert "Not a directory; training continues" in capsys.readouterr().out
     run.require(10)
 
 
@@ -272,7 +272,7 @@ def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], said:
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", ["hsdp", "distributed+hsdp"])
 def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp_path: Path) -> None:
-    """Each has a directory of its own; killed at step 9, they go on from 8, and from 5 where one disk is lost. The end is the same bits."""
+    """Each node has a directory. Killed at step 9, the run resumes from 8, or from 5 if a disk is lost, and ends with the same bits."""
     data = corpus(tmp_path)
     settings = {"checkpoint__local": tmp_path / "disk", "checkpoint__local_every": 2, "train__steps": 10, "rules": rules}
     with Job(tmp_path / "faults", arguments(data, tmp_path / "straight", train__steps=10, rules=rules)) as job:
@@ -281,7 +281,7 @@ def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp
     with Job(tmp_path / "faults", arguments(data, tmp_path / "run", **settings), MESH_LM_PACE="0.3") as job:
         job.fault(1, 9, "kill")
         assert job.ended() == 0, job.log
-    assert "step 8 is on the disks of all processes" in job.log and "resumed at step 8 " in job.log, job.log
+    assert "step 8 is on the local disks of all processes" in job.log and "resumed at step 8 " in job.log, job.log
     assert certificates(job.log)[10] == wanted, job.log
     places = sorted(path.name for path in (tmp_path / "disk").glob("*/8/*"))
     assert places == ["0-of-2", "1-of-2"]
@@ -291,6 +291,6 @@ def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp
     shutil.rmtree(run / "6" / "0-of-2")
     with Job(tmp_path / "faults", arguments(data, tmp_path / "run", **settings)) as job:
         assert job.ended() == 0, job.log
-    assert "local checkpoints are not used: no step is on the disks of all processes" in job.log, job.log
+    assert "local checkpoints are not used: no step is on the local disks of all processes" in job.log, job.log
     assert "resumed at step 5 " in job.log, job.log
     assert certificates(job.log)[10] == wanted, job.log

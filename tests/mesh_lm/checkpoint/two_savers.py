@@ -1,4 +1,4 @@
-"""One of two processes with two CPU devices each, whose optimizer's vectors are flat: saves a state, and restores it.
+"""One of two processes with two CPU devices each and flat optimizer vectors: saves a state and restores it.
 
 Arguments: its number, a port, and the output.
 """
@@ -26,19 +26,19 @@ MODEL = {"d_model": 64, "dtype": "bfloat16"}
 
 
 def own(state: State) -> dict[str, list[bytes]]:
-    """What this process's devices hold."""
+    """Returns the shards of this process's devices."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path): [np.asarray(shard.data).tobytes() for shard in x.addressable_shards] for path, x in leaves}
 
 
 def written(tree: State) -> int:
-    """Bytes of flat parameters that this process is to write: of the copies of a part, the first is."""
+    """Returns the bytes of flat parameters that this process must write: the first replica of a shard is written."""
     parts = (x for x in tree["params"].values() if x.sharding.memory_kind == "pinned_host")
     return sum(shard.data.nbytes for x in parts for shard in x.addressable_shards if shard.replica_id == 0)
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(PATIENCE / 2)  # where it waits, should it hang
+    faulthandler.dump_traceback_later(PATIENCE / 2)  # prints stacks if it hangs
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""`python -m mesh_lm.checkpoint`: what is there, whether it is whole, how two differ; without a mesh, and without the model's code."""
+"""`python -m mesh_lm.checkpoint` lists, verifies and compares checkpoints, without a mesh, and without the model's code."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ CHANGED = "params/embedding"
 
 
 def saved(output: Path, config: TrainConfig, steps: tuple[int, ...], **mesh: int) -> Path:
-    """A run that saved these steps; in each but the first, two elements of one leaf are others."""
+    """Makes a run that saved these steps; each but the first changes two elements of one leaf."""
     config = dataclasses.replace(config, output=str(output))
     layout = ModelLayout.of(config.model, shard_on("fsdp", **mesh))
     state = fixture.filled(fixture.abstract(config, layout.shard))
@@ -86,7 +86,7 @@ def test_the_digest_of_parts_is_that_of_the_whole(dtype: type, shape: tuple[int,
 
 
 def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read at once: cut over four devices"
+    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read in one piece: sharded over four devices"
     status, out, err = said(capsys, "verify", run)
     line = r"{}: whole; 51 arrays, 28\.06 kB, state [0-9a-f]{{16}}, \d+\.\d s\n"
     assert (status, err) == (0, "") and re.fullmatch(line.format(1) + line.format(2), out), out
@@ -95,7 +95,7 @@ def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_verify_needs_no_device_and_no_code_of_the_model(run: Path) -> None:
-    """By a process in which JAX would fail to find any device."""
+    """The command works in a process in which JAX would find no device."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     command = [sys.executable, "-m", "mesh_lm.checkpoint", "verify", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
@@ -171,7 +171,7 @@ def test_one_that_was_put_aside_is_verified_where_it_is_named(run: Path, capsys:
 
 
 def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It reads no array: there is none left."""
+    """The listing reads no array: all are deleted here."""
     steps = run / "checkpoints"
     for name in ("2.damaged", "3", "4.passed", "5.removed"):
         shutil.copytree(steps / "2", steps / name)
@@ -187,11 +187,11 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
         "1": "complete",
         "2": "complete; a run continues from it",
-        "2.damaged": "put aside: could not be verified",
+        "2.damaged": "set aside: could not be verified",
         "3": "damaged: metadata/metadata is missing: the save, or a copy of it, is not complete",
-        "4.passed": "put aside: the run went back behind it",
+        "4.passed": "set aside: the run rolled back to an earlier step",
         "5.removed": "being removed",
-        "10.orbax-checkpoint-tmp-1": "not complete: a save in flight, or what is left of one",
+        "10.orbax-checkpoint-tmp-1": "incomplete: a save in progress, or the remains of one",
     }
 
 
@@ -214,7 +214,7 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_diff_of_the_same_bits_reads_none_of_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Saved by another run on another mesh; its `output` is told and does not count."""
+    """Saved by another run on another mesh; the difference in `output` is printed, but does not count."""
     other = saved(tmp_path / "other", fixture.CONFIG, (1,), fsdp=2)
     capsys.readouterr()
     for step in (other / "checkpoints" / "1", run / "checkpoints" / "1"):
@@ -255,9 +255,10 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         (["ls", tmp_path / "gpt2"], "gpt2 is a Hugging Face model, not a run"),
         (["diff", run, tmp_path / "empty"], "no checkpoint in .*/empty/checkpoints"),
         (["ls", tmp_path], "holds no checkpoints; name a run's output"),
-        (["verify", run, "--step=9"], "--step=9 is not there; there are 1, 2"),
-        (["verfy", run], "mesh-lm checkpoint needs one of ls, verify, diff, not verfy; did you mean verify?"),
-        ([], "mesh-lm checkpoint needs one of ls, verify, diff, not nothing"),
+        (["verify", run, "--step=9"], "no --step=9; there are 1, 2"),
+        (["verify"], "the following arguments are required: path; see python -m mesh_lm.checkpoint verify --help"),
+        (["list", run], "invalid choice: 'list'"),
+        ([], "the following arguments are required: ls | verify | diff"),
     ):
         status, out, err = said(capsys, *argv)
         assert (

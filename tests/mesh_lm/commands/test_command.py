@@ -1,4 +1,4 @@
-"""The command lines that are one flat dataclass: what they accept, what they say about what they do not."""
+"""Command lines that are one flat dataclass: accepted forms, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it says about what it does not."""
+"""The command line: accepted forms, and error messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WriteConfig = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
-    """Puts a config file beside the current directory; gives its relative name."""
+    """Puts a config file next to the current directory, and returns its relative path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
@@ -100,7 +100,7 @@ def problems_of(*argv: str) -> list[str]:
 
 
 def leaves(section: Any, prefix: str = "--config") -> Iterator[str]:
-    """The fields that the help shows without being asked for all."""
+    """The fields that --help shows without --help-all."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Rules):

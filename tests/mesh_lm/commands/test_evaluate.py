@@ -1,4 +1,4 @@
-"""Perplexity of given texts against one forward pass for each token, and the command that measures it."""
+"""Perplexity of texts compared with one forward pass per token, and the command that measures it."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cost(run: Path):
-    """(the tokens before it, at most SEQ; the token) -> nats, by the model's logits for that context alone."""
+    """Returns (tokens before it, at most SEQ; token) -> nats, from the model's logits for that context alone."""
     trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
@@ -50,7 +50,7 @@ def cost(run: Path):
 
 
 def test_the_mean_is_over_all_labels() -> None:
-    """Not the last batch's, nor the mean of the batches' means."""
+    """The mean over all tokens, not the last batch's, nor the mean of the batches' means."""
     batches = [{"loss": np.float32(loss), "weight": np.float32(weight)} for loss, weight in ((6, 1), (1, 2), (3, 5))]
     assert evaluation.mean_loss(lambda params, batch: {**params, **batch}, {}, batches) == 10 / 8
     assert math.isnan(evaluation.mean_loss(lambda params, batch: batch, {}, []))
@@ -88,7 +88,7 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
         ids = [tiny_run.BYTES.eod, *text.encode()]
         cases = []
         for i in range(1, len(ids)):
-            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)  # of the window that scores it
+            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)  # end of the window that scores it
             cases.append((ids[max(0, end - SEQ) : i], ids[i]))
         nats, tokens = nats + cost(cases), tokens + len(cases)
     found = json.loads((tmp_path / "r").read_text())
@@ -104,7 +104,7 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
 
 
 def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:
-    """One line, an unknown suffix, compressed, or a directory of it: the same numbers."""
+    """One line, an unknown suffix, a compressed file, or a directory: the numbers are the same."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.md").write_text(TEXTS[0])
     (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))

@@ -1,4 +1,4 @@
-"""python -m mesh_lm.generate as a user runs it."""
+"""python -m mesh_lm.generate as users run it."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ MISTAKES = [
     (["--tokens=-1"], "--tokens=-1 must be at least 0 and --batch=16 at least 1"),
     (["--temperature=-1"], "temperature=-1.0 must be at least 0 (0: always the likeliest token)"),
     (["--prompt=0123456789", "--tokens=39"],
-     "prompt 0 has 10 tokens and 39 are to follow, but model.seq_len=48; ask for 38 at most, or shorten the prompt"),
+     "prompt 0 has length 10 and 39 new tokens were requested, but model.seq_len=48; ask for 38 at most, or shorten the prompt"),
     (["--prompt", "ab" * 24], "prompt 0 has 48 tokens, but model.seq_len=48; shorten the prompt"),
     (["--mesh=data=2,foo=3"],
      "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of pipeline, data, fsdp, expert, sequence, tensor, "

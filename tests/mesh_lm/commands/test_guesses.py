@@ -1,4 +1,4 @@
-"""What people type who know other frameworks, or who have not read the help: the answer names what they meant."""
+"""Names that users of other frameworks type, or guess: the error suggests the right one."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def test_a_config_by_its_name() -> None:
 
 
 def test_both_spellings_are_one() -> None:
-    """With --config. or without; where a command has an option of a field's name, only the long one is the config's."""
+    """With --config. or without it; if a command has an option with a field's name, only the long form is the config's."""
     words = ["train.steps=3", "model.d_model=64", "output=runs/mine", "rules=fsdp"]
     assert parse([f"--{word}" for word in words]) == parse([f"--config.{word}" for word in words])
 
@@ -86,7 +86,7 @@ def test_every_guess_leads_somewhere() -> None:
 
 
 def test_few_fields_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """At most 90; the others are for experts, shown on request, and set like any other."""
+    """At most 90; expert fields are shown on request, and set like any other."""
     fields = leaves(load("gpt_tiny"))
     shown = {}
     for flag in ("--help", "--help-all", "--help=all"):

@@ -1,4 +1,4 @@
-"""`mesh-lm`: what it lists, what it answers to what it does not know, and what it does not import."""
+"""`mesh-lm`: its list of commands, its errors, and the packages that it does not import."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ COMPLETED = {
 
 
 def test_bash_completes(tmp_path: Path) -> None:
-    """In a real shell, with the script that is printed."""
+    """Runs the printed script in a real shell."""
     printed = subprocess.run([sys.executable, "-m", "mesh_lm", "--print-completion", "bash"], cwd=ROOT, capture_output=True, check=True)
     (tmp_path / "mesh-lm.bash").write_bytes(printed.stdout)
     lines = [f". {tmp_path}/mesh-lm.bash"]
@@ -91,11 +91,11 @@ LIGHT = {
     "bench": HEAVY,
     "train --help": ("flax", "optax", "orbax", "grain", "matplotlib"),
 }
-"""Words -> packages that are not imported for them."""
+"""Command line -> packages that it must not import."""
 
 
 def test_what_help_and_mistakes_do_not_import() -> None:
-    """Each import costs the one who asks: JAX alone about a second on two cores."""
+    """Each import costs the user time: JAX alone about a second on two cores."""
     code = (
         "import io, json, os, sys\n"
         "from mesh_lm.commands.main import main\n"
@@ -116,7 +116,7 @@ def test_what_help_and_mistakes_do_not_import() -> None:
 
 
 def test_both_doors_are_one() -> None:
-    """`python -m mesh_lm.X` and `mesh-lm X`; the one of the launcher ends with the status that the launcher has for mistakes."""
+    """`python -m mesh_lm.X` and `mesh-lm X`; the launcher exits with its own status for mistakes."""
     for words in (["-m", "mesh_lm", "launch"], ["-m", "mesh_lm.launch"]):
         done = subprocess.run([sys.executable, *words, "nowhere.py"], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: nowhere.py: no such script in {ROOT}\n")

@@ -27,7 +27,7 @@ def shown(*argv: str, width: int = 120) -> str:
 
 
 def test_the_screen() -> None:
-    """Where all of it fits, a letter is one unit of time: at V=1, stage 3 has F and B of a microbatch together, and no pause."""
+    """If the chart fits, a letter is one unit of time: at V=1, stage 3 runs F and B of a microbatch back to back, without a pause."""
     lines = shown("--stages=4", "--microbatches=8").splitlines()
     assert lines[0].startswith("1f1b: 4 stages, 8 microbatches; eager 1F1B")
     assert lines[2:7] == [
@@ -86,7 +86,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_trace() -> None:
-    """Two ops of one stage do not overlap; microseconds; what needs what comes first."""
+    """Two ops of one stage do not overlap, times are in microseconds, and an op starts after its inputs."""
     events = trace.chrome_trace([timeline(make_schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")])["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(0, 0): "stage 0", (0, 1): "stage 1"}
@@ -98,7 +98,7 @@ def test_a_trace() -> None:
 
 
 def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
-    """Three microbatches in two chunks: compared with the schedules of one chunk only."""
+    """Three microbatches in two chunks are compared only with the schedules of one chunk."""
     order = [
         [f"{v}F{m}" for v in (p, p + 2) for m in range(3)] + [f"{v}B{m}" for v in (p + 2, p) for m in range(3)]
         for p in range(2)

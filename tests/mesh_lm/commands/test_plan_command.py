@@ -1,4 +1,4 @@
-"""What --plan asks for, and what can be said without compiling."""
+"""The options of --plan, and the results that need no compilation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
 
 
 def test_a_plan_by_its_own_command() -> None:
-    """--output is the report's there; the run's is --config.output."""
+    """There --output is the report's; the run's is --config.output."""
     words = ["gpt_tiny", "--devices=8", "--output=report.html", "--config.output=runs/mine", "--rules=fsdp"]
     planned, config = parse(words, "mesh-lm plan")
     assert (planned, config.output, config.rules.name) == (Plan("report.html", devices=8), "runs/mine", "fsdp")
@@ -49,7 +49,7 @@ def test_a_plan_by_its_own_command() -> None:
     [
         (["--devices=8"], "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8"),
         (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
-        (["--plan=report.pdf"], "--plan=report.pdf: expected a file that ends in .html or .json, or nothing for the screen"),
+        (["--plan=report.pdf"], "report.pdf: the report is a file that ends in .html or .json; without a file it goes to the screen"),
         (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
         (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
         (["--plan", "--devices=many"], "--devices=many: expected int"),
@@ -145,7 +145,7 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
 
 
 def test_the_largest_microbatch_in_stages() -> None:
-    """What a pipeline keeps grows with its microbatches, and their number must suit its schedule: of what is tried, and what is advised."""
+    """A pipeline's memory grows with its microbatches, whose number must suit the schedule, in each attempt and in the advice."""
     n_devices, config = 1024, load("configs/gpt_175b.py")
     mesh = check(config, n_devices).mesh
 
@@ -164,7 +164,7 @@ def test_the_largest_microbatch_in_stages() -> None:
 
 
 def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
-    """Names, shapes and dtypes: the program that was compiled is the one that will run."""
+    """The compiled program has the names, shapes and dtypes of the one that will run."""
     import jax
     import numpy as np
 

@@ -153,9 +153,9 @@ def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
         of = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
         of = dataclasses.replace(of, data=dataclasses.replace(of.data, threads=threads, prefetch=3))
         made = batches(of)
-        index = made._blended.order._index
+        index = made._order._order._index
         read(made, 10)
-        assert made._blended.order._index is index
+        assert made._order._order._index is index
         assert len(index["members"]) <= 10 * BATCH + (3 + 2) * BATCH
 
 
@@ -164,7 +164,7 @@ def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
     of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
     small = dataclasses.replace(of, train=dataclasses.replace(of.train, global_batch=BATCH // 2))
     state = batches(small).state(4 * BATCH // 2)
-    index = batches(of, state, 4)._blended.order
+    index = batches(of, state, 4)._order
     assert len(index) == 4 * BATCH // 2 + 4 * BATCH
 
 

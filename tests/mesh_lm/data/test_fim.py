@@ -102,7 +102,7 @@ def test_length_is_kept_and_padding_does_not_count():
     assert n < 35 and (window[n:] == EOD).all() and window[n - 1] != EOD
 
 
-def test_a_cut_character_is_left_alone():
+def test_a_split_character_is_left_alone():
     window = np.array([*"höher".encode()[2:], EOD, *b"abc", EOD, EOD, EOD, EOD], np.int32)
     arranged = window.copy()
     make()(arranged, 3)

@@ -87,7 +87,7 @@ def test_a_line_is_read_once(tmp_path: Path):
 
     found = []
     for start in range(0, size, 100):
-        segment = plan.FileRange(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), whole=False)
+        segment = plan.FileRange(str(tmp_path / "x"), "jsonl", start, min(start + 100, size), entire_file=False)
         with io.BufferedReader(Counted(str(tmp_path / "x")), 1) as file:
             found += worker._lines(file, segment)
     assert found == [(0, b"a" * 10_000 + b"\n"), (10_001, b"b\n")]

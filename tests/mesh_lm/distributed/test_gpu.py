@@ -1,4 +1,4 @@
-"""XLA's flags for the GPU that is there, from what the driver says of it; no GPU. JAX only where XLA is asked what it makes of them."""
+"""XLA's flags for a GPU, chosen by the name that the driver reports. No GPU is needed, and JAX only to compile with the flags."""
 
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def test_the_same_bits_are_refused_where_they_cannot_be_had(driver: Path, tmp_pa
 
 @pytest.mark.deviceless
 def test_xla_sorts_before_it_adds_up_an_embeddings_gradient(driver: Path, tmp_path: Path) -> None:
-    """What the flag changes in a program without convolutions: rows of one token are added in one order. No loop over the tokens."""
+    """The flag's effect on a program without convolutions: rows of one token are added in a fixed order, without a loop over tokens."""
     environment: dict[str, str] = {}
     set_flags("none", environment, driver, deterministic=tmp_path / "kept")
     flags: dict[str, Any] = dict(word.lstrip("-").split("=") for word in environment["XLA_FLAGS"].split())

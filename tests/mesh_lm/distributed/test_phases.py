@@ -1,4 +1,4 @@
-"""Phases, heartbeat, watchdog and goodput: one clock, and what is made of it."""
+"""Phases, heartbeat, watchdog and goodput, which share one clock."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def life(directory: Path, born: float, first: int, last: int, **seconds: float) 
 
 
 def test_goodput_over_lives(tmp_path: Path) -> None:
-    """30 steps, of which 10 are done again; 5 s when nobody ran."""
+    """30 steps, of which 10 are repeated; 5 s in which no process ran."""
     life(tmp_path, 1000, 0, 30, step=60.0, compile=10.0)
     life(tmp_path, 1075, 20, 50, step=60.0, compile=5.0)
     (tmp_path / "broken.json").write_text("{")
@@ -163,7 +163,7 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
 
 
 def test_what_is_lost_is_a_share_of_the_life_that_did_it(tmp_path: Path) -> None:
-    """Half of the second life's ten steps, which took 4 s each, and none of the first's 90."""
+    """Half of the second life's ten steps of 4 s are lost, and none of the first life's 90."""
     life(tmp_path, 1000, 0, 90, step=90.0)
     life(tmp_path, 1100, 90, 100, step=40.0)
     life(tmp_path, 1200, 95, 100, step=20.0)
@@ -189,7 +189,7 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
-    """One start: 10 steps of 2 s, back to step 6 after a restore of 3 s, and on to step 12."""
+    """One start: 10 steps of 2 s, a rollback to step 6 with a restore of 3 s, and steps up to 12."""
     clock = Clock()
     phases = Phases(clock)
     kept = Goodput(tmp_path, phases, first=0)

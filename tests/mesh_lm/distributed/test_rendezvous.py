@@ -1,4 +1,4 @@
-"""Processes that meet, or say why not: threads stand for processes."""
+"""The rendezvous, with threads in place of processes."""
 
 import copy
 import socket
@@ -16,7 +16,7 @@ RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/
 
 
 def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
-    """What each process says; empty where all is well."""
+    """Returns each process's error; empty if there is none."""
 
     def one(slot: ProcessSlot, description: dict) -> str:
         time.sleep(0.7 if slot.index in late else 0)
@@ -39,7 +39,7 @@ def slots(count: int, *indices: int) -> list[ProcessSlot]:
 
 
 def test_they_meet_again_and_again_at_one_address() -> None:
-    """JAX listens there right after; a socket that lingers would be in its way."""
+    """JAX listens on the port right after; a lingering socket would prevent it."""
     three = slots(3)
     for _ in range(3):
         assert outcomes(three, [RUN] * 3) == ["", "", ""]

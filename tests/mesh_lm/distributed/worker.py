@@ -1,4 +1,4 @@
-"""One process of a run: trains by train.py, then writes down the bits of initialisation, batches and dropout masks.
+"""One process of a run: trains with train.py, then writes digests of initialisation, batches and dropout masks.
 
 Started by test_processes.py, through `python -m mesh_lm.launch` or through Slurm: worker.py OUTPUT train.py's arguments ...
 """
@@ -30,7 +30,7 @@ from sharding_rules import Shard, make_mesh
 
 
 def digest(tree: Any) -> dict[str, str]:
-    """SHA-256 of every leaf, whole."""
+    """Returns the SHA-256 of every full leaf."""
     whole = multihost_utils.process_allgather(tree, tiled=True)
     return {
         jax.tree_util.keystr(path): hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""config.json both ways, and what cannot be said in the other language."""
+"""Conversion of config.json in both directions, and errors for fields without an equivalent."""
 
 import dataclasses
 import json
@@ -26,10 +26,10 @@ LLAMA_3_2_1B = {
                      "rope_type": "llama3"},
     "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 128256,
 }  # fmt: skip
-"""In the form of transformers 4, with the published sizes."""
+"""A config in the format of transformers 4, with the published sizes."""
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
         "n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05}  # fmt: skip
-"""As published, before many fields had a name."""
+"""A config as published, before many fields existed."""
 QWEN3_0_6B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
               "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
               "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
@@ -79,8 +79,8 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 def test_an_unknown_class(tmp_path: Path) -> None:
     lines = refused(written(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
     known = "GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM"
-    assert lines == [f"DIR/config.json: the class of the model is MambaForCausalLM; mesh_lm knows {known}"]
-    assert "the class of the model is bert;" in refused(written(tmp_path, {"model_type": "bert"}))[0]
+    assert lines == [f"DIR/config.json: the model class is MambaForCausalLM; mesh_lm supports {known}"]
+    assert "the model class is bert;" in refused(written(tmp_path, {"model_type": "bert"}))[0]
 
 
 def test_every_unsupported_field_at_once(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_every_unsupported_field_at_once(tmp_path: Path) -> None:
     changes = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "hidden_size": "2048", "rope_scaling": rope}
     described = {key: value for key, value in (LLAMA_3_2_1B | changes).items() if key != "num_hidden_layers"}
     assert refused(written(tmp_path, described), seq_length=5) == [
-        "DIR/config.json (LlamaForCausalLM) is not a model that mesh_lm can hold",
+        "DIR/config.json (LlamaForCausalLM) cannot be imported",
         "num_hidden_layers is missing",
         'hidden_size="2048" should be int',
         'hidden_act="gelu": supported is "silu" or "swish"',
@@ -151,7 +151,7 @@ def test_a_model_without_a_family() -> None:
     with pytest.raises(ConfigError) as caught:
         to_json(LLAMA, "float32")
     assert str(caught.value).split("\n  - ") == [
-        "no class of transformers that mesh_lm knows can hold this model; LlamaForCausalLM needs",
+        "no supported class of transformers can express this model; LlamaForCausalLM needs",
         "model.softcap=0.0, not 0.5",
         "model.head_softcap=0.0, not 5.0",
         "model.sinks=False, not True",
@@ -162,11 +162,11 @@ def test_a_model_without_a_family() -> None:
     ):
         to_json(dataclasses.replace(GPT, n_kv_heads=2, head_dim=4), "float32")
     assert to_json(dataclasses.replace(GPT, window=(0,)), "float32")["n_layer"] == 2
-    with pytest.raises(ConfigError, match="a RecurrentConfig cannot be written for Hugging Face"):
+    with pytest.raises(ConfigError, match="a RecurrentConfig cannot be exported to Hugging Face"):
         to_json(OtherConfig(), "float32")  # type: ignore[arg-type]
 
 
-def test_a_stretched_context_is_the_one_told() -> None:
-    """transformers and servers refuse texts beyond max_position_embeddings; a short sequence in training is no limit of the model."""
+def test_an_extended_context_is_exported() -> None:
+    """transformers refuses texts beyond max_position_embeddings, but a short training sequence does not limit the model."""
     config = dataclasses.replace(huggingface.config_of(FIXTURES / "llama3"), seq_len=8)
     assert to_json(config, "float32")["max_position_embeddings"] == 64

@@ -1,4 +1,4 @@
-"""What is written is what was read, bit for bit, and what transformers loads."""
+"""Exported weights are bit-identical to the imported ones, and transformers loads them."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
-    """From a mesh, in several files."""
+    """Exports from a mesh to several files."""
     found = golden(name, "2 x 4")
     huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32", max_shard_bytes=16_000)
     wanted = tensors(FIXTURES / name)
@@ -52,14 +52,14 @@ def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
 
 
 def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
-    """Layers are written and read in model order, each device reading its part."""
+    """Layers are written and read in model order; each device reads its shard."""
     config = dataclasses.replace(golden("gpt2").layout.config, n_layers=3)
     layout = ModelLayout.of(config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2)))
     params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
     huggingface.save(tmp_path / "out", layout, params, dtype="float32")
     found = huggingface.load(tmp_path / "out", layout)
     assert {name: x.sharding for name, x in found.items()} == layout.canonical_shardings("params")
-    row = np.arange(layout.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # what pads the vocabulary is 0
+    row = np.arange(layout.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # padding of the vocabulary is 0
     for name, x in params.items():
         np.testing.assert_array_equal(found[name], np.where(row, x, 0) if name == "embedding" else x)
 
@@ -77,7 +77,7 @@ def test_bfloat16_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever kills it: config.json, without which no directory is a model, is written last; and the name is taken last of all."""
+    """A killed export leaves no model: config.json is written last, and then the directory is renamed into place."""
     found, order = golden("gpt2"), []
     real = files.write
 
@@ -98,7 +98,7 @@ def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_refusals(tmp_path: Path) -> None:
     found = golden("gpt2")
     (tmp_path / "a").touch()
-    with pytest.raises(ConfigError, match="is there already and not empty; name another directory"):
+    with pytest.raises(ConfigError, match="exists and is not empty; name another directory"):
         huggingface.save(tmp_path, found.layout, found.params)
     with pytest.raises(ConfigError, match="dtype=int8: expected one of bfloat16, float16, float32"):
         huggingface.save(tmp_path / "b", found.layout, found.params, dtype="int8")  # type: ignore[arg-type]

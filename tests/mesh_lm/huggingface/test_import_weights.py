@@ -1,4 +1,4 @@
-"""What transformers saved gives the logits that transformers computed, on any mesh; what is damaged is refused whole."""
+"""Imported weights give the logits of transformers on any mesh; damaged files are refused before any weight is read."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers(name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_golden_logits_see_every_parameter(name: str) -> None:
-    """One that landed anywhere else would show."""
+    """Misplacing any parameter changes the logits."""
     found = golden(name)
     for leaf, x in found.params.items():
         moved = jax.device_put(np.roll(np.asarray(x), 1, axis=-1), x.sharding)
@@ -73,7 +73,7 @@ def test_the_loss_gives_padding_no_probability() -> None:
 
 
 def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many replicas there are."""
+    """Each number is read once for any number of replicas."""
     numbers, read = [], files.StoredTensor.read
     monkeypatch.setattr(files.StoredTensor, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
     layout = ModelLayout.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
@@ -82,7 +82,7 @@ def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loaded_parameters_may_be_donated() -> None:
-    """A train step gives them away; parts of host memory that devices share must not be written to."""
+    """A train step donates the arrays; host memory that devices share must not be overwritten."""
     layout = ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp", data=8))
     params = huggingface.load(FIXTURES / "gpt2", layout)
     before = {name: np.array(x) for name, x in params.items()}
@@ -107,7 +107,7 @@ def test_a_shorter_sequence_takes_the_first_positions() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Llama in two files."""
+    """A Llama model in two files."""
     return Path(shutil.copytree(FIXTURES / "llama3", tmp_path / "llama3"))
 
 
@@ -118,7 +118,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def change(directory: Path, file: str, **changes: np.ndarray | None) -> None:
-    """Rewrites a file with tensors added, replaced or (None) taken away; names with __ for dots."""
+    """Rewrites a file with tensors added, replaced or (None) removed; names have __ for dots."""
     here = [s for s in files.scan(directory)[0].values() if s.shape and s.file.name == file]
     kept = {s.name: s.read((slice(None),) * len(s.shape)) for s in here}
     kept |= {name.replace("__", "."): x for name, x in changes.items()}  # type: ignore[dict-item]
@@ -134,7 +134,7 @@ def load(directory: Path, **changes: object) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_without_the_prefix(name: str, tmp_path: Path) -> None:
-    """As the model without its head is saved, with a copy of the tied head and the masks of old files."""
+    """Reads files of a model without its head, with a copy of the tied head and the masks of old files."""
     shutil.copyfile(FIXTURES / name / "config.json", tmp_path / "config.json")
     whole = {n.removeprefix("transformer.").removeprefix("model."): x for n, x in tensors(FIXTURES / name).items()}
     if name == "gpt2":
@@ -158,7 +158,7 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
 
 
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
-    """The lines of the refusal, the directory's own name left out; no weight may be read."""
+    """Returns the lines of the error without the directory's name; no weight may be read."""
     monkeypatch.setattr(files.StoredTensor, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError) as caught:
         load(directory, **changes)
@@ -178,9 +178,9 @@ def test_every_problem_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (copy / files.INDEX).write_text(json.dumps({"weight_map": at}))
     assert refused(copy, monkeypatch) == [
         "DIR cannot be read",
-        f"{at[norm]}: {norm} is not in it, though {files.INDEX} says so",
+        f"{at[norm]}: {norm} is missing, but {files.INDEX} lists it",
         "lm_head.weight is missing (head)",
-        f"{at[up]}: {up} is (40, 17), and blocks.mlp.up.weight of this config needs (40, 16)",
+        f"{at[up]}: {up} has shape (40, 17), but blocks.mlp.up.weight of this config needs (40, 16)",
         f"{first}: model.layers.0.self_attn.q_proj.bias is not a tensor of this model",
     ]
 
@@ -209,18 +209,18 @@ def test_no_weights_or_no_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_another_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Differences that no shape shows, too; sequence length and rotary scaling may differ."""
+    """Detects differences that no shape reveals; sequence length and rotary scaling may differ."""
     lines = refused(
         copy, monkeypatch, n_heads=2, head_dim=8, n_kv_heads=1, norm_eps=1e-5, tied=True, softcap=3.0, seq_len=9, rope_theta=7.0
     )
     assert lines == [
-        "DIR is another model than this config's",
-        "model.n_heads=2: it is 4 in DIR",
-        "model.n_kv_heads=1: it is 2 in DIR",
-        "model.head_dim=8: it is 4 in DIR",
-        "model.norm_eps=1e-05: it is 0.001 in DIR",
-        "model.tied=True: it is False in DIR",
-        "model.softcap=3.0: it is 0.0 in DIR",
+        "DIR is a different model from this config's",
+        "model.n_heads=2: DIR has 4",
+        "model.n_kv_heads=1: DIR has 2",
+        "model.head_dim=8: DIR has 4",
+        "model.norm_eps=1e-05: DIR has 0.001",
+        "model.tied=True: DIR has False",
+        "model.softcap=3.0: DIR has 0.0",
     ]
     monkeypatch.undo()
     gpt2 = ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2"), shard_on("ddp"))

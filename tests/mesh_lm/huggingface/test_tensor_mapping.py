@@ -1,4 +1,4 @@
-"""Rows as pure NumPy: any part of ours from theirs, and back, is the same numbers."""
+"""Tensor mappings in NumPy: any part of our array can be read from their tensors, and written back unchanged."""
 
 import math
 
@@ -16,16 +16,16 @@ ROWS = list(dict.fromkeys(row for family in FAMILIES for row in family.mappings)
 def sizes_of(data: st.DataObject, row: TensorMapping) -> dict[str, int]:
     sizes = {d: data.draw(st.integers(1, 4), label=d) for d in row.dims}
     if "f" in sizes:
-        sizes["f"] = 3 if "f" in row.layout else len(row.theirs)
+        sizes["f"] = 3 if "f" in row.layout else len(row.hf_names)
     return sizes
 
 
 def written(row: TensorMapping, ours: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     layers = ours if "L" in row.dims else ours[None]
-    return {name.format(i): x for i, layer in enumerate(layers) for name, x in zip(row.theirs, row.write(layer, sizes), strict=True)}
+    return {name.format(i): x for i, layer in enumerate(layers) for name, x in zip(row.hf_names, row.write(layer, sizes), strict=True)}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ours}: {row.layout}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.param}: {row.layout}")
 @given(data=st.data())
 def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataObject) -> None:
     sizes = sizes_of(data, row)
@@ -48,8 +48,8 @@ def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataO
 
 
 @given(vocab=st.integers(1, 9), padding=st.integers(0, 5), data=st.data())
-def test_padding_is_zero_and_is_cut(vocab: int, padding: int, data: st.DataObject) -> None:
-    row = next(row for row in ROWS if row.ours == "head")
+def test_padding_is_zero_and_is_dropped(vocab: int, padding: int, data: st.DataObject) -> None:
+    row = next(row for row in ROWS if row.param == "head")
     table, sizes = np.arange(1, 2 * vocab + 1, dtype=np.int32).reshape(vocab, 2), {"V": vocab, "D": 2}
     padded = np.concatenate([table, np.zeros((padding, 2), np.int32)])
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, vocab + padding)] * 2)))
@@ -61,10 +61,10 @@ def test_padding_is_zero_and_is_cut(vocab: int, padding: int, data: st.DataObjec
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 @pytest.mark.parametrize("grouped", [True, False])
 def test_each_tensor_has_one_place(family: Family, grouped: bool) -> None:
-    """With the rows that one model uses: those for grouped queries or the one for as many kv heads as heads."""
+    """Uses the mappings of one model: those for grouped queries, or the one for n_kv_heads = n_heads."""
     left_out = "blocks.attention.qkv." if grouped else ("blocks.attention.q.", "blocks.attention.kv.")
-    rows = [row for row in family.mappings if family.model_type == "gpt2" or not row.ours.startswith(left_out)]
-    assert len({row.ours for row in rows}) == len(rows)
+    rows = [row for row in family.mappings if family.model_type == "gpt2" or not row.param.startswith(left_out)]
+    assert len({row.param for row in rows}) == len(rows)
     names = [name for row in rows for name in row.names({"L": 3})]
     assert len(set(names)) == len(names)
     assert all(name.startswith((family.base, "lm_head.")) for name in names)

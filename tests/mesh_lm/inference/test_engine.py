@@ -1,4 +1,4 @@
-"""Generation with a cache against a loop that reads the whole text for every token, on one device and by every kind of rules."""
+"""Compares cached generation with a loop that reads the full text for every token, on one device and with all kinds of rules."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 def layout_on(name: str, rules: str, **mesh: int) -> ModelLayout:
     shard = shard_on(rules, **mesh)
-    if mesh.get("tensor", 1) > MODELS[name].kv_heads:  # then the kv heads are replicated, and each device takes its own
+    if mesh.get("tensor", 1) > MODELS[name].kv_heads:  # the kv heads are then replicated, and each device uses its own
         rows = {"kv_heads": None}
         shard = shard_on(shard.rules.replace(params=rows, activations=rows), **mesh)
     return ModelLayout.of(MODELS[name], shard)
@@ -44,7 +44,7 @@ def placed(name: str, layout: ModelLayout) -> dict[str, jax.Array]:
 
 @functools.cache
 def full_logits(name: str):
-    """(tokens [B, SEQ]) -> logits [B, SEQ, V] of the model as it is trained."""
+    """Returns a function from tokens [B, SEQ] to the logits [B, SEQ, V] of the model in training."""
     layout = ModelLayout.of(MODELS[name], shard_on("ddp"))
     run = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens)))
     return lambda tokens: run(weights(name), tokens)
@@ -52,7 +52,7 @@ def full_logits(name: str):
 
 @functools.cache
 def reference(name: str, sampling: Sampling, seed: int = 5) -> tuple[list[list[int]], list[list[float]]]:
-    """No cache, no padding before the text: tokens and log-probabilities of each prompt."""
+    """Returns tokens and log-probabilities of each prompt, computed without a cache or left padding."""
     texts, logprobs = [list(p) for p in PROMPTS], [[] for _ in PROMPTS]
     choose = jax.jit(sampling.choose)
     for _ in range(NEW):
@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rules", "mesh", "sampling"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
+def test_equals_generation_without_a_cache(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
     layout = layout_on(name, rules, **mesh)
     engine = Engine(layout, placed(name, layout), sampling)
     session = engine.start(PROMPTS, NEW, seed=5)
@@ -98,7 +98,7 @@ def test_equals_reading_everything_anew(name: str, rules: str, mesh: dict[str, i
 
 
 def test_attention_named_for_training_need_not_serve_generation() -> None:
-    """cuDNN has no segment ids, and is not here at all."""
+    """cuDNN supports no segment ids, and is not available here."""
     layout = ModelLayout.of(dataclasses.replace(MODELS["gpt"], attention="cudnn"), shard_on("ddp"))
     made = Engine(layout, placed("gpt", layout), GREEDY).start(PROMPTS, NEW, seed=5).advance()
     assert [[token for token, _ in row] for row in made] == reference("gpt", GREEDY)[0]
@@ -132,7 +132,7 @@ def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
 
 
 def test_a_row_does_not_see_the_others() -> None:
-    """Alone, in another batch and with another padding, row 2 writes the same text; another seed or row number, another one."""
+    """Row 2 generates the same text alone, in another batch and with another padding; another seed or row number gives another text."""
     layout = layout_on("gpt", "ddp")
     engine = Engine(layout, placed("gpt", layout), SAMPLED)
 
@@ -160,7 +160,7 @@ def test_a_row_ends_at_its_stop_id() -> None:
 
 
 def test_a_model_without_a_cache() -> None:
-    """docs/custom_model.py has `logits` alone, and a state that padding must not enter."""
+    """docs/custom_model.py has only `logits`, and a recurrent state that padding must not change."""
     config = files.load("docs/custom_model.py")
     model = dataclasses.replace(config.model, vocab_size=256, seq_len=SEQ, n_layers=2, d_model=32, d_state=24)
     layout = ModelLayout.of(model, shard_on(config.rules, fsdp=4, tensor=2))
@@ -179,7 +179,7 @@ def test_a_model_without_a_cache() -> None:
     ("name", "rules", "mesh"), [("gpt", "ddp", {}), ("llama", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
-    """Against the logits, for sequences of all lengths, more than a batch of them."""
+    """Compares scores with the logits for sequences of all lengths, in more than one batch."""
     random = np.random.default_rng(2)
     sequences = [random.integers(0, VOCAB, n).tolist() for n in (2, SEQ + 1, 5, 9, 3, SEQ, 7, 4, 12)]
     layout = layout_on(name, rules, **mesh)
@@ -199,7 +199,7 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
     assert scores[1].greedy[-1]
 
 
-def test_sequences_are_cut_nowhere() -> None:
+def test_sequences_are_not_sharded() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     whole = without_sequence_sharding(layout)
     assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)
@@ -211,9 +211,13 @@ def test_sequences_are_cut_nowhere() -> None:
     [
         ([], 1, "no prompts"),
         ([[1]], 0, "0 new tokens: ask for at least 1"),
-        ([[1], []], 1, "prompt 1 has no tokens; start a text from nothing with the end-of-document token"),
-        ([[1, VOCAB]], 1, f"prompt 0 has token ids from 1 to {VOCAB}; the model's go from 0 to {VOCAB - 1}"),
-        ([[1] * 10], 7, "prompt 0 has 10 tokens and 7 are to follow, but model.seq_len=16; ask for 6 at most, or shorten the prompt"),
+        ([[1], []], 1, "prompt 1 has no tokens; to start without a prompt, use the end-of-document token"),
+        ([[1, VOCAB]], 1, f"prompt 0 has token ids from 1 to {VOCAB}; the model has ids 0 to {VOCAB - 1}"),
+        (
+            [[1] * 10],
+            7,
+            "prompt 0 has length 10 and 7 new tokens were requested, but model.seq_len=16; ask for 6 at most, or shorten the prompt",
+        ),
         ([[1] * 16], 1, "prompt 0 has 16 tokens, but model.seq_len=16; shorten the prompt"),
     ],
 )

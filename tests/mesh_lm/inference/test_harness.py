@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a tiny checkpoint, offline: its scores are those that follow from the model's logits."""
+"""Runs lm-evaluation-harness offline on a tiny checkpoint and compares scores with the model's logits."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logprobs(run: Path):
-    """Log-probabilities [n, V] of the token after each of n, at most SEQ, from the model's own logits."""
+    """Returns log-probabilities [n, V] of the token after each of n <= SEQ tokens, from the model's logits."""
     trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
@@ -93,7 +93,7 @@ def continuation(logprobs, context: list[int], text: str) -> tuple[float, bool]:
 
 
 def rolling(logprobs, text: str) -> float:
-    """The example of the harness's documentation: further windows end with what is new, and are as full as they can be."""
+    """The example of the harness's documentation: later windows end with new tokens and are filled with context."""
     ids, total, done = [EOD, *text.encode()], 0.0, 0
     while done < len(ids) - 1:
         new = min(SEQ, len(ids) - 1 - done)
@@ -115,7 +115,7 @@ def greedy(logprobs, prompt: str, n: int) -> str:
 
 
 def test_requests(run: Path, logprobs) -> None:
-    """What the harness asks for, without the harness: contexts that are empty, or too long, and answers in the order of the prompts."""
+    """Requests without the harness: empty or overlong contexts, and answers in the order of the prompts."""
     requests = Requests(TrainedModel.load(run, mesh=MeshConfig(data=8)), batch=8, start=EOD)
     likeliest = chr(logprobs([97])[-1, :128].argmax())
     pairs = [("a", "bcd"), ("", "xy"), ("long " * 20, "tail"), ("a", likeliest), ("a", "z" * SEQ), ("b", "")]

@@ -1,4 +1,4 @@
-"""What is drawn from known logits."""
+"""Tests of sampling from known logits."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_frequencies(sampling: Sampling, kept, wanted: np.ndarray) -> None:
 
 
 def test_equal_logits() -> None:
-    """Exactly k are drawn from, and greedy takes the first."""
+    """Exactly k tokens are drawn, and greedy takes the first one."""
     logits = jnp.zeros((N, 6))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(N))
     assert len(set(np.asarray(jax.jit(Sampling(1, 2, 1).choose)(logits, keys)).tolist())) == 2

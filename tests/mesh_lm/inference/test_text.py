@@ -1,4 +1,4 @@
-"""Prompts to texts: stop strings, streaming, batches of several sizes."""
+"""Tests of text generation: stop strings, streaming, batches of several sizes."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def texts(**options) -> list:
 
 
 def test_a_text_depends_on_its_row_alone() -> None:
-    """Batches of two, streamed in one piece or in many: the same texts."""
+    """Batches of two, one stream or many pieces give the same texts."""
     made = texts()
     assert [len(c.tokens) for c in made if c.reason == "length"] == [NEW] * sum(c.reason == "length" for c in made)
     assert len({c.text for c in made}) == len(PROMPTS)
@@ -49,7 +49,7 @@ def test_a_text_depends_on_its_row_alone() -> None:
 
 
 def test_stop_strings() -> None:
-    """Each text is cut where its stop string starts, though several tokens make it, and rows end one by one."""
+    """Each text ends where its stop string starts, even if that spans tokens, and rows end independently."""
     whole = texts()
     stop = tuple(c.text[at : at + 3] for c, at in zip(whole, (4, 9, 2, 7, 5), strict=True))
     found = texts(stop=stop)
@@ -61,7 +61,7 @@ def test_stop_strings() -> None:
 
 
 def test_the_end_of_a_document() -> None:
-    """It ends a text where it is a stop id, and is spelled out where it is not."""
+    """The EOD ends a text if it is a stop id, and is spelled out otherwise."""
     eod = CompletionWriter(BYTES, [65], stop_ids=[BYTES.eod])
     eod.push([(66, -1.0), (BYTES.eod, -2.0), (67, -3.0)])
     assert dataclasses.astuple(eod.completion()) == ("B", [66, BYTES.eod], [-1.0, -2.0], "stop")
@@ -73,7 +73,7 @@ def test_the_end_of_a_document() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.text("abé", max_size=12), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3), st.data())
 def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -> None:
-    """Whatever the pieces: nothing is shown that is taken back, and what is shown ends at the first stop string that is complete."""
+    """For any pieces, shown text is never revised and ends at the first complete stop string."""
     tokens = [(token, 0.0) for token in BYTES.encode_batch([text])[0].tolist()]
     writer, shown = CompletionWriter(BYTES, [], stop), ""
     while tokens and writer.reason == "length":
@@ -107,9 +107,9 @@ def test_mistakes() -> None:
     started = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(generator().engine), "start", lambda *_, **__: started.append(1))
-        with pytest.raises(ConfigError, match="prompt 4 has 47 tokens and 2 are to follow"):
+        with pytest.raises(ConfigError, match="prompt 4 has length 47 and 2 new tokens were requested"):
             generator().complete([*"abcd", "e" * 47], 2)
     assert not started, "the first of many prompts are not answered before the last is known to be wrong"
     small = ModelLayout.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
-    with pytest.raises(ConfigError, match="the tokenizer makes 257 ids and the model knows 256: they do not belong together"):
+    with pytest.raises(ConfigError, match="the tokenizer has 257 ids and the model 256: the model was trained with another tokenizer"):
         Generator(small, {}, BYTES)

@@ -1,4 +1,4 @@
-"""A trained model from a run's directory: its config back from JSON, its weights on another mesh, its own tokenizer."""
+"""Loading a trained model from a run's directory: its config from JSON, its weights on another mesh, its tokenizer."""
 
 import dataclasses
 import json
@@ -22,14 +22,14 @@ COMPILE_BUDGET = 22
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The fixture's checkpoint with a tokenizer beside it, as train.py leaves them."""
+    """The fixture's checkpoint with a tokenizer, as train.py writes them."""
     shutil.copytree(fixture.OUTPUT, tmp_path / "run")
     keep_tokenizer(str(tmp_path / "run"), load_tokenizer("bytes"))
     return tmp_path / "run"
 
 
 def describe(run: Path, **changes: object) -> None:
-    """Changes the JSON that the checkpoint's data is."""
+    """Changes the JSON of the checkpoint's data position."""
     path = run / "checkpoints" / str(fixture.STEP) / "data" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -78,7 +78,7 @@ def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
         TrainedModel.load(run, mesh=MeshConfig(tensor=3))
 
 
-def test_stages_of_training_are_folded_into_fsdp(run: Path) -> None:
+def test_stages_of_training_are_merged_into_fsdp(run: Path) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
     saved = json.loads(path.read_text())
     saved["config"]["mesh"] |= {"pipeline": 2, "data": 2, "tensor": 2}
@@ -98,10 +98,10 @@ def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
     TrainedModel.load(run)
     (tmp_path / "other").mkdir()
     other = Tokenizer.train(["some text"], 257).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"other.* is not the tokenizer that .*run was trained with: its ids mean something else"):
+    with pytest.raises(ConfigError, match=r"other.* is not the tokenizer that .*run was trained with: its ids have other meanings"):
         TrainedModel.load(run, tokenizer=str(other))
     shutil.rmtree(run / "tokenizer")
-    with pytest.raises(ConfigError, match=r"no tokenizer is kept in .*; name the one that .* was trained with: --tokenizer="):
+    with pytest.raises(ConfigError, match=r"no tokenizer is stored in .*; name the one that .* was trained with: --tokenizer="):
         TrainedModel.load(run)
     assert TrainedModel.load(run, tokenizer="bytes").tokenizer.vocab_size == load_tokenizer("bytes").vocab_size
 
@@ -124,7 +124,7 @@ def test_what_is_not_a_model(run: Path, tmp_path: Path) -> None:
 
 
 def test_declared_mesh_axes_need_no_size_to_be_loaded(run: Path) -> None:
-    """A run with a mesh axis of its own is read on a mesh without it."""
+    """A run with a custom mesh axis is loaded on a mesh without that axis."""
     rules = preset("megatron").replace(axes={"y": "auto"}, params={"mlp": ("tensor", "y")}, activations={"mlp": ("tensor", "y")})
     trained = TrainedModel.load(run, mesh=MeshConfig(data=4, tensor=2), rules=rules)
     assert trained.config.mesh == MeshConfig(data=4, tensor=2, extra=("y=1",))

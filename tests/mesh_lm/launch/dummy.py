@@ -1,9 +1,9 @@
-"""A worker that only pretends: heartbeats as a real one's, and on each a line of a script, given as arguments, is carried out.
+"""A dummy worker: it sends heartbeats like a real one, and on each carries out one action of a script that is given as arguments.
 
-python dummy.py DIRECTORY ACTION ...: one action a beat (0.1 s); "2:kill" is for process 2 only, "1@kill" for the first life only,
-"1@2:kill" for both. saved=N and step=N say so from then on; wait: for ever; deaf: even to SIGTERM; exit=N;
+python dummy.py DIRECTORY ACTION ...: one action per beat (0.1 s); "2:kill" is for process 2 only, "1@kill" for the first life only,
+"1@2:kill" for both. saved=N and step=N are reported from then on; wait: forever; deaf: forever, ignoring SIGTERM; exit=N;
 kill; abrt; bus; stop; fewer=N; child.
-Notes in DIRECTORY: life-G-PROCESS, with the pid, and what the environment gave it.
+It writes DIRECTORY/life-G-PROCESS with its pid and the values from its environment.
 """
 
 import json

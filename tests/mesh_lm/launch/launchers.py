@@ -1,4 +1,4 @@
-"""Launchers that tests start, with dummy workers, and what they leave behind."""
+"""Starts launchers with dummy workers, and reads the files that they leave."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mesh_lm.launch.wire import free_port
 ROOT = Path(__file__).parents[3]
 DUMMY = Path(__file__).with_name("dummy.py")
 SLOW = 10.0
-"""Seconds that a busy machine may add to what a launcher promises."""
+"""Seconds by which a busy machine may exceed a launcher's time limits."""
 Launcher = subprocess.Popen[str]
 
 
 def start(directory: Path, options: str, actions: str) -> Launcher:
-    """A launcher of dummies; options and actions are separated by blanks."""
+    """Starts a launcher of dummies; options and actions are separated by blanks."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESH_LM_", "SLURM_", "JAX_"))}
     command = [sys.executable, "-m", "mesh_lm.launch", *options.split(), str(DUMMY), str(directory), *actions.split()]
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -32,7 +32,7 @@ def start(directory: Path, options: str, actions: str) -> Launcher:
 
 
 def outcome(directory: Path, options: str, actions: str) -> tuple[int, str]:
-    """(status, output) of a launcher on one node."""
+    """Returns (status, output) of a launcher on one node."""
     process = start(directory, options, actions)
     out = ended(process)
     return process.returncode, out
@@ -40,7 +40,7 @@ def outcome(directory: Path, options: str, actions: str) -> tuple[int, str]:
 
 @contextmanager
 def nodes(count: int, directory: Path, options: str, actions: str) -> Iterator[tuple[list[Launcher], Callable[..., Launcher]]]:
-    """That many launchers, as on nodes of their own, and what starts a launcher for a node once more. All are gone at the end."""
+    """Yields launchers as on several nodes, and a function that restarts one node's launcher. All are killed at the end."""
     port, running = free_port(), []
 
     def again(node: int, more: str = "") -> Launcher:
@@ -57,20 +57,20 @@ def nodes(count: int, directory: Path, options: str, actions: str) -> Iterator[t
 
 
 def life(directory: Path, number: int, process: int, launcher: Launcher) -> dict[str, Any]:
-    """What a worker noted at the start of its life number `number`; waits until it has begun."""
+    """Returns what a worker wrote at the start of its life `number`; waits until it has begun."""
     note = directory / f"life-{number}-{process}"
     wait_for(note.exists, launcher)
     return json.loads(note.read_text())
 
 
 def lives(directory: Path, process: int = 0) -> list[dict[str, Any]]:
-    """All lives that a process has had."""
+    """Returns all lives of a process."""
     notes = sorted(directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1]))
     return [json.loads(note.read_text()) for note in notes]
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (or is stopped), and is not a zombie."""
+    """Returns whether a process runs (or is stopped), and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def alive(pid: int) -> bool:
 
 
 def dies(pid: int, seconds: float) -> bool:
-    """Whether it ends in time."""
+    """Returns whether the process ends in time."""
     deadline = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

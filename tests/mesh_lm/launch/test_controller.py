@@ -1,4 +1,4 @@
-"""The controller with agents that only speak its protocol, and an agent whose controller does: what real processes do too rarely."""
+"""The controller with fake agents, and an agent with a fake controller, for cases that are rare with real processes."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ from mesh_lm.launch.worker import Worker
 
 
 class Speaker:
-    """An agent as the controller sees it."""
+    """A fake agent that speaks the controller's protocol."""
 
     def __init__(self, job: Job, address: tuple[str, int], node: int) -> None:
         self.peer = wire.Peer(socket.create_connection(address))
         self.peer.send(hello="mesh_lm", node=node, host=f"n{node}", job=job.shared())
 
     def hears(self, what: str) -> dict[str, Any]:
-        """The next message with that key; what came before is forgotten."""
+        """Returns the next message with that key, and drops earlier ones."""
         deadline = time.monotonic() + PATIENCE
         while self.peer.open:
             if found := [message for message in self.peer.receive() if what in message]:
@@ -34,7 +34,7 @@ class Speaker:
         raise ConnectionError(what)
 
     def dies(self, life: int, *died: tuple[int, int, int], **more: object) -> None:
-        """Its workers end: (process, status, the signal that it was sent) of each."""
+        """Reports that its workers ended. died: (process, status, the signal that it was sent) of each."""
         self.peer.send(generation=life, died=died, ended=True, **more)
 
 
@@ -43,7 +43,7 @@ Run = Callable[..., tuple[Callable[[int], Speaker], Callable[[], int]]]
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Starts a controller of a job; gives what makes an agent for a node, and what waits for its status."""
+    """Returns a function that starts a job's controller, and returns (a function that makes a node's agent, one that awaits its status)."""
     threads = []
 
     def begin(**options: Any) -> tuple[Callable[[int], Speaker], Callable[[], int]]:
@@ -134,7 +134,7 @@ def test_nothing_starts_without_node_0(run: Run, capfd: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("sent", [0, signal.SIGTERM, signal.SIGKILL])
 def test_sigterm_to_all_is_a_farewell(run: Run, sent: int) -> None:
-    """Slurm's may reach a worker before its launcher has passed it on."""
+    """Slurm's SIGTERM may reach a worker before its launcher has forwarded it."""
     speaker, status = run(nodes=2)
     speakers = [speaker(node) for node in range(2)]
     for each in speakers:

@@ -1,4 +1,4 @@
-"""One launcher and its workers, which are dummies that speak the heartbeat's protocol: what it does when they die, stall or are told to."""
+"""One launcher with dummy workers that send heartbeats: its reactions when they die, stall, or get a signal."""
 
 import itertools
 import os
@@ -58,7 +58,7 @@ def test_a_victims_mistake_hides_no_accident(tmp_path: Path) -> None:
 
 
 def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
-    """Nor does it hold up a process that prints more than a pipe holds."""
+    """Nor does it block a process that prints more than a pipe holds."""
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nfor _ in range(3000): print('x' * 100)\nsys.exit(os.environ['MESH_LM_GENERATION'] == '1' and 70)\n")
     with open("/dev/full", "w") as full:
@@ -68,7 +68,7 @@ def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> None:
-    """The third life saves something: what came before is forgotten."""
+    """The third life saves a checkpoint, so earlier failures no longer count."""
     status, out = outcome(tmp_path, "--restarts=2", "1@saved=5 2@saved=5 3@saved=6 kill")
     assert status == 137 and "giving up after 2 restarts without a new checkpoint" in out, out
     begun = [each["at"] for each in lives(tmp_path)]
@@ -81,7 +81,7 @@ def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_after_one_that_was_put_aside_is_new(tmp_path: Path) -> None:
-    """Step 9 was damaged, or had numbers that were not finite: the run goes on from before it."""
+    """Step 9 was damaged, or not finite: the run continues from an earlier step."""
     status, out = outcome(tmp_path, "--restarts=1", "1@saved=9 1@kill 2@saved=7 2@kill 3@saved=8 3@kill step=1")
     assert status == 0 and len(lives(tmp_path)) == 4, out
     assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
@@ -100,7 +100,7 @@ sys.exit(70 if life < 3 else 0)
 
 
 def test_a_life_that_did_not_come_to_its_checkpoints_is_none_before(tmp_path: Path) -> None:
-    """It has not found out yet whether checkpoint.resume=never refuses what is there."""
+    """The run has not yet checked whether checkpoint.resume=never rejects an existing checkpoint."""
     (script := tmp_path / "script.py").write_text(BEGINNING)
     command = [sys.executable, "-m", "mesh_lm.launch", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
@@ -141,7 +141,7 @@ def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out = ended(process)
     assert process.returncode == 137 and not alive(worker["pid"]), out
-    assert len(lives(tmp_path)) == 1, "a run that was told to end is not started again"
+    assert len(lives(tmp_path)) == 1, "a run that was asked to end is not restarted"
 
 
 def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
-    """Not even one that is stopped, and could not notice that its launcher is gone."""
+    """Not even a stopped worker, which could not notice that its launcher is gone."""
     process = start(tmp_path, "--per-node=2", "1:stop deaf")
     workers = [life(tmp_path, 1, index, process)["pid"] for index in (0, 1)]
     wait_for(lambda: Path(f"/proc/{workers[1]}/stat").read_text().rpartition(")")[2].split()[0] == "T", process)
@@ -172,7 +172,7 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:
-    """As Slurm's suspend or a paused virtual machine stops it, and its workers."""
+    """Slurm's suspend, or a paused virtual machine, stops the launcher together with its workers."""
     process = start(tmp_path, "--heartbeat=1", "wait")
     worker = life(tmp_path, 1, 0, process)["pid"]
     time.sleep(0.5)

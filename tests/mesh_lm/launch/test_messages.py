@@ -1,4 +1,4 @@
-"""What the launcher says of processes; nothing is started."""
+"""The launcher's messages about processes; nothing is started."""
 
 import signal
 
@@ -52,7 +52,7 @@ def test_the_silent_are_to_blame_first() -> None:
 
 
 def test_stragglers() -> None:
-    """Process 2 spends 0.3 of its 1 s a step on batches; the others wait for it in their steps."""
+    """Process 2 spends 0.3 of its 1 s per step on batches; the others wait for it in their steps."""
     before = {process: beat(step=10, step_=0.0, batch=0.0) for process in range(4)}
     now = {process: beat(step=110, compile=50.0, batch=30.0 if process == 2 else 1.0) for process in range(4)}
     for process in range(4):

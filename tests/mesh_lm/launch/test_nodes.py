@@ -1,4 +1,4 @@
-"""Several launchers, each as on a node of its own, with dummy workers: nodes that die, hang, come back, or do not."""
+"""Several launchers, as on several nodes, with dummy workers: nodes that die, hang, return, or do not."""
 
 import re
 import signal
@@ -54,7 +54,7 @@ def test_a_launcher_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 
 def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """Its launcher has the controller: the other node ends its workers, waits, and joins the new one."""
+    """Node 0's launcher has the controller: the other node ends its workers, waits, and joins the new one."""
     with nodes(2, tmp_path, "", "1:wait exit=0") as ((first, second), again):
         left = life(tmp_path, 1, 1, second)["pid"]
         first.kill()
@@ -71,7 +71,7 @@ def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
-    """Silence is found by the heartbeat; the run goes on with one node, and with both again when the other wakes: nothing is lost."""
+    """Missing heartbeats reveal the stopped node; the run continues on one node, and on both when the other wakes: nothing is lost."""
     with nodes(2, tmp_path, "--heartbeat=1.5 --rejoin=1 --min-nodes=1", "1@wait 2@wait exit=0") as ((first, second), _):
         before = life(tmp_path, 1, 1, second)
         second.send_signal(signal.SIGSTOP)
@@ -99,7 +99,7 @@ def test_a_node_that_stays_away_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
-    """Each later restart would else wait for it again."""
+    """Otherwise each later restart would wait for it again."""
     with nodes(2, tmp_path, "--rejoin=3 --min-nodes=1", "1@wait 2@kill exit=0") as ((first, second), _):
         life(tmp_path, 1, 0, first), life(tmp_path, 1, 1, second)
         second.kill()
@@ -118,7 +118,7 @@ def test_a_controller_that_stays_away_ends_a_node(tmp_path: Path) -> None:
 
 
 def test_fewer_nodes_are_enough(tmp_path: Path) -> None:
-    """Workers whose mesh fills two of three nodes say so once; from then on, and after a crash, two are started and one is spare."""
+    """Workers whose mesh fills two of three nodes report it once; after that, and after a crash, two are started and one is spare."""
     with nodes(3, tmp_path, "--min-nodes=1 --rejoin=1", "1@fewer=2 1@exit=76 2@1:kill 2@wait exit=0") as (launchers, _):
         outs = [ended(launcher) for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
@@ -138,13 +138,13 @@ def test_a_signal_to_one_node_ends_all(tmp_path: Path, node: int) -> None:
 
 
 def test_a_signal_before_the_run_begins(tmp_path: Path) -> None:
-    """To a node whose node 0 is not there yet, and to a node 0 whose others are not: nothing was lost."""
+    """SIGTERM to a node that waits for node 0, and to node 0 while it waits for others: nothing was lost."""
     with nodes(2, tmp_path, "", "wait") as ((first, second), _):
         first.kill()
         time.sleep(0.5)
         second.send_signal(signal.SIGTERM)
         out = ended(second)
-        assert second.returncode in (99, -signal.SIGTERM), out  # the latter where Python had not even begun
+        assert second.returncode in (99, -signal.SIGTERM), out  # the latter if Python had not started yet
     with nodes(2, tmp_path, "", "wait") as ((first, second), _):
         second.kill()
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Which process this is, from flags, variables or Slurm; no process is started."""
+"""The process index from flags, variables or Slurm; no process is started."""
 
 import socket
 from pathlib import Path
@@ -35,10 +35,10 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
 @pytest.mark.parametrize(
     ("gpus", "local", "tasks", "mine"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # a task a node: all of them
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # one task per node: all GPUs
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4, (3,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, (2, 3)),
-        ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees its own only
+        ({"CUDA_VISIBLE_DEVICES": "5"}, 3, 4, None),  # --gpus-per-task: each task sees only its own
         ({"SLURM_GPUS_ON_NODE": "8"}, 1, 2, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 1, 2, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, None),
@@ -95,7 +95,7 @@ def job(*words: str, **environment: str) -> Job:
 
 
 def test_where_a_launcher_is() -> None:
-    """Options win over variables, and these over Slurm; all from one source."""
+    """Options win over variables, and variables over Slurm; all values come from one source."""
     assert (job().nodes, job().node, job().address[0]) == (1, 0, "127.0.0.1")
     assert (job(**NODE).nodes, job(**NODE).node, job(**NODE).address) == (4, 3, ("node1", 99))
     found = job("--nodes=2", "--node=1", "--rendezvous=[::1]:7", **(NODE | SLURM | STEP))
@@ -111,7 +111,7 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
     assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
-    assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: the CPU's device is each one's own"
+    assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: each worker has its own CPU device"
     with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
 

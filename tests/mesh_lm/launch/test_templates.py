@@ -1,4 +1,4 @@
-"""The files that --template prints, as text: what reads them must be able to, and what they say must be what the launcher takes."""
+"""The files that --template prints: their readers must be able to parse them, and the launcher must accept their commands."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def printed(capsys: pytest.CaptureFixture[str]):
 
 
 def job(words: list[str], **environment: str) -> Job:
-    """What the launcher makes of a command line of a template."""
+    """Returns the launcher's job for the command line of a template."""
     assert words[:3] == ["python", "-m", "mesh_lm.launch"]
     options, command = _parse(words[3:])
     assert command == COMMAND
@@ -54,7 +54,7 @@ def test_slurm(printed) -> None:
 
 
 def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> None:
-    """The script itself, with commands of the same names in the place of Slurm's."""
+    """Runs the script itself, with stand-ins for Slurm's commands."""
     text = printed("--template=slurm", "--nodes=1")
     for status, before, requeued in (
         (0, "", False), (1, "", False), (2, "", False),
@@ -71,7 +71,7 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
 
 @pytest.mark.slow
 def test_slurm_for_real(printed, tmp_path: Path) -> None:
-    """Preempted, the job requeues itself, and its workers live again."""
+    """A preempted job requeues itself, and its workers are restarted."""
     if reason := why_not():
         pytest.skip(reason)
     for name in ("notes", "slurm"):
@@ -98,7 +98,7 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         slurm("scancel", "--signal=TERM", job_id)
         wait_for(lambda: "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id)) and "Restarts=1" in shown)
         assert log.read_text().count("Exited with exit code 99") == 2
-        slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm would wait for two minutes
+        slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm would otherwise wait for two minutes
         wait_for(life.exists)
 
 

@@ -150,7 +150,7 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
         saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
     assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
         f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this config's keeps {keeps}\n"
-        f"set optimizer.name=adamw, or another output with init_from={saved.path} to take its weights alone"
+        f"set optimizer.name=adamw, or use a new output directory with init_from={saved.path} to start from its weights"
     )
 
 

@@ -105,7 +105,9 @@ def test_a_model_without_stages_is_left_alone() -> None:
 
 def test_stages_cannot_write() -> None:
     layout, _ = layout_of("chunks")
-    message = r"^mesh.pipeline=2: a model in stages reads and writes no text; see mesh_lm/parallel/merge_stages.py$"
+    message = (
+        r"^mesh.pipeline=2: a model in pipeline stages cannot generate or score text; merge its stages (mesh_lm/parallel/merge_stages.py)$"
+    )
     for reader in (Engine, Scorer):
         with pytest.raises(ConfigError, match=message):
             reader(layout, dict(layout.memory_shapes))  # pyright: ignore[reportArgumentType]

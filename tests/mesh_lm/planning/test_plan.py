@@ -1,4 +1,4 @@
-"""--plan on real programs, compiled for H100s that are not here."""
+"""--plan on real programs, compiled for H100s without a GPU."""
 
 import json
 import os
@@ -61,9 +61,9 @@ def test_a_page_that_cannot_be_written_is_one_error(plan) -> None:
 
 @pytest.mark.exhaustive
 def test_too_large_is_refused_with_a_fix_that_fits(plan, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten per cent over the memory: what is in the way, fixes of at least four kinds, and the first of them, typed in, fits.
+    """Ten per cent over the memory: the report shows the largest buffers and fixes of at least four kinds, and the first fix fits.
 
-    Of each kind the first change that is tried is compiled, not all eleven.
+    Only the first change of each kind is compiled, not all eleven.
     """
     every = command.candidates
     monkeypatch.setattr(command, "candidates", lambda *about: list({one.kind: one for one in reversed(list(every(*about)))}.values()))

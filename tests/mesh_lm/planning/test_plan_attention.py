@@ -1,4 +1,4 @@
-"""The attention of a plan: what serves it where, and the Hopper kernel in whole training steps for H100s that are not here."""
+"""The attention of a plan: its implementation by target, and the Hopper kernel in full training steps, compiled without a GPU."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "data": 2, "tenso
 @pytest.mark.deviceless
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], id="hsdp"), pytest.param(MESHES[1], marks=pytest.mark.slow, id="pipeline")])
 def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: dict) -> None:
-    """A kernel that the partitioner gets to see is replicated without a word: all-gathers around it, and every device does all."""
+    """The partitioner silently replicates a kernel that it sees: it adds all-gathers, and every device does all the work."""
     report, config = compiled(reports, **mesh)
     local = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh.get("fsdp", 1))
     ours = [(name, shapes, where) for name, shapes, where in report.kernels if name.startswith("mosaic")]
@@ -110,14 +110,14 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_kernel_is_counted(reports: str) -> None:
-    """Its FLOPs by hand: 2 matmuls forward, 7 in the two kernels of the backward, which both compute the probabilities again."""
+    """FLOPs by hand: 2 matmuls forward, 7 in the backward's two kernels, which both recompute the probabilities."""
     report, config = compiled(reports, **MESHES[0])
     model, train = config.model, config.train
     assert isinstance(model, DecoderConfig)
     pairs = model.seq_len * (model.seq_len + 1) // 2
     one = 2 * model.d_head * pairs * (model.n_heads // 2) * (train.global_batch // 4) * model.n_layers
     matmuls = compiled(reports, **MESHES[0], attention="xla")[0].flops
-    # XLA's tiles are 1 of 512 and 1024 - 512: it does 3 of 4 quarters of the square, the diagonal's quarters whole.
+    # With blocks of 512, XLA computes 3 of the 4 quarters of the square, and the diagonal's quarters completely.
     square = 2 * model.d_head * model.seq_len**2 * 3 // 4 * (model.n_heads // 2) * (train.global_batch // 4) * model.n_layers
     for phase, ours, theirs in (("forward", 2, 2), ("recompute", 2, 2), ("backward", 7, 5)):
         assert report.flops[phase] - ours * one == matmuls[phase] - theirs * square, phase

@@ -1,4 +1,4 @@
-"""What a plan says that a device holds is what the compiled step takes, class by class; the lab learns the classes from the declaration."""
+"""A plan's bytes per device equal the compiled step's arguments, class by class; the lab gets the classes from the declaration."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def compiled(optimizer: str, rules: str, **mesh: int) -> Report:
     ids=["adamw ddp", "adamw distributed", "adafactor fsdp"],
 )
 def test_bytes_are_those_of_the_program(optimizer: str, rules: str, mesh: dict, slots: list[str]) -> None:
-    """XLA's own sizes of the parameters of the program, on one device."""
+    """Returns XLA's sizes of the program's parameters on one device."""
     *_, kept = declared(optimizer, rules, **mesh)
     assert list(kept) == slots
     report = compiled(optimizer, rules, **mesh)
@@ -63,7 +63,7 @@ def test_bytes_of_each_slot_in_the_line() -> None:
 
 
 def test_a_flat_master_is_a_part_of_the_replicas() -> None:
-    """Of the matrices, 2 bytes on every replica; of master and moments each a part, and no more than a row of padding beside."""
+    """Matrices take 2 bytes on every replica; master and moments are sharded, with at most a row of padding."""
     *_, kept = declared("adamw", "distributed", data=8)
     layout = declared("adamw", "distributed", data=8)[0]
     matrices = sum(leaf.nbytes // 4 for name, leaf in layout.leaves.items() if name in layout.flat.names)
@@ -75,7 +75,7 @@ def test_a_flat_master_is_a_part_of_the_replicas() -> None:
 
 
 def test_the_lab_is_told_the_class_of_a_part() -> None:
-    """Whatever its name: a slot that is called as a batch is, and a parameter as a moment is."""
+    """The class does not depend on names: a slot named like a batch, and a parameter named like a moment."""
     *_, kept = declared("adamw", "distributed", data=2)
     kind = state_bytes.kind_of({**kept, "batch": kept["mu"], "buffers": kept["params"]})
     names = {

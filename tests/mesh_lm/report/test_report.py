@@ -1,4 +1,4 @@
-"""What the user sees: numbers by hand, a fake clock, files read back."""
+"""The output that users see: numbers by hand, a fake clock, files read back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mesh_lm.training.monitor import Profile
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that only moves when the test moves it."""
 
     now = 100.0
 
@@ -84,7 +84,7 @@ def test_peaks(kind: str, tera: float) -> None:
 
 @pytest.mark.parametrize(("start_step", "first"), [(0, 2), (1, 2), (2, 2), (4, 4), (9, None)])
 def test_which_steps_are_traced(start_step: int, first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted from the start of the process, here at step 20, which runs five; a step is traced that starts between start and stop."""
+    """Steps are counted from the start of the process, here at step 20, which runs five; the trace has the steps from start to stop."""
     said: list[tuple[str, int]] = []
     done = 20
     monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: said.append(("start", done)))

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, offline."""
+"""Metrics for Weights & Biases, offline."""
 
 import struct
 import sys
@@ -20,7 +20,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def records(file: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file that fits one block of 32 KiB: LevelDB's log format (checksum u32, size u16, type u8) after 7 bytes."""
+    """Yields the records of a .wandb file of one 32 KiB block: LevelDB's log format (checksum u32, size u16, type u8) after 7 bytes."""
     at = 7
     while at < len(file):
         size, kind = struct.unpack("<4xHB", file[at : at + 7])
@@ -31,7 +31,7 @@ def records(file: bytes) -> Iterator[bytes]:
 
 @pytest.mark.slow
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts of one run: one id, every number in W&B's own file, and a step gone back to is logged again."""
+    """Two starts of one run have one id, every number is in W&B's own file, and a step after a rollback is logged again."""
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -1,4 +1,4 @@
-"""State without a gradient: updated from a step's sums, the same on any mesh, kept by checkpoints, left alone by a step of sick numbers."""
+"""Buffers: updated from a step's sums, equal on any mesh, saved in checkpoints, and unchanged by a skipped step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step_at(place: str) -> Step:
 
 
 def batch_at(place: str, number: int) -> dict[str, jax.Array]:
-    """12 sequences in two microbatches, which two and three replicas divide."""
+    """Returns 12 sequences in two microbatches, which both two and three replicas divide."""
     parts, whole = 2, host_batch(1, seed=number)
     cut = {name: x[0, :12].reshape(parts, -1, *x.shape[2:]) for name, x in whole.items() if name != "indices"}
     return on_devices(cut | {"indices": np.broadcast_to(whole["indices"], (parts, *whole["indices"].shape[1:]))}, layout_at(place))
@@ -76,14 +76,14 @@ def config_at(output: Path, place: str, **changes: object) -> TrainConfig:
 
 @functools.cache
 def alone() -> tuple[dict[str, np.ndarray], list[float]]:
-    """The state after two steps of one device, and the losses of four, the last of the first batch."""
+    """Returns the state after two steps on one device, and the losses of four steps; the last one repeats the first batch."""
     state, losses = trained(init_state(layout_at("one device"), OPTIMIZER, seed=0), "one device", 0, 1)
     held = canonical(state, "one device")
     return held, losses + trained(state, "one device", 2, 0)[1]
 
 
 def test_a_bias_follows_the_loads() -> None:
-    """By the formula, of loads that a step's sums have; it takes no gradient, and no optimizer keeps anything beside it."""
+    """The bias follows its formula from the loads in a step's sums; it has no gradient and no optimizer slots."""
     layout, (held, losses) = layout_at("one device"), alone()
     assert layout.buffers == {"moe.bias", "seen"}
     state = abstract_state(layout, OPTIMIZER)
@@ -99,7 +99,7 @@ def test_a_bias_follows_the_loads() -> None:
     "place", [pytest.param(p, marks=() if p == "flat stages" else pytest.mark.slow) for p in PLACES if p != "one device"]
 )
 def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
-    """Loads are whole numbers, and the bias their signs: the same bits, padded rows of stages left out."""
+    """Loads are integers and the bias uses their signs, so bits are equal; padded rows of stages are ignored."""
     held, losses = alone()
     state, found = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0, 1)
     np.testing.assert_allclose(found, losses[:2], rtol=2e-6)
@@ -120,7 +120,7 @@ def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
     ],
 )
 def test_buffers_resume_bit_for_bit(place: str, to: str, tmp_path: Path) -> None:
-    """On another mesh and cut; the run goes on as one device's does."""
+    """Restored onto another mesh and sharded, the run continues as on one device."""
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0, 1)
     wanted = canonical(state, place)
     with Checkpoints(config_at(tmp_path, place)) as checkpoints:
@@ -165,7 +165,7 @@ def test_local_checkpoints_keep_buffers(tmp_path: Path) -> None:
     assert same({jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}, wanted)
 
 
-def test_a_sick_step_leaves_buffers_alone() -> None:
+def test_a_skipped_step_leaves_buffers_alone() -> None:
     place = "flat stages"
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0)
     before, batch = canonical(state, place), batch_at(place, 1)
@@ -216,7 +216,7 @@ def test_an_update_that_returns_other_buffers(change, message: str) -> None:
 
 
 def test_a_checkpoint_with_another_buffer_is_another_model(tmp_path: Path) -> None:
-    """One clear error, and nothing is put aside."""
+    """One clear error; no checkpoint is renamed."""
     place = "one device"
     with Checkpoints(config_at(tmp_path, place)) as checkpoints:
         checkpoints.save(1, init_state(layout_at(place), OPTIMIZER, seed=0), {"position": 12}, layout_at(place), OPTIMIZER)
@@ -228,7 +228,7 @@ def test_a_checkpoint_with_another_buffer_is_another_model(tmp_path: Path) -> No
         f"{tmp_path}/checkpoints/1 is a checkpoint of another model\n"
         "  - moe.bias: [4, 4, 'float32'] in the checkpoint, absent in this config\n"
         "  - seen: [2, 'float32'] in the checkpoint, absent in this config\n"
-        "set another output, or that model's config"
+        "use a new output directory, or that model's config"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before == ["1"]
     saved = find(tmp_path)

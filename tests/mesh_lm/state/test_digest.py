@@ -1,4 +1,4 @@
-"""Digests: one value for an array wherever and however it lies, another for any other array."""
+"""Digests: equal for the same array in any sharding, different for any other array."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SHAPES = [(), (1,), (16,), (8, 24), (2, 4, 8), (8, 0)]
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
-    """Random bits, NaNs and infinities among them."""
+    """Returns random bits, including NaNs and infinities."""
     random = np.random.default_rng(seed)
     if dtype == np.bool_:
         return random.random(shape) < 0.5
@@ -45,7 +45,7 @@ def test_eight_bytes_are_two_words() -> None:
 
 
 def test_the_value_is_for_ever() -> None:
-    """It is stored with checkpoints: a change of the formula makes all of them unreadable."""
+    """Digests are stored in checkpoints: a change of the formula would make all of them unreadable."""
     assert host_digest(np.arange(1000, dtype=np.float32).reshape(10, 100)) == "d6c0524c20e4d310"
     assert host_digest(np.zeros((), np.int32)) == "ae6f80f12aba6323"
     assert combined({"b": "2", "a": "1"}) == combined({"a": "1", "b": "2"}) == "ddc7523b594d0dff"
@@ -54,7 +54,7 @@ def test_the_value_is_for_ever() -> None:
 @settings(max_examples=5)
 @given(dims=st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=8, max_size=8), seed=st.integers(0, 99))
 def test_no_sharding_changes_it(dims: list[tuple[int, int, int]], seed: int) -> None:
-    """dims: of each leaf, the dimension that each mesh axis cuts; 3: none."""
+    """dims: the dimension of each leaf that each mesh axis shards; 3: none."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     host = {str(n): noise((8, 16, 8), DTYPES[(seed + n) % len(DTYPES)], seed) for n in range(len(dims))}
     specs = [jax.P(*(tuple(axis for axis, dim in zip(mesh.axis_names, cut, strict=True) if dim == d) for d in range(3))) for cut in dims]
@@ -90,7 +90,7 @@ def exhaustively(x: np.ndarray) -> list[np.ndarray]:
 
 
 def test_all_flips_of_one_bit_differ_on_the_devices_too() -> None:
-    """1,024 arrays, one program: no two have the same digest, nor that of the original."""
+    """All 1,024 arrays and the original have different digests."""
     x = noise((32,), np.float32)
     found = np.asarray(jax.jit(jax.vmap(module.digest))(np.stack([x, *exhaustively(x)])))
     assert len({tuple(row) for row in found}) == 1 + 32 * 32
@@ -135,7 +135,7 @@ def test_the_size_of_a_chunk_does_not_matter(shape: list[int], chunk: int) -> No
 
 
 def test_positions_of_a_huge_array() -> None:
-    """Exact up to 2^32 words; beyond, every axis still counts, though a row-major stride may be a multiple of 2^32."""
+    """Positions are exact up to 2^32 words; beyond, every axis still counts, even if its stride is a multiple of 2^32."""
     assert module._strides((4, 5, 6)) == [30, 6, 1]
     assert module._strides((2**16, 2**16)) == [2**16, 1]
     assert module._strides((80, 2**16, 2**16)) == [1, 2**16 + 1, 1]

@@ -1,4 +1,4 @@
-"""How far initial weights spread."""
+"""Tests of the standard deviations of initial weights."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ COMPILE_BUDGET = 4
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_spread_of_initial_weights(config) -> None:
-    """init_std, and of what is added to the residual stream, which a block does twice, init_std / sqrt(2 n_layers) (GPT-2)."""
+    """init_std, but init_std / sqrt(2 n_layers) for the two projections of a block into the residual stream (GPT-2)."""
     config = dataclasses.replace(config, n_layers=8, d_model=64, init_std=0.3)
     params = initial(ModelLayout.of(config, shard_on("ddp")))
-    cut = 0.98658  # standard deviation of a normal distribution that is cut at three of them
+    cut = 0.98658  # standard deviation of a normal distribution truncated at three of them
     for name, x in params.items():
         if name.endswith((".bias", "sinks")):
             assert not x.any(), name

@@ -1,4 +1,4 @@
-"""Bad configs: every problem at once, each with what would work."""
+"""Bad configs: all problems are reported at once, each with what would work."""
 
 import dataclasses
 from typing import Any
@@ -189,7 +189,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
     ],
 )
 def test_rows_of_flat_vectors_that_cannot_be(column: str, rows: dict[str, Any], problem: str) -> None:
-    """One line each, before anything is compiled."""
+    """Each problem is one line, before anything is compiled."""
     config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace("x", **{column: rows}))
     with pytest.raises(ConfigError) as caught:
         check(dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), 8)
@@ -246,7 +246,7 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
 
 
 def test_fewer_kv_heads_than_tensor_ways() -> None:
-    """The way out that is offered passes."""
+    """The suggested fix passes the check."""
     many = ["model.n_heads=8", "model.n_kv_heads=2", "mesh.data=2", "mesh.tensor=4", "model.head_dim=16"]
     said = (
         "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); mesh.tensor can be 1, 2; "
@@ -257,13 +257,13 @@ def test_fewer_kv_heads_than_tensor_ways() -> None:
     config = parse([f"--config={TINY}", *(f"--config.{override}" for override in many)])
     whole: dict[str, Any] = {kind: {"kv_heads": None} for kind in ("params", "activations")}
     check(dataclasses.replace(config, rules=preset("megatron").replace(**whole)), 8)
-    # Three query heads of a device would share one kv head and a half.
+    # A device's three query heads would share one and a half kv heads.
     (found,) = problems("model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16", "mesh.data=4", "mesh.tensor=2", "rules=megatron")
     assert found.endswith("mesh.tensor can be 1, 3")
 
 
 def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
-    """Each hangs where it is not refused: XLA's permutes stand in the branches of stages. Without stages both are right."""
+    """Both would hang in a pipeline, because XLA's permutes are in branches that some stages skip. Without stages both are correct."""
     stored: dict[str, Any] = {"params": {"embed": None, "mlp": ("fsdp", "tensor")}}
     crossed = stored | {"gathered": {"mlp": ("fsdp", "tensor")}, "activations": {"batch": "data", "mlp": ("tensor", "fsdp")}}
     train = dataclasses.replace(load(TINY).train, microbatches=2)

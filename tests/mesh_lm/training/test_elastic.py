@@ -1,4 +1,4 @@
-"""The config for fewer devices: always one that can run, never more memory a device, never another batch."""
+"""The config for fewer devices: it can always run, never needs more memory per device, and never changes the global batch."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def config(mesh: MeshConfig, batch: int = 64, microbatches: int = 1) -> TrainCon
 
 
 def sequences(config: TrainConfig) -> float:
-    """Of a microbatch, on a device."""
+    """Returns the sequences of a microbatch on a device."""
     return config.train.global_batch / (config.train.microbatches * config.mesh.data * config.mesh.fsdp)
 
 
@@ -68,7 +68,7 @@ def test_microbatches_make_up_for_devices() -> None:
 
 
 def test_seven_nodes_of_eight() -> None:
-    """Llama 3 8B, written for any number of nodes: 512 sequences do not divide over seven, but over four."""
+    """Llama 3 8B, written for any number of nodes: 512 sequences are divisible by four, but not by seven."""
     found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and sizes(found) == (4, 8, 16)
     assert sequences(found) == 512 / (8 * 64) == 1
@@ -99,7 +99,7 @@ def test_what_does_not_fit(mesh: MeshConfig, devices: int, message: str) -> None
 
 
 def test_a_worker_asks_for_fewer_nodes() -> None:
-    """Eight devices here, as if on four nodes of two, out of more or fewer."""
+    """Eight devices, as if on four nodes of two, out of more or fewer."""
     whole = config(MeshConfig(data=4, fsdp=4), batch=64)
     assert fit(whole, {}) == whole, "without --min-nodes nothing changes"
     environment = {"MESH_LM_ELASTIC": "8", "MESH_LM_NODES": "4"}

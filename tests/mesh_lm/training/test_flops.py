@@ -1,4 +1,4 @@
-"""FLOPs of a token, by counting."""
+"""FLOPs per token, by counting."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from mesh_lm.model import DecoderConfig
     "config", [GPT, LLAMA, dataclasses.replace(LLAMA, window=(3, 40, 1, 0), n_layers=8)], ids=["gpt", "llama", "windows"]
 )
 def test_flops_are_those_of_each_matmul_and_each_pair_of_tokens(config: DecoderConfig) -> None:
-    """Forward and twice that backward; two FLOPs for a weight and a token, and four for each pair, head and dimension of a head."""
+    """The forward, and twice that for the backward: two FLOPs per weight and token, and four per pair, head and head dimension."""
     c, S = config, config.seq_len
     gated = 3 if c.activation == "swiglu" else 2
     weights = c.n_layers * c.d_model * (c.d_head * (2 * c.n_heads + 2 * c.kv_heads) + gated * c.d_mlp) + c.vocab_size * c.d_model

@@ -1,4 +1,4 @@
-"""What is refused before the first device is used, and before JAX is asked for one."""
+"""Problems that are reported before the first device is used, and before JAX looks for one."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ NO_DATA = "it has no data: set data.path to a text, such as my_text.jsonl, or da
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_config_of_a_size_has_no_data_of_its_own(name: str) -> None:
-    """10 MB of the standard library would be read hundreds of thousands of times."""
+    """10 MB of the standard library would be repeated hundreds of thousands of times."""
     with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {NO_DATA}"):
         require_ready(load(name))
 
@@ -29,10 +29,11 @@ def test_data_by_path_or_blend() -> None:
     require_ready(load("gpt_tiny"))
     for data in (DataConfig(path="text.txt"), DataConfig(blend=("data/web",))):
         require_ready(dataclasses.replace(load("gpt2_124m"), data=data))
+    require_ready(load("gpt2_124m"), has_data=True)
 
 
 def test_all_that_is_missing_at_once_and_no_device_is_used() -> None:
-    """By the command, in a process in which JAX would find no device."""
+    """Reported by the command, in a process in which JAX would find no device."""
     code = "import sys; sys.modules['wandb'] = None; import train; train.main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "--config=gpt2_124m", "--config.wandb=mine"]
     environment = os.environ | {"JAX_PLATFORMS": "nonesuch"}
@@ -52,7 +53,7 @@ def test_only_the_process_that_writes_metrics_must_be_logged_in(monkeypatch: pyt
 
 
 class Wandb:
-    """W&B's package, so far as it is asked."""
+    """A stand-in for the part of W&B's package that is used."""
 
     def __init__(self, mode: str, logged_in: bool) -> None:
         self.mode, self.logged_in = mode, logged_in

@@ -1,4 +1,4 @@
-"""Copies that should be the same bits: one flipped bit is found and its device named, on any mesh, before and after a training step."""
+"""Replicas that should hold the same bits: one flipped bit is found and its device named, on any mesh, before and after a step."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ UP = "blocks.mlp.up.weight"
 
 
 def with_flipped_bit(x: jax.Array, device: int, word: int = 0, bit: int = 0) -> jax.Array:
-    """The same array, with one bit of one word of one device's block the other way."""
+    """Returns the array with one bit flipped in one word of one device's shard."""
     blocks = []
     for shard in x.addressable_shards:
         block = np.array(shard.data)
@@ -56,7 +56,7 @@ def test_the_device_that_differs_is_named() -> None:
 
 
 def test_copies_of_parts() -> None:
-    """Cut along fsdp and tensor, copied along data: each part has its own majority, and of two copies neither is believed."""
+    """Sharded over fsdp and tensor, replicated over data: each shard has its own majority, and of two replicas neither is trusted."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     state = made(mesh, twice=jax.P("fsdp", "tensor"), four=jax.P(None, "tensor"), once=jax.P(("data", "fsdp"), "tensor"))
     assert differing(state) == []
@@ -74,7 +74,7 @@ def test_nothing_to_compare_compiles_nothing() -> None:
 
 
 def test_every_bit_of_every_copy() -> None:
-    """Any one of them, in a leaf of 2 bytes a word."""
+    """Any bit, in a leaf with words of 2 bytes."""
     mesh = mesh_of(data=8)
     x = jax.device_put(np.arange(4, dtype=np.float16), jax.NamedSharding(mesh, jax.P()))
     for place in range(0, 8 * 4 * 16, 7):
@@ -93,7 +93,7 @@ def test_no_collective_is_in_the_program() -> None:
 
 @pytest.mark.deviceless
 def test_gpus_send_and_copy_nothing() -> None:
-    """16 H100s, each with 0.6 GB of it: some MiB are needed beside."""
+    """16 H100s, each with 0.6 GB of state: the comparison needs only some MiB more."""
     mesh, specs = h100(data=2, fsdp=8), (jax.P(None, "fsdp"), jax.P())
     shardings = [jax.NamedSharding(mesh, spec) for spec in specs]
     leaves = [jax.ShapeDtypeStruct((8, 4096, 4096), t, sharding=s) for s, t in zip(shardings, ("bfloat16", "float32"), strict=True)]
@@ -112,7 +112,7 @@ def trainer(rules: str) -> tuple[ModelLayout, Optimizer, Step]:
 
 
 def after_one_step(rules: str, part: str = "", device: int = 0, word: int = 0, bit: int = 0) -> State:
-    """The result of a real, donated training step, from a state with one flipped bit in a copy of params or mu; part "": in none."""
+    """Returns the result of a real, donated training step from a state with one flipped bit in a replica of params or mu ("": none)."""
     layout, optimizer, step = trainer(rules)
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), abstract_state(layout, optimizer))
@@ -126,7 +126,7 @@ def after_one_step(rules: str, part: str = "", device: int = 0, word: int = 0, b
 
 @pytest.mark.parametrize(("part", "bit"), [("params", 20), ("mu", 30)])
 def test_a_step_does_not_repair_it(part: str, bit: int) -> None:
-    """Under DDP each device updates its own copy: what differed before a step differs after it, in that leaf and on that device alone."""
+    """Under DDP each device updates its own replica: a difference before a step is still there after it, in that leaf and device alone."""
     lines = differing(after_one_step("ddp", part, device=3, word=9, bit=bit))
     found = {"params": [f"params/{UP}"], "mu": [f"mu/{UP}", f"params/{UP}"]}[part]
     assert lines == [f"{leaf}: device 3 (process 0, cpu:3) differs from the 7 other replicas" for leaf in found]
@@ -140,7 +140,7 @@ def test_a_step_of_well_devices_leaves_them_equal() -> None:
 
 @pytest.mark.parametrize(("word", "fate"), [(0, "everywhere"), (-1, "gone")])
 def test_a_step_of_zero_hides_it(word: int, fate: str) -> None:
-    """Weights are gathered from the device that updates each: so compare before a step, or a flipped bit has spread, or has gone."""
+    """Weights are gathered from the device that updates each, so after a step a flipped bit has spread or is gone."""
     well, sick = after_one_step("zero2"), after_one_step("zero2", "params", device=0, word=word, bit=30)
     assert differing(sick) == []
     one, other = (np.asarray(state["params"][UP].addressable_shards[5].data).reshape(-1)[word] for state in (well, sick))

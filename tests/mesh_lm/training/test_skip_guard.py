@@ -1,4 +1,4 @@
-"""Rows of skipped steps: when a run goes back, when it ends, and what it says."""
+"""Streaks of skipped steps: when a run rolls back, when it ends, and its messages."""
 
 import math
 from typing import Any
@@ -39,7 +39,7 @@ def test_no_rewind_is_left() -> None:
 
 
 def test_after_a_rewind_the_counting_starts_again() -> None:
-    """The counter of the state falls back too, and each rewind is counted."""
+    """The state's counter rolls back, too, and each rewind is counted."""
     lines: list[str] = []
     guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1), lines.append)
     assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
@@ -51,21 +51,21 @@ def test_after_a_rewind_the_counting_starts_again() -> None:
 
 
 def test_numbers_that_fall_begin_anew() -> None:
-    """As far as the counter falls: no row of negative steps."""
+    """The streak restarts when the counter falls; it never has a negative number of steps."""
     guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1))
     assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
     assert guard.step(report(9, 3)) is None and guard.consecutive_skips == 0
 
 
 def test_the_first_step_after_a_resume() -> None:
-    """The counter it comes with is of the past; that it is not finite tells that it was skipped."""
+    """The first report's counter is from the past; that the loss is not finite shows that the step was skipped."""
     for loss, row in ((2.0, 0), (NAN, 1)):
         guard = SkipGuard(HealthConfig())
         assert guard.step(report(101, 7, loss)) is None and guard.consecutive_skips == row
 
 
 def test_steps_that_nobody_told_of() -> None:
-    """An evaluation reads the metrics of the step before it: the counter tells what became of it."""
+    """An evaluation reads the metrics of the step before it, so one report is missing; the counter shows whether that step was skipped."""
     lines: list[str] = []
     guard = SkipGuard(HealthConfig(skip_limit=4, rewinds=1), lines.append)
     assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((1, 0), (2, 1), (4, 3), (5, 4))][-1] == 2

@@ -1,4 +1,4 @@
-"""Steps that must not count: not finite, or outliers by what was seen of late. After one, training is as if its batch had never been."""
+"""Skipped steps: not finite, or outliers by recent statistics. After one, training continues as if its batch had not existed."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 3
 
-# What a skipped step may change, besides the counters: dropout draws by the step's number, and the learning rate follows it.
+# The effects of a skipped step besides the counters: dropout and the learning rate depend on the step's number.
 STILL = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="constant")
 Row = dict[str, float]
 
 
 class Trainer:
-    """A tiny model on a mesh; weights by NumPy, so that nothing but the step is compiled."""
+    """A tiny model on a mesh; NumPy makes the weights, so that only the step is compiled."""
 
     def __init__(self, rules: str, outlier: float, mesh: dict[str, int]) -> None:
         self.layout = ModelLayout.of(dataclasses.replace(GPT, dropout=0.0), shard_on(rules, **mesh))
@@ -65,13 +65,13 @@ def nan_batch() -> dict[str, np.ndarray]:
 
 
 def strange_batch() -> dict[str, np.ndarray]:
-    """Labels that never came before."""
+    """Labels that did not occur before."""
     batch = batch_of(0)
     return batch | {"labels": batch["labels"] + 100}
 
 
 def assert_same(found: State, wanted: State, **counters: Any) -> None:
-    """Bit by bit, but for these counters."""
+    """Compares two states bit by bit, except for these counters."""
     for path, x in jax.tree_util.tree_flatten_with_path(found)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         expected = counters[name] if name in counters else functools.reduce(lambda tree, key: tree[key.key], path, wanted)
@@ -88,7 +88,7 @@ def undisturbed() -> tuple[State, list[Row]]:
 
 @pytest.mark.parametrize(("bad", "at"), [(nan_batch, 1), (nan_batch, 58), (strange_batch, 55)])
 def test_a_skipped_batch_leaves_no_trace(bad: Any, at: int) -> None:
-    """Weights, moments, statistics and Adam's count are, bit by bit, those of a run that never saw it."""
+    """Weights, moments, statistics and Adam's count are bit-identical to those of a run that never saw the batch."""
     wanted, rows = undisturbed()
     state, seen = trainer().run(trainer().fresh(), [*GOOD[:at], bad(), bad(), *GOOD[at:]])
     assert [row["skipped"] for row in seen] == [0.0] * at + [1.0] + [2.0] * (len(GOOD) - at + 1)
@@ -97,20 +97,20 @@ def test_a_skipped_batch_leaves_no_trace(bad: Any, at: int) -> None:
 
 
 def test_a_well_run_skips_nothing() -> None:
-    """Its loss falls from 5.5 to 2 and its gradient norms vary: 4 deviations above the mean is none of that."""
+    """Its loss falls from 5.5 to 2 and its gradient norms vary, but none exceeds the mean by 4 deviations."""
     _, rows = undisturbed()
     assert rows[-1]["skipped"] == 0 and rows[0]["loss"] > rows[-1]["loss"] + 1
 
 
 def test_the_statistics_are_those_of_the_good_steps() -> None:
-    """Up to 100 steps plain means and variances, of NumPy in float64."""
+    """Up to 100 steps they equal NumPy's means and variances in float64."""
     state, rows = undisturbed()
     seen = np.array([[row["loss"], math.log(row["grad_norm"])] for row in rows], np.float64)
     np.testing.assert_allclose(state["recent"].T, [[60, 60], seen.mean(0), seen.var(0)], rtol=1e-4)
 
 
 def with_recent(loss: tuple[float, float], norm: tuple[float, float], seen: int) -> State:
-    """A state whose mean and deviation of loss and log norm are these."""
+    """Returns a state with this mean and deviation of loss and log norm."""
     state = trainer().fresh()
     values = np.array([[seen, mean, deviation**2] for mean, deviation in (loss, norm)], np.float32)
     return state | {"recent": jax.device_put(values, state["recent"].sharding)}
@@ -121,7 +121,7 @@ def with_recent(loss: tuple[float, float], norm: tuple[float, float], seen: int)
     [(-3.9, 0, 1000, 0), (-4.1, 0, 1000, 1), (0, -3.9, 1000, 0), (0, -4.1, 1000, 1), (9, 9, 1000, 0), (-9, -9, 49, 0), (-9, -9, 50, 1)],
 )
 def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> None:
-    """4 deviations, only above, of either, once enough was seen. loss, norm: where the means lie, from this step's loss and log norm."""
+    """Either is more than 4 deviations above its mean, after enough steps. loss, norm: the means relative to this step's values."""
     own = undisturbed()[1][0]
     lately = (own["loss"] + loss, 1), (math.log(own["grad_norm"]) + norm, 1)
     state, rows = trainer().run(with_recent(*lately, seen), GOOD[:1])
@@ -130,7 +130,7 @@ def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> Non
 
 
 def test_old_steps_are_forgotten() -> None:
-    """Each step counts 1 %, so that after 300 steps at another level 5 % of the statistics are of the time before."""
+    """Each step counts 1 %, so after 300 steps at another level 5 % of the statistics come from the steps before."""
     state = np.array([[1000, 5.0, 0.01]] * 2, np.float32)
     update = jax.jit(loss_statistics.update)
     for n in range(300):

@@ -1,4 +1,4 @@
-"""The update: Optimizer as optax composes it, the schedules by their formulas, steps that are not finite, and where the state lives."""
+"""The update: Optimizer compared with optax, schedules with their formulas, non-finite steps, and the sharding of the state."""
 
 import dataclasses
 import functools
@@ -26,14 +26,14 @@ COMPILE_BUDGET = 90
 
 
 def rates(**fields: Any) -> np.ndarray:
-    """Of each of 100 steps."""
+    """Returns the learning rates of 100 steps."""
     optimizer = Optimizer(OptimizerConfig(learning_rate=2.0, **({"warmup_steps": 10} | fields)), 100)
     return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate))(np.arange(100)))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_schedules(schedule: str) -> None:
-    """The first of 10 warm-up steps has a tenth of the peak, the tenth all of it, the last step final_fraction of it."""
+    """The first of 10 warm-up steps has a tenth of the peak, the tenth the full peak, and the last step final_fraction of it."""
     at = rates(schedule=schedule, final_fraction=0.25, decay_fraction=0.3)
     np.testing.assert_allclose(at[:10], [2.0 * (n + 1) / 10 for n in range(10)], rtol=1e-6)
     assert at[99] == pytest.approx(2.0 if schedule == "constant" else 0.5)
@@ -53,7 +53,7 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 
 
 def test_no_step_draws_what_initialisation_drew() -> None:
-    """The key of a parameter is the seed's with its number folded in, that of a step the seed's with a tag and the step folded in."""
+    """A parameter's key is the seed's with its number folded in; a step's is the seed's with a tag and the step folded in."""
     seed, tag = jax.random.key(5), 0x73746570
     steps = [step_key(5, n) for n in range(64)]
     rngs = nnx.Rngs(params=jax.random.key(5))
@@ -119,7 +119,7 @@ def test_what_decays() -> None:
 
 @functools.cache
 def trainer(rules: str, **mesh: int):
-    """The layout, a step, and what makes a fresh state."""
+    """Returns the layout, a step, and a function that makes an initial state."""
     layout = ModelLayout.of(GPT, shard_on(rules, **mesh))
     optimizer = Optimizer(OptimizerConfig(learning_rate=0.01, warmup_steps=2), 4)
     return layout, train_step(layout, optimizer, seed=0), functools.partial(init_state, layout, optimizer, seed=0)
@@ -139,7 +139,7 @@ def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tu
 
 @pytest.mark.slow
 def test_losses_over_steps_do_not_depend_on_the_mesh() -> None:
-    """Losses, not leaves: a K bias has no gradient, and Adam amplifies its noise."""
+    """Compares losses instead of leaves: a K bias has no gradient, and Adam amplifies its noise."""
     alone, _ = run_steps("ddp", {})
     for rules, mesh in (("zero2", {"data": 8}), ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})):
         found, _ = run_steps(rules, mesh)
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
 
 
 def test_every_step_has_masks_of_its_own() -> None:
-    """The same weights and samples: only the number of the step differs, and with it what dropout drops."""
+    """With the same weights and samples only the step's number differs, and with it the dropout masks."""
     layout, step, fresh = trainer("zero2", data=8)
     losses = []
     for number in (0, 1, 0):
@@ -169,7 +169,7 @@ def test_every_step_has_masks_of_its_own() -> None:
 
 
 def test_outliers_count_unless_asked_for() -> None:
-    """Statistics by which any step is one: the default step only keeps them."""
+    """The statistics make any step an outlier, but the default step only updates them."""
     layout, step, fresh = trainer("zero2", data=8)
     lately = np.array([[1000, -100, 1]] * 2, np.float32)
     state = fresh()

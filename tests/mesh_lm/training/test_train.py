@@ -1,4 +1,4 @@
-"""train.py as a user runs it: on 8 devices, killed and continued, stopped by SIGTERM, and given bad input."""
+"""train.py as users run it: on 8 devices, killed and resumed, stopped by SIGTERM, and with bad input."""
 
 import argparse
 import errno
@@ -42,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arguments(text: Path):
-    """Command lines for a tiny run; keywords change fields, with __ for the dot."""
+    """Returns the command line of a tiny run; keywords change fields, with __ for the dot."""
 
     def make(output: Path, file: str = "gpt_tiny", **changes: object) -> list[str]:
         fields = SHRUNK | {"data.path": text, "data.cache": text.parent / "cache", "output": output}
@@ -61,7 +61,7 @@ def losses(output: Path) -> list[float]:
 
 
 def leaves(output: Path, step: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, read with Orbax alone."""
+    """Returns every array of a checkpoint, read with Orbax alone."""
     tree = ocp.PyTreeCheckpointer().restore(output.absolute() / "checkpoints" / str(step) / "state")
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
@@ -104,7 +104,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
-    """8 steps straight equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
+    """8 uninterrupted steps equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
     changes = {
         "train__steps": 8,
         "checkpoint__every": 4,
@@ -156,7 +156,7 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM arrives just after step 2 decided not to save: it is for step 3, which saves."""
+    """SIGTERM arrives just after step 2 decided not to save, so step 3 saves."""
     due = loop.Checkpoints.due
     monkeypatch.setattr(
         loop.Checkpoints, "due", lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1]
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_at_the_very_end(
 
 @pytest.mark.slow
 def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
-    """Its weights, and only with its tokenizer; the same for whoever uses it later."""
+    """A run starts from another's weights, only with the same tokenizer, which it keeps for later users."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert train.main(arguments(first)) == 0
     still = {"optimizer__learning_rate": 0, "checkpoint__every": 0, "train__steps": 1, "init_from": first}
@@ -287,7 +287,7 @@ def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def losses_alone(arguments, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of a run on one device, in a process of its own."""
+    """Returns the losses of a run on one device, in a process of its own."""
     alone = tmp_path_factory.mktemp("alone")
     process = spawn(arguments(alone, launch__cpu_devices=1))
     out = ended(process)

@@ -1,4 +1,4 @@
-"""Digests and the comparison of copies where no process has all devices: each process gets the same answer."""
+"""Digests and the comparison of replicas across processes: each process gets the same result."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One of two processes with two CPU devices each: prints digests, and what `differing` finds. Arguments: its number, and a port."""
+"""One of two processes with two CPU devices each: prints digests and the result of `differing`. Arguments: its index, and a port."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ VALUES = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
 def array(mesh: jax.sharding.Mesh, spec: jax.P, sick: int | None = None) -> jax.Array:
-    """VALUES; one bit differs in what the device at this place of the mesh holds."""
+    """Returns VALUES as an array; with `sick`, one bit is flipped in the shard of that device of the mesh."""
     where = jax.NamedSharding(mesh, spec)
     blocks = []
     for device, index in where.addressable_devices_indices_map(VALUES.shape).items():

@@ -92,7 +92,7 @@ def test_a_lawful_step_is_clean(rules: Any, axes: Any) -> None:
 
 
 def test_every_check_is_small_and_named() -> None:
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 23
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 24
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,12 @@ def test_a_table_of_which_a_device_uses_a_part() -> None:
     assert found.check == "replicated" and found.bytes == table.bytes * 3 // 4
     assert found.text == "bias is replicated on every device, and each uses 1/4 of it, as tensor would shard it"
     assert lint(report(arguments=(*arguments(), dataclasses.replace(table, used_ways=1))), RULES, AXES) == ()
+
+
+def test_an_optimizer_that_multiplies_matrices() -> None:
+    """What XLA moves for it is a notice, once; without matmuls there the same is an error."""
+    where = Location("optimizer", "optimizer", "muon.py:1")
+    moves = [collective("collective-permute", "fsdp", f"f32[{L},{D},{F // 4}]", loops=(), where=where, name=name) for name in "ab"]
+    found = only(lint(report(*moves, flops={"optimizer": 10**9}), RULES, AXES))
+    assert (found.check, found.severity) == ("optimizer-matmuls", "notice") and "2 arrays over fsdp" in found.text
+    assert only(lint(report(*moves), RULES, AXES)).check == "reshard"

@@ -74,7 +74,8 @@ def test_the_page_says_it_all() -> None:
         "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB",
         "6.01 s (predicted, never measured), of which 1.5 s (25 %) wait for the network: MFU 4 %.",
         "1,024 x H100", "data 8 x fsdp 16 x tensor 8", "174.6 B", "2 findings", "params 1.69 2 %", "2 x bf16[12288,6144]",
-        "state.params.blocks.mlp.up.weight, cut by fsdp+tensor", "network, 16 devices", "316.34 GiB", "reduce-scatter bf16[2,2048,12288]",
+        "state.params.blocks.mlp.up.weight, sharded over fsdp+tensor", "network, 16 devices", "316.34 GiB",
+        "reduce-scatter bf16[2,2048,12288]",
         "384 x 11.7 ms = 4.49 s, 75 % of the step, 25 % of it waiting", "335.0 TFLOP on each device", "moves f32 in a bf16 program",
         "cast it before", "--config.model.remat=full remat 6.00 8.30 x 1.21 fits", "3 arrays", "jaxlib 0.10.2",
     ):  # fmt: skip

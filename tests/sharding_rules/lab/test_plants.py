@@ -8,10 +8,12 @@ import pytest
 
 from sharding_rules.lab import LabError
 from tests.sharding_rules.lab.plants.catalogue import ABORTING, PLANTS
+from tests.sharding_rules.lab.plants.held_out import HELD_OUT
 from tests.sharding_rules.lab.plants.program import Plant, Program
+from tests.sharding_rules.lab.plants.trainer import ONE_ROW
 from tests.sharding_rules.lab.plants.valid import VALID
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 75
 pytestmark = pytest.mark.deviceless
 QUICK = {
     "tensor axis outermost", "batch not sharded", "hidden activations not sharded", "bias table replicated", "tensor parallel",
@@ -48,6 +50,15 @@ def test_a_bug_is_named(reports: str, plant: Plant) -> None:
     assert len([one for one in found if one.severity == "error"]) <= 2, f"one mistake, and many findings: {said}"
 
 
+@pytest.mark.parametrize("plant", each(HELD_OUT))
+def test_a_bug_that_lint_was_not_written_for(reports: str, plant: Plant) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        planted = plant.plant(patch).compile(reports)
+    effect, found = plant.effect(reports, planted), planted.findings()
+    assert all(effect[name] >= least for name, least in plant.costs.items()), f"{plant.name}: {effect}"
+    assert plant.named_by(found), f"{plant.mistake}\n" + "\n".join(map(str, found))
+
+
 @pytest.mark.parametrize("plant", each(ABORTING))
 def test_an_abort_is_named(reports: str, plant: Plant) -> None:
     """XLA ends the process that compiles, which is a child of this one."""
@@ -56,7 +67,7 @@ def test_an_abort_is_named(reports: str, plant: Plant) -> None:
     assert all(word in str(error.value) for word in plant.says), error.value
 
 
-@pytest.mark.parametrize("program", each(dict.fromkeys((*(one.healthy for one in PLANTS), *VALID))))
+@pytest.mark.parametrize("program", each(dict.fromkeys((*(one.healthy for one in (*PLANTS, *HELD_OUT)), ONE_ROW, *VALID))))
 def test_a_program_with_nothing_wrong_has_no_errors(reports: str, program: Program) -> None:
     found = [one for one in program.compile(reports).findings() if one.severity != "notice"]
     assert not found, "\n".join(map(str, found))

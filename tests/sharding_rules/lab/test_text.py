@@ -38,7 +38,7 @@ def test_one_screen_says_it_all() -> None:
     assert "data 8 x fsdp 16 x tensor 8" in row["mesh"] and "parameters 174.6 B" in row["mesh"]
     assert "3.38" in next(line for line in lines if line.startswith("moments"))
     assert "2 x bf16[12288,6144]" in text and "recompute of layers/mlp (mesh_lm/model/layers.py:107)" in text
-    assert "state.params.blocks.mlp.up.weight, cut by fsdp+tensor" in text
+    assert "state.params.blocks.mlp.up.weight, sharded over fsdp+tensor" in text
     assert row["tensor,"].split()[:3] == ["tensor,", "NVLink", "all-gather"] and "2,304" in row["tensor,"] and "189.00" in row["tensor,"]
     assert "attention, mlp: fwd+recompute+bwd" in row["tensor,"]
     assert row["data,"].split()[1:] == ["network", "all-reduce", "f32", "1", "5.00", "8.75", "250", "µs", "optimizer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from mesh_lm.optim import flat
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import program
-from mesh_lm.state import parts
 from sharding_rules import MeshConfig, Rules, Shard, preset
 from sharding_rules.lab.flags import options
 from sharding_rules.shard import TableSharding, local_block
@@ -59,6 +59,13 @@ class Step:
 
 
 HSDP = Step("gpt, hsdp+megatron_sp")
+ONE_ROW = Step(
+    "gpt, one sequence on a device",
+    dataclasses.replace(GPT, biases=True, norm="layernorm"),
+    mesh=MeshConfig(data=3, fsdp=2, tensor=4),
+    rows=6,
+)
+"""Here the gradient of the learned positions, gathered over tensor in float32, has the shape of an activation."""
 GROUPED = Step("llama, hsdp+megatron_sp", LLAMA)
 ZERO2 = Step("gpt, zero2+megatron_sp", rules=PRESETS["zero2+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
 DISTRIBUTED = Step("gpt, distributed+megatron_sp", rules=PRESETS["distributed+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
@@ -156,12 +163,13 @@ def batch_gathered_over_fsdp(patch: pytest.MonkeyPatch) -> Step:
 
 
 def moments_replicated(patch: pytest.MonkeyPatch) -> Step:
-    where = parts._where
+    module = importlib.import_module("mesh_lm.state.parts")  # the package has a function of that name
+    where = module._where
 
     def whole(layout: ModelLayout, kind: Any, name: str, leaf: Any) -> NamedSharding:
         return NamedSharding(layout.shard.mesh, PartitionSpec()) if kind == "optimizer" else where(layout, kind, name, leaf)
 
-    patch.setattr(parts, "_where", whole)
+    patch.setattr(module, "_where", whole)
     return HSDP
 
 

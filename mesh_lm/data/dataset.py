@@ -1,0 +1,137 @@
+"""The data interface of the trainer, `Dataset`; text, Megatron prefixes, token arrays and custom data implement it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.data.indexed import InMemory, TokenStream
+from mesh_lm.data.rows import ConcatOrder, SampleOrder
+from mesh_lm.data.sequences import Sequences
+from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.errors import ConfigError
+
+_SAMPLED = 2**20
+"""Token ids at each end of an array that its name covers."""
+_HELD_OUT = 20
+"""1 / this fraction of an array is held out, at its end."""
+
+
+class Dataset(Protocol):
+    """Training and held-out sequences by position. Derive from it; members with a value here are optional."""
+
+    name: str
+    """Identifies the data and its order. A checkpoint's data position is only valid for the same name."""
+    train_tokens: int
+    """Tokens of one epoch."""
+    heldout_tokens: int
+    eod: int | None = None
+    """Id of the end-of-document token; None: unknown, so that documents cannot be separated."""
+    fingerprint: str | None = None
+    """Fingerprint of the tokenizer, if known; equal fingerprints mean equal ids."""
+    train_bytes: int | None = None
+    """UTF-8 bytes of the training text; None: unknown, so that losses are not reported per byte."""
+    heldout_bytes: int | None = None
+    gzip_bits_per_byte: float | None = None
+    """Bits per byte of gzip -9 and xz -9 on the held-out text, as baselines."""
+    xz_bits_per_byte: float | None = None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""
+        return None
+
+    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+        """Returns sequences of config.model.seq_len by global sample position, across epochs.
+
+        Args:
+          saved: the `state` in a checkpoint of this run, with its "position"; None: a new run.
+          last: the position at which the run will end.
+        """
+        ...
+
+    def heldout_order(self, config: TrainConfig) -> SampleOrder:
+        """Returns the held-out sequences, always in the same order."""
+        ...
+
+    def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
+        """Returns JSON for a checkpoint, in addition to the position, for `training_order`."""
+        return {}
+
+    def changed(self, order: SampleOrder) -> list[str]:
+        """Returns messages about how the data differs from that of the resumed checkpoint."""
+        return []
+
+
+def padded_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
+    """Returns all tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
+    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if len(text.tokens)])
+
+
+class TokenArray(Dataset):
+    """Token ids in memory or in a memory map, as one stream; each epoch permutes its sequences."""
+
+    def __init__(
+        self, tokens: Sequence[int] | np.ndarray, heldout: Sequence[int] | np.ndarray | None = None, *, eod: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
+        """Takes token ids.
+
+        Args:
+          tokens: ids [n] to train on, integers of any type; arrays are not copied.
+          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not trained on.
+          eod: the id that ends each document; None: the tokenizer's, or unknown.
+
+        Raises:
+          ConfigError: the ids are not a sequence of integers, or there are none.
+        """
+        ids = _ids(tokens)
+        n_train = len(ids) - len(ids) // _HELD_OUT
+        self._train, self._heldout = (ids[:n_train], ids[n_train:]) if heldout is None else (ids, _ids(heldout))
+        if not len(self._heldout):
+            raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
+        self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
+        self._tokenizer = tokenizer
+        self.eod, self.fingerprint = (eod, None) if tokenizer is None else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)
+        digest = hashlib.sha256(f"{self.train_tokens} {self.heldout_tokens} {self.eod}".encode())
+        for part in (self._train, self._heldout):
+            for end in (part[:_SAMPLED], part[-_SAMPLED:]):
+                digest.update(end.astype("<i8").tobytes())
+        self.name = f"tokens-{digest.hexdigest()[:16]}"
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Implements `Dataset.tokenizer`."""
+        return self._tokenizer
+
+    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+        """Implements `Dataset.training_order`."""
+        if config.data.documents == "packed":
+            raise ConfigError("data.documents=packed: an array of token ids is one stream; write documents with `mesh-lm prepare`")
+        return Sequences(self._stream(self._train, config), config.model.seq_len, eod=self.eod, seed=config.seed)
+
+    def heldout_order(self, config: TrainConfig) -> SampleOrder:
+        """Implements `Dataset.heldout_order`."""
+        return padded_order([self._stream(self._heldout, config)], config, self.eod)
+
+    def _stream(self, ids: np.ndarray, config: TrainConfig) -> TokenStream:
+        return TokenStream(InMemory(ids), vocab=config.model.vocab_size)
+
+
+def dataset_of(data: Dataset | Sequence[int] | np.ndarray) -> Dataset:
+    """Returns a dataset unchanged, and token ids as a `TokenArray`. Raises ConfigError for anything else."""
+    missing = [name for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order") if not hasattr(data, name)]
+    return data if not missing else TokenArray(data)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        given = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
+        raise ConfigError(f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {given}")
+    return ids
