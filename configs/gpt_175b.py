@@ -1,8 +1,8 @@
 """GPT-3 (Brown et al., arXiv 2005.14165): 174.6 B parameters. Tensor parallel inside a node, 8 stages, a distributed optimizer.
 
-Stages and chunks as Megatron-LM's 175 B (Korthikanti et al., arXiv 2205.05198): 8 x 3 x 4 layers. A stage keeps of a microbatch what
-save_names names, so that no layer runs its forward twice. On 1,024 H100s 48 microbatches of two sequences are predicted to be faster than
-96 of one (--plan), whose weight gradients are added up twice as often.
+Stages and chunks as in Megatron-LM's 175 B (Korthikanti et al., arXiv 2205.05198): 8 x 3 x 4 layers. Stages save the activations of
+save_names, so that no layer recomputes its matmuls. On 1,024 H100s, 48 microbatches of two sequences are predicted to be faster than 96 of
+one (--plan), which accumulate weight gradients twice as often.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

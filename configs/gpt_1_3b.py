@@ -1,4 +1,4 @@
-"""GPT-3 XL's shape (Brown et al., arXiv 2005.14165, table 2.1, with 16 heads of 128): 1.3 B parameters, on one node of eight GPUs."""
+"""The shape of GPT-3 XL (Brown et al., arXiv 2005.14165, table 2.1, with 16 heads of 128): 1.3 B parameters, on one node of eight GPUs."""
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig

@@ -1,4 +1,4 @@
-"""A GPT small enough for two CPU cores: learns Python from the standard library's source in a few minutes."""
+"""A small GPT for two CPU cores, which learns Python from the source of the standard library in a few minutes."""
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig

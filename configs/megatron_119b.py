@@ -1,7 +1,8 @@
 """Megatron-LM's scaling table (README of its repository): 119 B (118.50 B parameters), 1536 H100s, 768 sequences a step.
 
-Tensor 8 x pipeline 4 x data 48 as published, with their distributed optimizer. 23 layers a stage, a prime: a chunk has one, or all. 8
-microbatches of two sequences in 23 chunks are predicted to be as fast as 16 of one in one, which need 10 GiB more.
+Tensor 8 x pipeline 4 x data 48 as published, with its distributed optimizer. A stage has 23 layers, a prime, so a
+chunk has one layer or all. 8 microbatches of two sequences in 23 chunks are predicted to be as fast as 16 of one sequence in one chunk,
+which need 10 GiB more.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

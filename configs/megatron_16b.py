@@ -1,6 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 16 B (16.13 B parameters), 192 H100s, 192 sequences a step.
 
-Tensor 4 x data 48 as published, with their distributed optimizer. One microbatch: what save_names keeps of its four sequences fits.
+Tensor 4 x data 48 as published, with its distributed optimizer. One microbatch: the activations of save_names for its four
+sequences fit.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop

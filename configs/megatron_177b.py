@@ -1,7 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s, 1152 sequences a step.
 
-Tensor 8 x pipeline 6 x data 48 as published, with their distributed optimizer. Four chunks of
-4 layers on each stage; 24 microbatches of one sequence, of which a stage keeps what save_names names: no layer runs its forward twice.
+Tensor 8 x pipeline 6 x data 48 as published, with its distributed optimizer. Each stage has four
+chunks of 4 layers. 24 microbatches of one sequence; stages save the activations of save_names, so that no layer recomputes its matmuls.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

@@ -1,7 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 1.7 B (1.75 B parameters), 48 H100s, 192 sequences a step.
 
-Data 48 as published, with their distributed optimizer. One microbatch: what save_names keeps of its four
-sequences fits.
+Data 48 as published, with its distributed optimizer. One microbatch: the activations of save_names for its
+four sequences fit.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop

@@ -1,7 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 314 B (313.62 B parameters), 3072 H100s, 1536 sequences a step.
 
-Tensor 8 x pipeline 8 x data 48 as published, with their distributed optimizer. Four chunks of 3 layers on each stage; 32 microbatches of
-one sequence, of which a stage keeps what save_names names: no layer runs its forward twice. Of two sequences they would not fit.
+Tensor 8 x pipeline 8 x data 48 as published, with its distributed optimizer. Each stage has four chunks of 3 layers. 32 microbatches of
+one sequence; stages save the activations of save_names, so that no layer recomputes its matmuls. Two sequences would not fit.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

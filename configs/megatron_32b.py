@@ -1,6 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 32 B (31.51 B parameters), 384 H100s, 192 sequences a step.
 
-Tensor 8 x data 48 as published, with their distributed optimizer. One microbatch: what save_names keeps of its four sequences fits.
+Tensor 8 x data 48 as published, with its distributed optimizer. One microbatch: the activations of save_names for its four
+sequences fit.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop

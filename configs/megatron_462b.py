@@ -1,7 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 462 B (461.54 B parameters), 6144 H100s, 3072 sequences a step.
 
-Tensor 8 x pipeline 16 x data 48 as published, with their distributed optimizer. Seven chunks of
-one layer on each stage; 64 microbatches of one sequence, of which a stage keeps what save_names names: no layer runs its forward twice.
+Tensor 8 x pipeline 16 x data 48 as published, with its distributed optimizer. Each stage has seven
+chunks of one layer. 64 microbatches of one sequence; stages save the activations of save_names, so that no layer recomputes its matmuls.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

@@ -1,8 +1,8 @@
 """Megatron-LM's scaling table (README of its repository): 70 B (69.84 B parameters), 768 H100s, 384 sequences a step.
 
-Tensor 8 x pipeline 2 x data 48 as published, with their distributed optimizer. 4 microbatches of two sequences, in seven chunks of 6 layers
-on each stage, which keeps what save_names names: no layer runs its forward twice. Predicted to be faster than 8 of one sequence, and as
-fast as 2 of four, which need 13 GiB more.
+Tensor 8 x pipeline 2 x data 48 as published, with its distributed optimizer. 4 microbatches of two sequences; each
+stage has seven chunks of 6 layers and saves the activations of save_names, so that no layer recomputes its matmuls.
+Predicted to be faster than 8 microbatches of one sequence, and as fast as 2 of four, which need 13 GiB more.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

@@ -68,7 +68,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if "batch" not in self.activations:
-            raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that cut the batch, or None")
+            raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that shard the batch, or None")
         for axis, kind in self.axes.items():
             if axis in AXES:
                 raise ShardingRuleError(f"rules.axes[{axis!r}]: every mesh has an axis of that name; choose another")

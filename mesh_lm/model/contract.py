@@ -51,7 +51,7 @@ class Context:
     shared: Any = None
     """The result of the model's `prepare`, the same for all layers."""
     number: int | jax.Array = 0
-    """The number of the layer in the whole model, which its dropout keys are folded with."""
+    """The number of the layer in the whole model, from which its dropout keys derive."""
     place: int = 0
     """The number of the layer in the period of its segment."""
     cache: Any = None

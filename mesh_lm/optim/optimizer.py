@@ -92,18 +92,18 @@ def make_rule(config: OptimizerConfig) -> Rule:
     if not hasattr(module, name):
         rules = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == path and hasattr(value, "direction")]
         raise ConfigError(f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}")
-    return _made(getattr(module, name), config, what)
+    return _checked_rule(getattr(module, name), config, what)
 
 
 def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
-    """A rule that is given, or made of a class that is, and the config's section with its name in it. Raises ConfigError as `make_rule`."""
-    own = given if isinstance(given, type) else type(given)
-    name = f"{own.__module__}:{own.__qualname__}"
-    made = _made(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")
-    return dataclasses.replace(config, name=name), made
+    """(the config with the name of a custom rule, the rule). given: the rule or its class. Raises ConfigError as `make_rule` does."""
+    rule_class = given if isinstance(given, type) else type(given)
+    name = f"{rule_class.__module__}:{rule_class.__qualname__}"
+    rule = _checked_rule(given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}")
+    return dataclasses.replace(config, name=name), rule
 
 
-def _made(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
+def _checked_rule(make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str) -> Rule:
     try:
         instance = make(config)
     except Exception as error:

@@ -155,9 +155,9 @@ def divide(
 def _unequal(stack: Stack, virtual: int, what: str, divided: Segment | None) -> str:
     """An error: why stages cannot be equal, and what would be possible."""
     n_layers, unit = stack.n_layers, virtual * stack.segments[0].period
-    whole = f" in complete periods of segment {divided.name!r} ({divided.period} layers)" if divided and n_layers % virtual == 0 else ""
+    periods = f" in complete periods of segment {divided.name!r} ({divided.period} layers)" if divided and n_layers % virtual == 0 else ""
     would = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or " if len(stack.segments) == 1 else ""
-    return f"model.n_layers={n_layers} does not divide into {what}{whole}; {would}set pipeline.balance=flops or pipeline.layers"
+    return f"model.n_layers={n_layers} does not divide into {what}{periods}; {would}set pipeline.balance=flops or pipeline.layers"
 
 
 def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> StackLayouts:
@@ -210,10 +210,10 @@ def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
 
     def best(of_stage: np.ndarray, join: np.ufunc) -> list[np.ndarray]:
         """For each number of virtual stages, the least cost of the first units, [n + 1]."""
-        found = [np.where(np.arange(n + 1) == 0, 0.0, np.inf)]
+        least = [np.where(np.arange(n + 1) == 0, 0.0, np.inf)]
         for each in of_stage:
-            found.append(join(found[-1][None, :], each).min(1))
-        return found
+            least.append(join(least[-1][None, :], each).min(1))
+        return least
 
     loads = load[None] + ends[:, None, None]
     most = best(loads, np.maximum)[-1][n]

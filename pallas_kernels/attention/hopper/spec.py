@@ -1,6 +1,6 @@
 """The static part of a call of the Hopper kernels, their tiles, and the refs that a kernel works on.
 
-Shape suffixes of the kernels: B batch, S query sequence and T key sequence (padded to whole tiles), N heads, K kv heads, H head dim of
+Shape suffixes of the kernels: B batch, S query sequence and T key sequence (padded to complete tiles), N heads, K kv heads, H head dim of
 queries and keys, V that of values; Q query rows and C keys of one tile.
 """
 
