@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
-import jax
-import jax.numpy as jnp
-
 from mesh_lm.config import TrainConfig
-from mesh_lm.model import DecoderConfig
-from pallas_kernels import choose_attention, describe_attention
+from mesh_lm.training import opening
 from sharding_rules.lab import Report
 from sharding_rules.lab.hlo import Array, arrays
 from sharding_rules.lab.targets import TARGETS
@@ -21,15 +17,7 @@ _KERNELS = {"mosaic_gpu": "mosaic", "__cudnn$fmha": "cudnn"}
 
 def attention_implementations(config: TrainConfig, target: str) -> set[str]:
     """Returns the implementations that attention=auto chooses on the target, by kind of layer; else the one that the model names."""
-    model, wanted = config.model, getattr(config.model, "attention", "")
-    if wanted != "auto" or not isinstance(model, DecoderConfig):
-        return {wanted}
-    S = model.seq_len
-    q, k = (jax.ShapeDtypeStruct((1, S, heads, model.d_head), jnp.dtype(model.dtype)) for heads in (model.n_heads, model.kv_heads))
-    ids = None if config.data.documents == "joined" else jax.ShapeDtypeStruct((1, S), jnp.int32)
-    sinks = jax.ShapeDtypeStruct((model.n_heads,), jnp.float32) if model.sinks else None
-    on = {"platform": "gpu", "capability": TARGETS[target].capability, "softcap": model.softcap or None, "segment_ids": ids, "sinks": sinks}
-    return {choose_attention(describe_attention(q, k, k, window=window, **on)).name for window in model.windows()}
+    return opening.attention_implementations(config, "gpu", TARGETS[target].capability)
 
 
 def with_compilable_attention(config: TrainConfig, target: str = "h100") -> TrainConfig:

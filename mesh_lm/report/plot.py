@@ -27,7 +27,8 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     rows = [json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
     bytewise = any("train_bpb" in row for row in rows)
     unit = "bits per byte" if bytewise else "nats per token"
-    train = _series(rows, "train_bpb" if bytewise else "loss")
+    name = "train_bpb" if bytewise else "loss"
+    train = _series([{name: row.get(name), **row} | ({name: row[f"mean_{name}"]} if row.get(f"mean_{name}") else {}) for row in rows], name)
     heldout = _series(rows, "heldout_bpb" if bytewise else "heldout_loss")
     if not train.size:
         return

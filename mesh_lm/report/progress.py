@@ -7,7 +7,7 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -32,7 +32,8 @@ class Progress:
                 writer.write(step, row)
     ```
     A row is due every `log_every` steps (0: never) and at the first and the last step. The first step compiles, so rates leave it out.
-    If `enabled` is false, as on every process but the first, rows are returned, but nothing is shown.
+    If `enabled` is false, as on every process but the first, rows are returned, but nothing is shown. log: a file that gets a line for
+    each row and each note, also if the terminal shows a bar.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Progress:
         bits_per_byte: Callable[[float], float] | None = None,
         enabled: bool = True,
         file: TextIO | None = None,
+        log: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
         memory: Callable[[], Memory] = device_memory_gib,
     ) -> None:
@@ -55,26 +57,30 @@ class Progress:
         self._tokens_per_step = tokens_per_step
         self._utilisation = lambda rate: mfu(rate, flops_per_token, n_devices, device_kind)
         self._bits_per_byte, self._clock, self._memory = bits_per_byte, clock, memory
-        self._view = _view(file or sys.stdout, total_steps, start_step) if enabled else _Silent()
+        views = [_view(file or sys.stdout, total_steps, start_step), *([_Lines(log, total_steps)] if log else [])]
+        self._view = _Both(views) if enabled else _Silent()
+        self._losses: list[Any] = []  # of the steps since the last row
         self._began = self._last = clock()
         self._last_step = start_step
         self._warm: tuple[float, int] | None = None  # when the first step was done, and which it was
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over the steps since the last row,
-        step_ms, tokens_per_s, mfu (0 to 1, where known; no rates at the first step), the peak memory_gib, and train_bpb if the
-        constructor was told how to get `bits_per_byte` from "loss" (nats per token).
+        """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over the steps since the last row, mean_loss,
+        step_ms, tokens_per_s, mfu (0 to 1, where known; no rates at the first step), the peak memory_gib, the tokens so far, and
+        train_bpb and mean_train_bpb if the constructor was told how to get `bits_per_byte` from a loss (nats per token).
 
         `metrics` may be arrays still being computed: they are waited for only when a row is due.
         """
+        self._losses.append(metrics["loss"])
         every = self._log_every and step % self._log_every == 0
         if not (every or self._warm is None or step == self._total):
             self._view.advance(step)
             return {}
         row = {name: float(value) for name, value in metrics.items()}  # waits for the device, so it comes before the clock is read
         now, memory = self._clock(), self._memory()
+        row["mean_loss"] = self._mean_loss()
         if self._bits_per_byte:
-            row["train_bpb"] = self._bits_per_byte(row["loss"])
+            row["train_bpb"], row["mean_train_bpb"] = self._bits_per_byte(row["loss"]), self._bits_per_byte(row["mean_loss"])
         if self._warm is None:
             self._warm = now, step
             tail = f"first step {now - self._began:.1f} s"
@@ -85,8 +91,16 @@ class Progress:
             tail = f"eta {datetime.timedelta(seconds=math.ceil(left))}"
         self._last, self._last_step = now, step
         row["memory_gib"] = memory.gib
+        if self._tokens_per_step:
+            row["tokens"] = float(step * self._tokens_per_step)
         self._view.show(step, _describe(row, memory.of), tail)
         return row
+
+    def _mean_loss(self) -> float:
+        """Of the steps since the last row whose loss is finite: what a skipped step had is no part of the run."""
+        losses, self._losses = [float(loss) for loss in self._losses], []
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        return sum(finite) / len(finite) if finite else losses[-1]
 
     def _rates(self, seconds: float) -> dict[str, float]:
         rates = {"step_ms": 1e3 * seconds}
@@ -108,7 +122,7 @@ class Progress:
     def roll_back(self, step: int) -> None:
         """The run continues from this step; later ones are no longer counted."""
         self._began = self._last = self._clock()
-        self._last_step, self._warm = step, None
+        self._last_step, self._warm, self._losses = step, None, []
 
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -126,8 +140,8 @@ class Progress:
 def _describe(row: Mapping[str, float], memory_of: str) -> str:
     """Returns the metrics of a row as text, the most important first."""
     shown: dict[str, Callable[[float], str]] = {
-        "loss": lambda v: f"loss {v:.4f}",
-        "train_bpb": lambda v: f"bpb {v:.4f}",
+        "mean_loss": lambda v: f"loss {v:.4f}",
+        "mean_train_bpb": lambda v: f"bpb {v:.4f}",
         "heldout_loss": lambda v: f"held-out loss {v:.4f}",
         "heldout_bpb": lambda v: f"held-out bpb {v:.4f}",
         "grad_norm": lambda v: f"grad {v:.2f}",
@@ -149,6 +163,33 @@ class _Silent:
     def advance(self, step: int) -> None: ...
     def show(self, step: int, text: str, tail: str) -> None: ...
     def note(self, text: str) -> None: ...
+
+
+class _Both(_Silent):
+    """What a person sees, and the log file."""
+
+    def __init__(self, views: Sequence[_Silent]) -> None:
+        self._views = views
+
+    def start(self) -> None:
+        for view in self._views:
+            view.start()
+
+    def stop(self) -> None:
+        for view in self._views:
+            view.stop()
+
+    def advance(self, step: int) -> None:
+        for view in self._views:
+            view.advance(step)
+
+    def show(self, step: int, text: str, tail: str) -> None:
+        for view in self._views:
+            view.show(step, text, tail)
+
+    def note(self, text: str) -> None:
+        for view in self._views:
+            view.note(text)
 
 
 class _Lines(_Silent):

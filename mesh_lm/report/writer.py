@@ -15,6 +15,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from mesh_lm.report.groups import grouped
+
 _FLUSH = 10.0
 """Seconds between two flushes of TensorBoard's file."""
 
@@ -53,9 +55,10 @@ class Writer:
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        charts = grouped(numbers)
         if self._also:
-            self._also.write(step, numbers)
-        self._events.write(step, numbers)
+            self._also.write(step, charts)
+        self._events.write(step, charts)
         self._lines.flush()  # a killed run keeps what it measured
 
     def roll_back(self, step: int) -> None:

@@ -16,7 +16,8 @@ _ORDER = {
     "restore": "restoring", "compile": "first steps (compiling)", "batch": "waiting for data", "save": "saving", "evaluate": "evaluating",
 }  # fmt: skip
 
-
+_SHORT = 600.0
+"""Seconds of a run for which its goodput says nothing: most of it is compiling."""
 _EVERY = 2.0
 
 
@@ -92,7 +93,11 @@ def describe(totals: dict[str, Any]) -> str:
     parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
     starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
     starts += f", {totals['lost_steps']} steps repeated" if totals["starts"] > 1 or totals["lost_steps"] else ""
-    return f"goodput {totals['goodput']:.1%} of {_clock(sum(seconds.values()))}{starts}: {', '.join(parts)}"
+    whole = sum(seconds.values())
+    share = (
+        f"goodput {totals['goodput']:.1%} of {_clock(whole)}" if whole >= _SHORT or totals["starts"] > 1 else f"wall time {_clock(whole)}"
+    )
+    return f"{share}{starts}: {', '.join(parts)}"
 
 
 def _clock(seconds: float) -> str:

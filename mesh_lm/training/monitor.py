@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 import jax
 
@@ -22,6 +22,7 @@ from mesh_lm.report.progress import Progress
 from mesh_lm.report.weights_and_biases import WeightsAndBiases
 from mesh_lm.report.writer import Writer
 from mesh_lm.training.goodput import Goodput, describe
+from mesh_lm.training.opening import opening
 
 
 class Monitor:
@@ -30,7 +31,7 @@ class Monitor:
     def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
-        device = jax.devices()[0]
+        device, self._log = jax.devices()[0], self._begin_output() if self.speaks else None
         self._progress = Progress(
             config.train.steps,
             first_step,
@@ -40,25 +41,30 @@ class Monitor:
             n_devices=jax.device_count(),
             device_kind=device.device_kind,
             enabled=self.speaks,
+            log=self._log,
             bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
         )
         wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
         try:
             self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
         except OSError as error:
-            raise ConfigError(f"cannot write metrics to {error.filename or self.output}: {error.strerror}; set another output") from error
+            raise _unwritable(self.output, error) from error
         self._profile = Profile(config.profile, self.output / "profile", first_step)
         self._newest: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
         self._late = self._newest  # the same, until it is read
         self._unwritten = ""
         self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
-        n_params = sum(math.prod(shape.shape) for shape in layout.shapes.values())
-        epochs = config.train.steps * config.tokens_per_step / corpus.train_tokens
-        self._opening = [
-            f"{n_params / 1e6:,.2f} M parameters, {config.tokens_per_step:,} tokens a step, rules {config.rules.name}, "
-            f"{jax.device_count()} {device.device_kind} ({config.mesh})",
-            f"corpus {corpus.name}: {corpus.train_tokens:,} training tokens, {epochs:.2f} epochs",
-        ]
+        self._opening = opening(config, layout, corpus)
+        self._waited, self._row_step = 0.0, first_step
+
+    def _begin_output(self) -> TextIO:
+        """Writes down the config as it is run, and opens the log that a terminal's bar would leave no trace of."""
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / "config.json").write_text(json.dumps(as_dict(self.config), indent=1) + "\n")
+            return (self.output / "log.txt").open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self.output, error) from error
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
         """Takes the metrics of a step just dispatched, and returns those of the step before, which is done; None at the first step."""
@@ -76,7 +82,7 @@ class Monitor:
         if self._goodput:
             self._goodput.roll_back(step)
         self._newest = self._late = None
-        self._phases.step = step
+        self._phases.step = self._row_step = step
         self._progress.roll_back(step)
         try:
             self._writer.roll_back(step)
@@ -149,7 +155,14 @@ class Monitor:
             return
         jax.block_until_ready(late[1])  # so that the host is never more than one step ahead
         if row := self._progress.step(*late):
-            self._write(late[0], row)
+            self._write(late[0], row | self._about_data(late[0]))
+
+    def _about_data(self, step: int) -> dict[str, float]:
+        """Epochs of the data so far, and how long a step waits for it: the mean over the steps since the last row."""
+        waited, self._waited = self._waited, self._phases.seconds()["batch"]
+        steps, self._row_step = step - self._row_step, step
+        epoch = step * self.config.tokens_per_step / self.corpus.train_tokens
+        return {"epoch": epoch, "wait_ms": 1e3 * (self._waited - waited) / max(1, steps)}
 
     def _write(self, step: int, row: dict[str, float]) -> None:
         """Writes a row. A full disk does not stop the run; the rows are written when there is space again."""
@@ -180,6 +193,13 @@ class Monitor:
         self._progress.__exit__(kind, value, trace)
         with contextlib.suppress(OSError):  # was reported when it happened
             self._writer.close()
+        if self._log:
+            with contextlib.suppress(OSError):
+                self._log.close()
+
+
+def _unwritable(output: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write metrics to {error.filename or output}: {error.strerror}; set another output")
 
 
 class Profile:

@@ -95,6 +95,11 @@ def test_a_run_tells_what_it_measured(trained: mesh_lm.Run) -> None:
     assert len(trained.losses) == 4 and trained.losses[-1] < trained.losses[0]
     assert (trained.step, int(trained.state["step"]), trained.status, trained.unfinished) == (4, 4, 0, False)
     assert {"params", "mu", "nu"} < trained.state.keys()
+    assert {"mean_loss", "tokens", "epoch", "wait_ms"} < {*rows[0]} and rows[0]["tokens"] == 256
+    assert json.loads((trained.output / "config.json").read_text())["model"]["d_model"] == 32
+    log = (trained.output / "log.txt").read_text()
+    assert "attention: xla (model.attention=auto)" in log and "k parameters, 256 tokens a step, rules ddp" in log
+    assert "0.03 epochs\n" in log and "step 4/4  loss" in log and "step 4: held-out" in log and "wall time" in log
 
 
 def test_the_same_run_again_and_in_two_halves(config: TrainConfig, trained: mesh_lm.Run, tmp_path: Path) -> None:

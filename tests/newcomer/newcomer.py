@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -52,13 +53,16 @@ class Newcomer:
 
 def wheel(into: Path) -> Path:
     """The wheel, made from the sdist, of a copy of this checkout."""
-    copy = into / "checkout"
+    copy, python = into / "checkout", str(into / "builder" / "bin" / "python")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    subprocess.run([sys.executable, "-m", "venv", str(into / "builder")], check=True)
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requires], check=True)
     build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(into)], cwd=copy, check=True, capture_output=True)
+    subprocess.run([python, "-c", build, str(into)], cwd=copy, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (sdist,) = into.glob("*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(into), str(sdist)]
-    subprocess.run(pip, check=True)
+    pip = [python, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(into), str(sdist)], check=True)
     (made,) = into.glob("*.whl")
     return made
 

@@ -114,7 +114,10 @@ def test_rates_are_of_the_last_interval_without_compilation_or_evaluation() -> N
         clock, 3, 32,
     )  # fmt: skip
     assert list(rows) == [4, 10, 20, 30, 32]
-    assert rows[4] == {"loss": 7.5, "train_bpb": 3.75, "skipped": 0, "memory_gib": 1.5}
+    first = {"loss": 7.5, "mean_loss": 7.5, "train_bpb": 3.75, "mean_train_bpb": 3.75, "skipped": 0, "memory_gib": 1.5, "tokens": 4 * 4096}
+    assert rows[4] == first
+    # The loss falls by 1/8 a step: the mean of steps 5 to 10 is that of 7.5.
+    assert rows[10]["mean_loss"] == pytest.approx(8 - 7.5 / 8) and rows[10]["mean_train_bpb"] == pytest.approx((8 - 7.5 / 8) / 2)
     for step in (10, 20, 30, 32):
         assert rows[step]["step_ms"] == pytest.approx(500)
         assert rows[step]["tokens_per_s"] == pytest.approx(8192)
@@ -128,20 +131,34 @@ def test_lines_of_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
     run(progress, clock, 0, 40)
     assert file.getvalue().splitlines() == [
         "step   1/120  loss 7.8750  1.5 GiB process  first step 10.0 s",
-        "step  20/120  loss 5.5000  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:50",
+        "step  20/120  loss 6.6250  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:50",
         "held-out [bold]2.5[/bold]",
         # 80 steps are left; the 39 since the first took 19.5 s and the evaluation 3 s: 80 x 22.5 / 39 = 46.2.
-        "step  40/120  loss 3.0000  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:47",
+        "step  40/120  loss 4.1875  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:47",
     ]
+
+
+def test_a_log_file_has_the_lines_that_a_terminal_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    log, clock = io.StringIO(), Clock()
+    run(Progress(40, 0, log_every=20, file=Terminal(), log=log, clock=clock, memory=lambda: Memory(1.5, "process")), clock, 0, 40)
+    lines = log.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["step  1/40", "step 20/40", "held-out [", "step 40/40"]
+
+
+def test_a_mean_leaves_out_what_is_not_finite() -> None:
+    progress = Progress(3, log_every=3, enabled=False)
+    rows = [progress.step(n, {"loss": loss}) for n, loss in ((1, 5.0), (2, math.nan), (3, 4.0))]
+    assert rows[2]["loss"] == rows[2]["mean_loss"] == 4.0
 
 
 def test_every_metric_of_the_loop_has_its_place() -> None:
     file, clock = io.StringIO(), Clock()
     progress = Progress(
         9, 7, tokens_per_step=10, flops_per_token=1e12, device_kind="NVIDIA A100-SXM4-80GB", file=file, clock=clock,
-        memory=lambda: Memory(70.04, "device"),
+        memory=lambda: Memory(70.04, "device"), bits_per_byte=lambda nats: 0.45 * nats,
     )  # fmt: skip
-    metrics = {"skipped": 2, "loss": 2.0, "train_bpb": 0.9, "grad_norm": 1.234, "learning_rate": 3e-4}
+    metrics = {"skipped": 2, "loss": 2.0, "grad_norm": 1.234, "learning_rate": 3e-4}
     metrics |= {"heldout_loss": 2.1, "heldout_bpb": 0.95}
     progress.step(8, metrics)
     clock.now += 0.0625
@@ -173,7 +190,7 @@ def test_a_terminal_gets_a_bar_and_notes_above_it(monkeypatch: pytest.MonkeyPatc
     assert "\x1b[?25l" in text and text.rstrip().endswith("\x1b[?25h")  # the cursor comes back
     assert "held-out [bold]2.5[/bold]" in text
     last = text[text.rindex("step 40/120") :]
-    assert "33%" in last and "eta 0:00:" in last and "loss 3.0000  8,192 tok/s  500 ms/step  1.5 GiB process" in last
+    assert "33%" in last and "eta 0:00:" in last and "loss 4.1875  8,192 tok/s  500 ms/step  1.5 GiB process" in last
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +269,11 @@ def events(directory: Path) -> Iterator[Event]:
 
 def test_tensorboard(tmp_path: Path) -> None:
     with Writer(tmp_path, start_step=20) as writer:
-        writer.write(30, {"loss": 2.5, "grad_norm": math.inf})
+        writer.write(30, {"loss": 2.5, "grad_norm": math.inf, "heldout_bpb": 0.5})
     found = list(events(tmp_path / "tensorboard"))
     assert [event.step for event in found if event.session_log.status == SessionLog.START] == [21]  # purge what is at or past it
     scalars = {value.tag: (event.step, value.simple_value) for event in found for value in event.summary.value}
-    assert scalars == {"loss": (30, 2.5), "grad_norm": (30, math.inf)}
+    assert scalars == {"train/loss": (30, 2.5), "train/grad_norm": (30, math.inf), "eval/bpb": (30, 0.5)}
 
 
 @pytest.mark.parametrize("metric", ["train_bpb", "loss"])
