@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sharding_rules.lab.hlo import Instruction, Module
 
@@ -72,28 +72,34 @@ class Lineage:
             return frozenset({one.op_name}) if given else None
         if one.opcode in ("constant", "iota"):
             return frozenset()
-        inside = {each.opcode for called in one.called for each in self._module.computations.get(called, ())}
-        if one.opcode not in _MOVES or inside & _MAKES:
+        inside = self._inside(one, index)
+        if one.opcode not in _MOVES or {each.opcode for each in inside} & _MAKES:
             return None
-        operands = [self._module.by_name[name] for name in self._inputs(one, index)]
+        operands = [self._module.by_name[name] for name in self._inputs(one, index, inside)]
         # Positions to slice at and other scalars do not count.
         result = [self.weights(each.name) for each in operands if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)]
         return None if None in result else frozenset().union(*filter(None, result))
 
-    def _inputs(self, one: Instruction, index: tuple[int, ...]) -> Iterable[str]:
-        """The operands that an element of what an instruction makes depends on."""
+    def _inside(self, one: Instruction, index: tuple[int, ...]) -> Sequence[Instruction]:
+        """The lines of what an instruction calls that an element of its result depends on; all of them where it has no elements.
+
+        XLA fuses what has nothing in common but its operands: one element may be a cast weight, and the next the result of a matmul.
+        """
+        lines = [line for called in one.called for line in self._module.computations.get(called, ())]
+        if not index or not lines or lines[-1].opcode != "tuple":
+            return lines
+        found = [lines[-1].operands[index[0]]]
+        for name in found:
+            found += [each for each in self._module.by_name[name].operands if each not in found]
+        return [self._module.by_name[name] for name in found]
+
+    def _inputs(self, one: Instruction, index: tuple[int, ...], inside: Sequence[Instruction]) -> Iterable[str]:
+        """The operands that an element of what an instruction makes depends on, given the lines inside that it depends on."""
         if one.opcode.startswith("all-gather") and index and len(one.operands) > 1:
             return (one.operands[index[-1]],)
-        lines = self._module.computations.get(one.called[0], ()) if one.called else ()
-        if not index or not lines or lines[-1].opcode != "tuple":
+        if not index or not inside:
             return one.operands
-        found, todo = set(), [lines[-1].operands[index[0]]]
-        for name in todo:
-            inside = self._module.by_name[name]
-            todo += [each for each in inside.operands if each not in todo]
-            if inside.opcode == "parameter":
-                found.add(one.operands[int(inside.arguments)])
-        return found
+        return {one.operands[int(line.arguments)] for line in inside if line.opcode == "parameter"}
 
 
 def _unnamed_copy(one: Instruction) -> bool:

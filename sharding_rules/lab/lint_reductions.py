@@ -141,11 +141,16 @@ def whole_gradients(context: LintContext) -> Iterator[Finding]:
 
 
 def _lawful(context: LintContext, piece: Piece) -> int:
-    """Elements of the gradients that the rules leave replicated along these axes: XLA may have joined all of them in one array."""
+    """Returns the elements of the gradients that need not be sharded along these axes: XLA may have joined all of them in one array.
+
+    They are those that the rules leave replicated there. In a sum over stages they are also those that every stage has: no rule shards
+    these along the pipeline, and one sum over stages and replicas is what a tied table costs (docs/closed_forms.md).
+    """
     axes, total = set(piece.one.axes), 0
     for a in context.params:
         promised = context.promised(a, "gradients")
-        if promised is None or not promised & axes:
+        on_all_stages = context.vocabulary.pipeline_axis in axes - (promised or set())
+        if promised is None or on_all_stages or not promised & axes:
             total += math.prod(a.shape) // context.ways((promised or set()) - axes)
     return total
 

@@ -9,12 +9,13 @@ from sharding_rules.lab.lineage import Lineage
 
 PROGRAM = """HloModule m, is_scheduled=true
 
-%two (a: f32[8,4], b: f32[8,4]) -> (bf16[8,4], f32[8,4]) {
+%three (a: f32[8,4], b: f32[8,4]) -> (bf16[8,4], f32[8,4], f32[8]) {
   %a = f32[8,4]{1,0} parameter(0)
   %b = f32[8,4]{1,0} parameter(1)
   %cast = bf16[8,4]{1,0} convert(%a)
   %sum = f32[8,4]{1,0} add(%b, %a)
-  ROOT %both = (bf16[8,4]{1,0}, f32[8,4]{1,0}) tuple(%cast, %sum)
+  %made = f32[8]{0} reduce(%b), dimensions={1}
+  ROOT %all = (bf16[8,4]{1,0}, f32[8,4]{1,0}, f32[8]{0}) tuple(%cast, %sum, %made)
 }
 
 %rows (table: f32[8,4], ids: s32[8]) -> f32[8,4] {
@@ -39,10 +40,11 @@ ENTRY %main (weight: f32[8,4], x: f32[8,4], tokens: s32[8]) -> f32[8,4] {
   %zero = s32[] constant(0)
   %turned = f32[8,4]{0,1} copy(%weight)
   %zeros = f32[8,4]{1,0} broadcast(%zero), dimensions={}
-  %pair = (bf16[8,4]{1,0}, f32[8,4]{1,0}) fusion(%turned, %x), kind=kLoop, calls=%two
+  %fused = (bf16[8,4]{1,0}, f32[8,4]{1,0}, f32[8]{0}) fusion(%turned, %x), kind=kLoop, calls=%three
   %start = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%first), dimensions={0}
-  %first = bf16[8,4]{1,0} get-tuple-element(%pair), index=0
-  %second = f32[8,4]{1,0} get-tuple-element(%pair), index=1
+  %first = bf16[8,4]{1,0} get-tuple-element(%fused), index=0
+  %second = f32[8,4]{1,0} get-tuple-element(%fused), index=1
+  %third = f32[8]{0} get-tuple-element(%fused), index=2
   %gathered = bf16[16,4]{1,0} all-gather-done(%start)
   %found = f32[8,4]{1,0} fusion(%weight, %tokens), kind=kLoop, calls=%rows
   %init = (s32[], f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%zero, %turned, %zeros)
@@ -77,6 +79,6 @@ def test_weights_stay_weights_until_anything_else_goes_in(lineage: Lineage) -> N
     weight = frozenset({"params['w']"})
     for name in ("weight", "turned", "first", "gathered", "w"):
         assert lineage.weights(name) == weight, name
-    for name in ("x", "second", "found", "next", "total"):  # summed with others, or looked up by tokens
+    for name in ("x", "second", "third", "found", "next", "total"):  # summed with others, or looked up by tokens
         assert lineage.weights(name) is None, name
     assert lineage.weights("zeros") == frozenset()

@@ -98,6 +98,16 @@ def test_a_reduction_in_each_tick(loops: tuple[int, ...]) -> None:
     assert only(findings(each)).check == "microbatch-reduction"
 
 
+def test_a_sum_over_stages_and_replicas() -> None:
+    """Of the gradients that every stage has, and of no more: no rule shards a table along the pipeline."""
+    tables = collective("all-reduce", "fsdp", f"f32[{V * D // 4}]", axes=("pipeline", "fsdp"), loops=(), where=BACK, by_hand=True)
+    assert findings(tables) == ()
+    assert only(findings(dataclasses.replace(tables, axes=("fsdp",)))).check == "all-reduce-of-shards", "fsdp shards them"
+    more = dataclasses.replace(tables, shapes=(f"f32[{V * D // 2}]",))
+    found = only(findings(more))
+    assert found.check == "all-reduce-of-shards" and found.bytes == pytest.approx(more.wire / 2, rel=0.01)
+
+
 def test_an_idle_pipeline() -> None:
     found = findings(collectives=LAWFUL[2:])
     assert "only stores" in only(found).text and "mesh.pipeline=1" in only(found).fix
