@@ -6,7 +6,7 @@ import dataclasses
 import lzma
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +64,11 @@ def read_texts(path: str) -> Iterator[str]:
         yield text
 
 
-def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
-    """What the texts cost, each by itself, after the token `start`. stride: as in `windows`.
+def measure_perplexity(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int,
+    progress: Callable[[Perplexity], None] = lambda so_far: None,
+) -> Perplexity:  # fmt: skip
+    """What the texts cost, each by itself, after the token `start`. stride: as in `windows`. progress: told after each group of windows.
 
     Raises ConfigError where there is no token at all, or one that the model lacks.
     """
@@ -75,6 +78,7 @@ def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str
         for score, (_, scored, size) in zip(scores, group, strict=True):
             nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
             tokens, n_bytes, n_texts = tokens + scored, n_bytes + size, n_texts + bool(size)
+        progress(Perplexity(nats, tokens, n_bytes, n_texts))
     if not tokens:
         raise ConfigError("there is no text to evaluate: every text is empty")
     return Perplexity(nats, tokens, n_bytes, n_texts)
