@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from mesh_lm.commands.model_arguments import ModelArguments
 from mesh_lm.commands.options import command
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
+
+_TELL = 10.0
+"""Seconds between two lines of progress."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +93,9 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     stride = arguments.stride or max(1, seq_len // 2)
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
-    found = measure_perplexity(scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start)
+    found = measure_perplexity(
+        scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start, progress=_Teller(jax.process_index() == 0)
+    )
     summary = found.summary()
     beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
     distributed.print_on_process0(
@@ -99,6 +106,19 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
     counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes}
     return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
+
+
+class _Teller:
+    """Says on stderr how far an evaluation is, every ten seconds: what follows on stdout is the result alone."""
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks, self._told = speaks, time.monotonic()
+
+    def __call__(self, so_far: Any) -> None:
+        if not self._speaks or time.monotonic() < self._told + _TELL:
+            return
+        self._told, bits = time.monotonic(), so_far.summary()["bits_per_byte"]
+        print(f"{so_far.texts:,} texts, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte", file=sys.stderr, flush=True)
 
 
 def _tasks(arguments: Arguments) -> dict[str, Any]:

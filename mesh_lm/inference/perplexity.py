@@ -6,7 +6,7 @@ import dataclasses
 import lzma
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +65,13 @@ def read_texts(path: str) -> Iterator[str]:
         yield text
 
 
-def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int) -> Perplexity:
+def measure_perplexity(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int,
+    progress: Callable[[Perplexity], None] = lambda so_far: None,
+) -> Perplexity:  # fmt: skip
     """Returns the perplexity of the texts, each read separately after the token `start`. stride: as in `windows`.
+
+    progress: called with the result so far after each group of windows.
 
     Raises ConfigError if there are no tokens, or one is not in the model's vocabulary.
     """
@@ -76,6 +81,7 @@ def measure_perplexity(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str
         for score, (_, scored, size) in zip(scores, group, strict=True):
             nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
             tokens, n_bytes, n_texts = tokens + scored, n_bytes + size, n_texts + bool(size)
+        progress(Perplexity(nats, tokens, n_bytes, n_texts))
     if not tokens:
         raise ConfigError("there is no text to evaluate: every text is empty")
     return Perplexity(nats, tokens, n_bytes, n_texts)

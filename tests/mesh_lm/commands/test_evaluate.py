@@ -79,7 +79,8 @@ def test_windows(n: int, seq_len: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 20, SEQ])
-def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_TELL", 0.0)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     arguments = [f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/texts.jsonl", f"--stride={stride}", f"--json={tmp_path}/r"]
     assert evaluate.main([*arguments, "--mesh=data=2,tensor=4", "--rules=megatron_sp"]) == 0
@@ -98,7 +99,8 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
     assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
     assert found["gzip -9 bits_per_byte"] == 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert told.splitlines()[-1] == f"4 texts, {tokens} tokens so far: {found['bits_per_byte']:.4f} bits per byte", "the last group has all"
     assert f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 {found['gzip -9 bits_per_byte']:.4f}, xz -9 " in out
     assert f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
 
