@@ -250,7 +250,7 @@ ABORTING = (
         trainer.cross_entropy_without_a_constraint,
         {},
         "",
-        ("cross entropy", "mesh_lm.loss.cross_entropy("),
+        ("cross entropy", "mesh_lm.model.loss.cross_entropy("),
     ),
 )
 """Those at which XLA ends the process: there is no program to look at, and the error must name the mistake."""
