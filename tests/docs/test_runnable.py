@@ -95,6 +95,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(here / "Llama-3.2-1B", here / "Qwen3-0.6B")
     for name, page in (("sgd.py", "docs/optimizers.md"), ("finetune.py", "docs/huggingface.md")):
         (here / name).write_text(PYTHON[page][0].text)
+    (here / "mlp.py").write_text(next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")))
     for name in ("gpt2_124m", "other_seed", "again"):
         shutil.copytree(here / "runs/gpt_tiny", here / "runs" / name)
     for step in ("gpt_tiny/checkpoints/750", "gpt_tiny/checkpoints/1000.damaged", "again/checkpoints/750"):
