@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 import shlex
 import shutil
 import zlib
@@ -42,7 +43,7 @@ ELSEWHERE = {
 
 def shrunk(command: Command) -> list[str]:
     """The command's words, with options that make its run small."""
-    words = [word.replace("train:32000", "train:300") for word in command.words]
+    words = [re.sub(r"train:\d+", "train:300", word) for word in command.words]
     if {"generate", "evaluate"} & {*words[:2]}:
         return [*words, "--compile-cache="]
     if "plan" in words[:2]:

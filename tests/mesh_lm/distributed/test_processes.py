@@ -227,7 +227,7 @@ def test_an_output_that_hosts_do_not_share_is_refused(fields: Callable[..., list
         home.mkdir()
     for status, out in apart(fields(output="~/run"), *({"HOME": str(home)} for home in homes)):
         assert status == 1 and "Traceback" not in out, out
-        assert "is not the directory that process 0 sees; set output to one on a disk that all hosts share" in out, out
+        assert "is not the directory that process 0 sees; set output to a directory that all hosts share" in out, out
 
 
 @pytest.mark.slow

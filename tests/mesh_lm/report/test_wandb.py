@@ -51,6 +51,6 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 ids.add((record.run.run_id, record.run.project))
             if record.WhichOneof("record_type") == "history":
                 row = {(item.key or item.nested_key[0]): float(item.value_json) for item in record.history.item}
-                history.append((row["step"], row["loss"]))
+                history.append((row["step"], row["train/loss"]))
     assert ids == {((tmp_path / "wandb_run").read_text(), "tiny")}
     assert sorted(history) == [(1, 3), (2, 2.25), (2, 2.5)]
