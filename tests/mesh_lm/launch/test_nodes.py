@@ -85,7 +85,7 @@ def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None
         assert re.search(r"sent no heartbeat for \d s: its machine, its launcher or the network is down", outs[0])
         assert "continuing with 1 of 2 nodes: 0" in outs[0]
         assert "2 nodes are connected and 1 in use: the workers save, and restart on more nodes" in outs[0]
-        assert outs[0].count("restart ") == 1, "growing is no restart"
+        assert outs[0].count("] restart ") == 1, "growing is not a restart"
     assert life(tmp_path, 3, 1, first)["MESH_LM_NODES"] == "2"
 
 
