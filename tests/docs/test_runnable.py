@@ -133,8 +133,14 @@ def test_every_page_is_read() -> None:
     assert len(OURS) > 60 and sum(map(len, PYTHON.values())) > 60
 
 
+def by_length(pages: list[str]) -> list[object]:
+    """The pages as parameters; those whose commands take longer than half a minute are in the exhaustive set."""
+    long = {"docs/multi_host.md", "docs/operations.md", "docs/optimizers.md", "docs/pipeline.md"}
+    return [pytest.param(page, marks=pytest.mark.exhaustive) if page in long or "/tours/" in page else page for page in pages]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if found and page not in ELSEWHERE])
+@pytest.mark.parametrize("page", by_length([page for page, found in PYTHON.items() if found and page not in ELSEWHERE]))
 def test_python(page: str, scene: Path) -> None:
     found = [block for block in PYTHON[page] if not block.needs]
     done = runnable.run_python(page, found, here(scene, f"{page}.python"))
@@ -151,7 +157,7 @@ def runs(command: Command) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page, found in COMMANDS.items() if any(map(runs, found))])
+@pytest.mark.parametrize("page", by_length([page for page, found in COMMANDS.items() if any(map(runs, found))]))
 def test_commands(page: str, scene: Path) -> None:
     directory = here(scene, page)
     for command in filter(runs, COMMANDS[page]):
