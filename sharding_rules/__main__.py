@@ -69,8 +69,9 @@ def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise LabError(f"unknown option {rest[0]}; the options are --target, --devices and --out")
     if arguments.out and not arguments.out.endswith((".html", ".json")):
         raise LabError(f"--out={arguments.out}: expected a file that ends in {ENDINGS}")
-    name, step, args, mesh = _program(arguments.program, devices(arguments.target, arguments.devices))
-    report = compile_report(step, *args, mesh=mesh, name=name)
+    make = _function(arguments.program)
+    step, args, mesh = _program(arguments.program, make(devices(arguments.target, arguments.devices)))
+    report = compile_report(step, *args, mesh=mesh, name=arguments.program.rpartition(":")[2])
     findings = lint(report)
     if arguments.out:
         write(arguments.out, content(arguments.out, report, findings))
@@ -80,8 +81,8 @@ def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0 if report.fits else 1
 
 
-def _program(words: str, gpus: list[Any]) -> tuple[str, Any, tuple[Any, ...], Any]:
-    """Name, step, arguments and mesh of what FILE.py:FUNCTION returns. What its code raises passes through."""
+def _function(words: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION names. What the file raises when it is imported passes through."""
     file, _, name = words.rpartition(":")
     if not (file.endswith(".py") and name):
         raise LabError(f"{words!r} is not FILE.py:FUNCTION")
@@ -92,11 +93,16 @@ def _program(words: str, gpus: list[Any]) -> tuple[str, Any, tuple[Any, ...], An
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(file).resolve().parent))
     spec.loader.exec_module(module)
-    if not callable(made := getattr(module, name, None)):
+    if not callable(function := getattr(module, name, None)):
         raise LabError(f"{file} has no function {name}")
-    match made(gpus):
+    return function
+
+
+def _program(words: str, returned: Any) -> tuple[Any, tuple[Any, ...], jax.sharding.Mesh]:
+    """Step, arguments and mesh, which the function that `words` names returned."""
+    match returned:
         case (step, tuple() | list() as args, jax.sharding.Mesh() as mesh) if callable(step):
-            return name, step, tuple(args), mesh
+            return step, tuple(args), mesh
     raise LabError(
         f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, and a jax.sharding.Mesh of the devices"
     )
