@@ -1,4 +1,6 @@
-"""Train a language model: python train.py --config=configs/gpt_tiny.py [--config.model.n_layers=6 ...]
+"""Trains a language model.
+
+python train.py --config=configs/gpt_tiny.py [--config.model.n_layers=6 ...]
 
 With --plan [--target=h100 --devices=1024] it shows what the run would do on GPUs that are not here, and does not train.
 

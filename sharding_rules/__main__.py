@@ -30,6 +30,7 @@ ConfigReader = Callable[[list[str], Rules, str, int], Report]
 
 
 def main(argv: list[str]) -> int:
+    """Runs `python -m sharding_rules` with these arguments and returns the exit status. A user's mistake prints one message."""
     parser = argparse.ArgumentParser("python -m sharding_rules", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     _report_options(commands.add_parser("report", help="compile a function of a Python file, and show the report", allow_abbrev=False))
@@ -87,7 +88,7 @@ def _function(words: str) -> Callable[..., Any]:
     if not (file.endswith(".py") and name):
         raise LabError(f"{words!r} is not FILE.py:FUNCTION")
     if not Path(file).is_file():
-        raise LabError(f"there is no file {file}")
+        raise LabError(f"the file {file} does not exist")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

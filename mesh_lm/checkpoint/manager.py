@@ -129,7 +129,8 @@ class Checkpoints:
     def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
         """Rolls back to the newest intact checkpoint below step `before`, and deletes `state`; later checkpoints become `N.passed`.
 
-        Raises ConfigError if there is none."""
+        Raises ConfigError if there is none.
+        """
         self._settle(before)
         for leaf in jax.tree.leaves(state):
             leaf.delete()

@@ -57,6 +57,7 @@ def parse(argv: Sequence[str], prog: str = "") -> Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs `mesh-lm evaluate` with these arguments. Returns the exit status; raises ConfigError."""
     return run(parse(argv))
 
 

@@ -1,5 +1,8 @@
-"""mesh-lm export RUN --output=DIRECTORY
-mesh-lm import DIRECTORY --output=RUN"""
+"""Conversion to and from Hugging Face's format.
+
+mesh-lm export RUN --output=DIRECTORY
+mesh-lm import DIRECTORY --output=RUN
+"""
 
 from __future__ import annotations
 
@@ -57,10 +60,12 @@ class Import:
 
 
 def parse_export(argv: Sequence[str], prog: str = "") -> Export:
+    """The options of `mesh-lm export`. Raises ConfigError."""
     return command(Export, argv, "Writes a run's weights as a Hugging Face directory.", prog)
 
 
 def parse_import(argv: Sequence[str], prog: str = "") -> Import:
+    """The options of `mesh-lm import`. Raises ConfigError."""
     return command(Import, argv, "Writes the weights of a Hugging Face directory as step 0 of a run.", prog)
 
 

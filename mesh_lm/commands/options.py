@@ -99,6 +99,7 @@ Given = list[tuple[str, str | None]]
 
 
 def is_boolean(word: str) -> bool:
+    """True for the words that the command line reads as a boolean."""
     return word.lower() in _BOOLEANS
 
 

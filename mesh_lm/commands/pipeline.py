@@ -68,15 +68,18 @@ class Arguments:
         return make_schedule(self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1)
 
     def timed(self, one: Schedule, clock: Clock | None = None) -> Timeline:
+        """The schedule's timeline with the durations of these options."""
         durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
         return timeline(one, durations, clock or self.clock, drop_last_forward=self.drop_last_forward)
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:
+    """The options of `mesh-lm pipeline`. Raises ConfigError."""
     return command(Arguments, argv, DESCRIPTION, prog)
 
 
 def main(argv: Sequence[str], console: Console | None = None) -> int:
+    """Runs `mesh-lm pipeline` with these arguments. Returns the exit status; raises ConfigError."""
     return run(parse(argv), console)
 
 

@@ -1,4 +1,4 @@
-"""mesh-lm prepare books.jsonl.zst --output=data/books --tokenizer=tokenizer.json"""
+"""Tokenises text: mesh-lm prepare books.jsonl.zst --output=data/books --tokenizer=tokenizer.json"""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ class Prepare:
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Prepare:
+    """The options of `mesh-lm prepare`. Raises ConfigError."""
     return command(Prepare, argv, DESCRIPTION, prog)
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs `mesh-lm prepare` with these arguments. Returns the exit status; raises ConfigError."""
     return run(parse(argv))
 
 

@@ -266,6 +266,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all devices."""
         return self.train.global_batch * self.model.seq_len
 
 

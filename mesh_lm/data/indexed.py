@@ -1,8 +1,8 @@
-"""Tokenized documents in Megatron's .bin/.idx format, read by memory map.
+r"""Tokenized documents in Megatron's .bin/.idx format, read by memory map.
 
 `<prefix>.bin` holds the token ids of all documents back to back. `<prefix>.idx` holds, little-endian and unpadded:
 
-  magic `MMIDIDX\\0\\0` | version u64 = 1 | dtype code u8 | sequences u64 | document indices u64
+  magic `MMIDIDX\0\0` | version u64 = 1 | dtype code u8 | sequences u64 | document indices u64
   lengths i32[sequences] | byte offsets i64[sequences] | document indices i64[documents + 1]: first sequence of each document, and the end
 
 Source: megatron/core/datasets/indexed_dataset.py of Megatron-LM (`_IndexWriter`, `_IndexReader`, `DType`). The writer stores one sequence

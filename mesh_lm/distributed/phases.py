@@ -40,7 +40,8 @@ class Phases:
 
     def steps(self, batches: Iterable[_Item]) -> Iterator[_Item]:
         """Yields the batches. Waiting for one is phase "batch", and the caller's work on it is "step", or "compile" for the first two: the
-        first is compiled and dispatched, and the second waits for the first to finish."""
+        first is compiled and dispatched, and the second waits for the first to finish.
+        """
         iterator, n, began = iter(batches), 0, 0.0
         while True:
             self.at("batch")

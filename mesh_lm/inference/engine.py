@@ -228,7 +228,8 @@ class Session:
     def advance(self, n: int | None = None) -> list[list[tuple[int, float]]]:
         """Returns the next n tokens of every row (None: all remaining), each with its log-probability before temperature, top_k and top_p.
 
-        A row that ends has fewer; a stop id is its last token."""
+        A row that ends has fewer; a stop id is its last token.
+        """
         until = self._end if n is None else min(self._read + n, self._end)
         self._state = self._engine._run(self._engine.params, self._state, np.int32(until), self._ended)
         reached = int(self._state["slot"])

@@ -83,7 +83,7 @@ class Job:
         try:
             nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
         except ValueError:
-            raise ConfigError(f"nodes={given['nodes']} and node={given['node']} must be whole numbers") from None
+            raise ConfigError(f"nodes={given['nodes']} and node={given['node']} must be integers") from None
         rendezvous = given["rendezvous"]
         names = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
         if nodes > 1 and (rendezvous is None or given["node"] is None):

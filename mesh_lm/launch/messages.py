@@ -76,7 +76,8 @@ def suspects(beats: Beats) -> set[int]:
 
 def stragglers(before: Beats, now: Beats) -> list[str]:
     """Returns a line for each process whose own time per step between the two heartbeats exceeded the median of the others twofold, and by
-    5 % of a step. Own time is the time outside of phases in which a process waits for others."""
+    5 % of a step. Own time is the time outside of phases in which a process waits for others.
+    """
     own, total = {}, {}
     for process, beat in now.items():
         if process not in before or (steps := beat["step"] - before[process]["step"]) < 1:

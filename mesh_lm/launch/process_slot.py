@@ -66,7 +66,7 @@ class ProcessSlot:
             count, index = int(given["processes"]), int(given["index"])
         except ValueError:
             pair = f"{names['processes']}={given['processes']} and {names['index']}={given['index']}"
-            raise ConfigError(f"{pair} must be whole numbers") from None
+            raise ConfigError(f"{pair} must be integers") from None
         if not 0 <= index < count:
             raise ConfigError(f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}")
         if not re.fullmatch(r".+:\d+", coordinator := given["coordinator"]):

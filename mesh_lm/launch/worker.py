@@ -77,7 +77,8 @@ class Worker:
 
     def silence(self, first: float, later: float) -> float:
         """Returns the seconds since its last heartbeat if they exceed the limit, else 0. The limit is `first` before the first heartbeat
-        (0: none), and `later` after it."""
+        (0: none), and `later` after it.
+        """
         seconds = time.monotonic() - self.heard
         limit = later if self.beat else first
         return seconds if limit and seconds > limit else 0.0

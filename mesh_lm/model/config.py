@@ -224,7 +224,8 @@ class DecoderConfig(ModelConfig):
     def flops_per_token(self) -> float:
         """FLOPs of one token, forward and backward: 6 per matmul weight (including the head, excluding the lookup), and
         12 n_heads d_head T_seen per layer for attention, where T_seen is the number of tokens that a query sees on average (PaLM,
-        arXiv 2204.02311, appendix B, which does not subtract the causal half)."""
+        arXiv 2204.02311, appendix B, which does not subtract the causal half).
+        """
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 

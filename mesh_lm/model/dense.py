@@ -27,6 +27,7 @@ class DenseLayer(nnx.Module):
         self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+        """Returns the residual sequence [B, S, D] after this layer, the layer's cache (None in training), and no sums."""
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):

@@ -55,6 +55,7 @@ class Norm(nnx.Module):
             self.bias = weights((width or config.d_model,), ("norm",), fill=0.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last dimension of x; the statistics are computed in float32."""
         bias = self.bias[...] if self.config.norm == "layernorm" and self.config.biases else None
         x = _normalise(x, self.scale[...], bias, self.config)
         # Without the barrier XLA moves the cast after the following all-gather, which then moves fp32.
@@ -117,6 +118,7 @@ class Linear(nnx.Module):
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array) -> jax.Array:
+        """The product of x and the weight, as the einsum formula says, plus the bias if there is one."""
         # Without remat, the backward casts (and under FSDP gathers) the weights again. If they were saved, each device would hold the
         # gathered weights of all layers at the end of the forward.
         y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])

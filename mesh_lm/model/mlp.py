@@ -33,6 +33,7 @@ class Mlp(nnx.Module):
         self.down = Linear("bsf,df->bsd", weights, (d, f), ("embed", "mlp"), shard, std=weights.residual_std, bias_axes=("norm",))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Returns [B, S, D]: down(activation(up(x)))."""
         up = checkpoint_name(self.up(x_BSD), "mlp_up")
         h = swiglu(up) if self.config.activation == "swiglu" else gelu(up)
         return self.down(self.shard(h, "batch", "seq", "mlp"))

@@ -39,6 +39,7 @@ class Adafactor:
     elementwise: bool = False
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        """Mean squares of rows and of columns of the matrices, and of each element of the other parameters."""
         dims = {name: factored(name, leaf) for name, leaf in leaves.items()}
         rows, columns = ({name: leaves[name].without(pair[i]) for name, pair in dims.items() if pair} for i in range(2))
         return {"v_row": rows, "v_col": columns, "v": {name: leaf for name, leaf in leaves.items() if not dims[name]}}
@@ -46,6 +47,7 @@ class Adafactor:
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
+        """Returns Adafactor's direction for each parameter, and the slots after the step (arXiv 1804.04235)."""
         directions, after = {}, {slot: {} for slot in SLOTS}
         for name, grad in grads.items():
             kept = {slot: slots[slot][name] for slot in SLOTS if name in slots[slot]}

@@ -20,11 +20,13 @@ class AdamW:
     elementwise: bool = True
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        """Both moments, each shaped like the parameter."""
         return {"mu": dict(leaves), "nu": dict(leaves)}
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
+        """Returns Adam's direction for each parameter, and the moments after the step (arXiv 1412.6980)."""
         c = self.config
         state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))
         direction, after = optax.scale_by_adam(c.beta1, c.beta2, c.eps).update(cast(Any, grads), state)

@@ -82,11 +82,13 @@ class FlatVector:
 
     @property
     def spec(self) -> PartitionSpec:
+        """The PartitionSpec of the vector: sharded over the replicas' axes first, then over those of the matrices."""
         flat = (*self.replica_axes, *self.shard_axes) or None
         return PartitionSpec("pipeline", flat) if self.rows else PartitionSpec(flat)
 
     @property
     def sharding(self) -> NamedSharding:
+        """The sharding of the vector on this layout's mesh."""
         return NamedSharding(self.mesh, self.spec)
 
     # The following methods run on one device, inside a region that is manual over every mesh axis.

@@ -39,11 +39,13 @@ class Muon:
     elementwise: bool = False
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
+        """A momentum for each parameter, and Adam's second moment for those that are not matrices."""
         return {"mu": dict(leaves), "nu": {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}}
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:  # fmt: skip
+        """Returns the orthogonalised momentum of each matrix and Adam's direction of the rest, and the slots after the step."""
         rest = slots["nu"].keys()
         numbers = {name: cast(MuonDimensionNumbers, matrix_dims(name, leaf)) for name, leaf in leaves.items() if name not in rest}
         muon = scale_by_muon(beta=self.config.momentum, eps=self.config.eps, weight_dimension_numbers=cast(Any, numbers))

@@ -45,7 +45,8 @@ def manual_axes(layout: ModelLayout) -> frozenset[str]:
 
 def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
     """The sharding of the leaves [M, B, S] of a global batch: M microbatches of B sequences. Leaves with fewer dimensions use its leading
-    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`)."""
+    part, and a dimension of size 1, which broadcasts, is not sharded (`leaf_spec`).
+    """
     return layout.shard.sharding("activations", (None, "batch", "seq"))
 
 

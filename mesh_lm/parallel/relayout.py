@@ -57,7 +57,8 @@ def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> j
 
 def _converted(leaf: jax.Array, program: Any) -> jax.Array:
     """The converted array. Deletes the input, since shapes differ and donation cannot reuse it, and waits, so that one array at a time
-    exists twice."""
+    exists twice.
+    """
     moved = program(leaf)
     leaf.delete()
     return jax.block_until_ready(moved)

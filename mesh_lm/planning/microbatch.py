@@ -66,7 +66,8 @@ def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
 
 def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:
     """Returns where a line through two measured peaks reaches the memory's size, inside (low, high). The two are low and high, or the
-    largest two that fit if high has not been measured."""
+    largest two that fit if high has not been measured.
+    """
     if len(peaks) == 1:
         return low + 1
     a, b = (low, high) if high in peaks else sorted(peaks)[-2:]

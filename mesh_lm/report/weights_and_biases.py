@@ -53,7 +53,9 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of a step."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
+        """Ends the W&B run; its remaining metrics are uploaded."""
         self._run.finish()

@@ -24,8 +24,13 @@ _FLUSH = 10.0
 class Sink(Protocol):
     """A further destination of metrics."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Called once, after the last step."""
+        ...
 
 
 class Writer:
@@ -74,6 +79,7 @@ class Writer:
             self._lines = path.open("a")
 
     def close(self) -> None:
+        """Writes what is buffered, and closes the files and the further destination."""
         if self._lines is not None and self._events is not None:
             self._lines.close()
             self._events.close()
@@ -107,6 +113,7 @@ class Events:
         self._file.write_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
+        """Writes what is buffered and closes the file."""
         self._file.close()
 
 

@@ -38,6 +38,7 @@ class StackLayout:
 
     @property
     def n_layers(self) -> int:
+        """Layers of the segment on all virtual stages."""
         return sum(self.layer_counts)
 
     @property

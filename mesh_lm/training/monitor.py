@@ -129,6 +129,7 @@ class Monitor:
         self._phases.at(before)
 
     def note(self, text: str) -> None:
+        """Prints a line between those of the steps."""
         self._progress.note(text)
 
     def finish(self, sample: str | None) -> None:
@@ -226,6 +227,7 @@ class Profile:
         return None if self._began else self._start
 
     def stop(self) -> None:
+        """Ends the trace if one is being recorded."""
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False

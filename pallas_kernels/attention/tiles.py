@@ -140,6 +140,7 @@ class Side(NamedTuple):
     segment: Array | None
 
     def take(self, i: int | Array, start: int = 0, stop: int | None = None) -> "Side":
+        """The positions and segments [start, stop) of chunk i."""
         segment = None if self.segment is None else take(self.segment, i)[..., start:stop]
         return Side(take(self.position, i)[..., start:stop], segment)
 

@@ -241,6 +241,7 @@ def time_of(candidate: Candidate, length: int, causal: bool) -> float:
 
 
 def main() -> None:
+    """Searches the tilings, prints a table and writes those that won."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="time the candidates that pass on this machine's GPU")
     parser.add_argument("--seconds", type=float, default=300, help="with --measure: stop after this long (default 300)")

@@ -122,7 +122,8 @@ def _device(capability: tuple[int, int]) -> Any:
 @contextlib.contextmanager
 def _dumping(folder: str) -> Iterator[None]:
     """Makes Mosaic GPU dump to a folder. DUMP_TO writes the program after every pass, tens of megabytes: the only source of the dynamic
-    shared memory of a launch."""
+    shared memory of a launch.
+    """
     wanted = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -39,7 +39,7 @@ _CAUSES = (
     _Cause(
         "abort-memory",
         r"\AXLA's process ended with SIGKILL",
-        "the system killed the compiler, most likely for want of memory on this machine",
+        "the system killed the compiler, most likely because this machine ran out of memory",
         "compile fewer programs at once, or on a machine with more memory",
     ),
 )

@@ -89,6 +89,7 @@ def ticks(length: float, most: int = 8) -> list[float]:
 
 
 def swatch(colour: str) -> str:
+    """A small square of a colour, for a legend."""
     square = f'<rect width="10" height="10" rx="2" style="fill:var({colour})"/>'
     return f'<svg class="swatch" width="10" height="10" aria-hidden="true">{square}</svg>'
 

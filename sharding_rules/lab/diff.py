@@ -27,6 +27,7 @@ class Line:
 
     @property
     def meaning(self) -> tuple[str, ...]:
+        """What two collectives must share to be paired; sizes and counts may differ."""
         return (self.over, self.where, self.kind, self.shapes)
 
     def __str__(self) -> str:

@@ -54,6 +54,7 @@ class Fix:
 
     @property
     def fits(self) -> bool:
+        """True if the program fits into memory after this change."""
         return self.report.fits
 
     def __str__(self) -> str:

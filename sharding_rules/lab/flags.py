@@ -16,12 +16,16 @@ from sharding_rules.rules import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
+    """The value of an XLA flag, and why it is set."""
+
     value: bool | int | str
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
+    """Flags that belong together, by their names."""
+
     description: str
     flags: dict[str, Flag]
 

@@ -32,6 +32,7 @@ class Groups:
 
     @property
     def size(self) -> int:
+        """Devices in each group."""
         return self.members.shape[1]
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """One instruction of the compiled program's text."""
+
     name: str
     shape: str
     opcode: str
@@ -64,10 +66,12 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
+        """The result's arrays; a tuple's elements in order."""
         return arrays(self.shape)
 
     @property
     def bytes(self) -> int:
+        """Bytes of the result on one device."""
         return sum(array.bytes for array in self.arrays)
 
     @property
@@ -108,6 +112,7 @@ class Instruction:
 
     @property
     def body(self) -> str:
+        """The computation that a while loop repeats. Empty for other instructions."""
         match = re.search(r"body=%([\w.\-]+)", self.text)
         return match[1] if match else ""
 

@@ -116,6 +116,7 @@ class LintContext:
 
     @property
     def microbatches(self) -> int:
+        """Microbatches of a step; zero where there is no batch."""
         return self._batch_shape[1][0]
 
     @property
@@ -178,6 +179,7 @@ class LintContext:
 
     @cached_property
     def params(self) -> tuple[Argument, ...]:
+        """The arguments that are parameters."""
         return tuple(a for a in self.report.arguments if a.kind == "params")
 
     @cached_property
@@ -340,7 +342,7 @@ def words_of(where: Location) -> set[str]:
 
 
 def and_more(count: int, what: str) -> str:
-    """ " (and 2 other arrays there)"; nothing for none."""
+    """The words `(and 2 other arrays there)` after a space, or nothing for none."""
     return f" (and {count} other {what}{'s' * (count > 1)} there)" if count else ""
 
 

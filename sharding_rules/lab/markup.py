@@ -38,10 +38,12 @@ def document(title: str, head: str, main: str, foot: str) -> str:
 
 
 def section(name: str, title: str, body: str) -> str:
+    """A section of the page, with its heading and its anchor."""
     return f'<section id="{name}">\n<h2>{title}</h2>\n{body}\n</section>\n'
 
 
 def code(text: str) -> str:
+    """Text in a code element, escaped."""
     return f"<code>{escape(text)}</code>"
 
 
@@ -52,6 +54,7 @@ class Number(str):
     bar: float | None
 
     def __new__(cls, value: float, digits: int = 0, before: str = "", bar: float | None = None, show: str | None = None) -> Number:
+        """The value with `digits` decimals after `before`, or the text `show`."""
         self = super().__new__(cls, f"{before}{value:,.{digits}f}" if show is None else show)
         self.value, self.bar = value, bar
         return self

@@ -43,7 +43,7 @@ class Slot:
     """
 
     scope: str
-    """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`. Of those that fit the innermost counts."""
+    """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`; the innermost that fits counts."""
     stages: tuple[str, ...]
     """By stage (devices that take the same branches), a letter for each trip of the loop: "1" it runs, "0" it is skipped."""
 
@@ -58,6 +58,7 @@ class Slot:
 
     @property
     def trips(self) -> int:
+        """Trips of the loop around the conditional."""
         return len(self.stages[0])
 
     def runs(self, stage: int) -> int:
@@ -123,6 +124,7 @@ class Collective:
 
     @property
     def times(self) -> int:
+        """How often it runs in a step: the product of the trips of the loops around it."""
         return math.prod(self.loops)
 
 
@@ -139,6 +141,7 @@ class Copy:
 
     @property
     def times(self) -> int:
+        """How often it runs in a step: the product of the trips of the loops around it."""
         return math.prod(self.loops)
 
 
@@ -158,7 +161,7 @@ class Argument:
     axes: tuple[str, ...]
     """Mesh axes that shard it."""
     used_ways: int = 1
-    """Of an array that every device holds whole: so many different slices of it are used, one on each device. 1: all of it is."""
+    """For a replicated array, how many different slices of it are used, one on each device. 1: each device uses all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +280,7 @@ class Report:
 
     @property
     def n_devices(self) -> int:
+        """Devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -328,9 +332,11 @@ class Report:
 
     @property
     def fits(self) -> bool:
+        """True if the peak fits into the device's memory, or if that is not known."""
         return not self.hbm or self.peak_bytes <= self.hbm
 
     def to_json(self) -> str:
+        """The report as JSON, from which from_json makes an equal one."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod

@@ -26,6 +26,7 @@ class Piece:
 
     @property
     def times(self) -> int:
+        """How often it runs in a step."""
         return math.prod(self.loops)
 
     @property

@@ -34,9 +34,11 @@ class Unit:
 
     @staticmethod
     def of(largest: float) -> Unit:
+        """The largest unit in which `largest` is at least 0.1, to show it and smaller numbers."""
         return next((Unit(*unit) for unit in _UNITS if largest >= 0.0995 * unit[1]), Unit(*_UNITS[-1]))
 
     def __call__(self, n: float) -> str:
+        """The number in this unit, without its name."""
         return f"{n / self.scale:,.{self.digits}f}"
 
 
@@ -147,10 +149,12 @@ class Row:
 
     @property
     def one(self) -> Collective:
+        """One of the group, for what all of them share."""
         return self.collectives[0]
 
     @property
     def times(self) -> int:
+        """Executions of all of them in a step."""
         return sum(c.times for c in self.collectives)
 
     @property
@@ -185,6 +189,7 @@ class Row:
 
     @property
     def nodes(self) -> int:
+        """The most nodes that one of them spans."""
         return max(c.nodes for c in self.collectives)
 
     @property
@@ -204,6 +209,7 @@ _SHORT = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "optimi
 
 
 def by_axes(one: Collective) -> tuple:
+    """A key that groups collectives by mesh axes, kind and dtype."""
     return (one.axes, one.kind, one.dtype)
 
 

@@ -176,7 +176,8 @@ class _Prices:
 
     def _memory(self, instruction: Instruction) -> float:
         """Returns the microseconds of reading the operands and writing the result once. Of an array that a fusion only slices, or
-        updates in place, only the slice counts."""
+        updates in place, only the slice counts.
+        """
         inside = [one for name in instruction.called for one in self.module.computations.get(name, ())]
         if not inside:
             return self._moving(instruction.bytes + sum(self._operand_bytes(instruction)))

@@ -11,7 +11,7 @@ import style
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "style.md"
 PAGES = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")) if path != GUIDE]
-PROGRAMS: list[str] = []
+PROGRAMS = ["mesh_lm", "sharding_rules", "pallas_kernels"]
 """Packages whose help texts and messages are held to the list as well."""
 
 

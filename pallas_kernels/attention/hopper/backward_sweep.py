@@ -1,4 +1,6 @@
-"""Shared parts of the backward kernels. With dp = dout v^T and delta = rowsum(dout * out), for raw dot products s = q k^T,
+"""Shared parts of the backward kernels.
+
+With dp = dout v^T and delta = rowsum(dout * out), for raw dot products s = q k^T,
 
 ds = p * (dp - delta), dq = ds k, dk = ds^T q, dv = p^T dout, where p = exp(scale * s - lse), and dq and dk are scaled at the end.
 """

@@ -86,6 +86,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, limits: Limits) -> Walk:
+        """The blocks between these limits, those that need no mask first."""
         n_full, n = limits.full_stop - limits.full_start, limits.stop - limits.start
         before = limits.full_start - limits.start
 

@@ -68,6 +68,8 @@ class Shadow:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], threads: int) -> Shadow:
+        """The record of memory that no thread has touched."""
+
         def zeros(*shape: int, dtype: Any = np.int8) -> np.ndarray:
             return np.zeros(shape, dtype)
 
@@ -86,6 +88,7 @@ class MemoryRef:
 
     @classmethod
     def shared(cls, name: str, shape: tuple[int, ...], dtype: Any, threads: int) -> MemoryRef:
+        """A shared-memory array whose elements are not initialised."""
         return cls(name, blank(shape, dtype), Shadow.of(shape, threads))
 
     def view(self, transforms: Sequence[Any]) -> np.ndarray:

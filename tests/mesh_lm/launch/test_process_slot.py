@@ -76,7 +76,7 @@ def test_tasks_here() -> None:
         ({}, {"MESH_LM_PROCESSES": "2", "MESH_LM_PROCESS_INDEX": "0"}, "is given without MESH_LM_COORDINATOR"),
         ({"coordinator": "a", "processes": 2, "index": 0}, {}, "launch.coordinator=a must be host:port of process 0, such as node1:9876"),
         ({"coordinator": "a:1", "processes": 2, "index": 2}, {}, "launch.index=2 must be 0 to launch.processes - 1 = 1"),
-        ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be whole numbers"),
+        ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be integers"),
         ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node cannot be divided equally"),
     ],
 )

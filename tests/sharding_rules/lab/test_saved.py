@@ -83,7 +83,7 @@ def test_two_saved_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["report", "nowhere.py:program"], "there is no file nowhere.py"),
+        (["report", "nowhere.py:program"], "the file nowhere.py does not exist"),
         (["report", "mine.py"], "'mine.py' is not FILE.py:FUNCTION"),
         (["report", "FILE:absent"], "has no function absent"),
         pytest.param(["report", "FILE:broken"], "must return (step, arguments, mesh)", marks=pytest.mark.deviceless),
