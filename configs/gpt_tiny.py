@@ -1,4 +1,4 @@
-"""A small GPT for two CPU cores, which learns Python from the source of the standard library in a few minutes."""
+"""A small Llama for two CPU cores, which learns Python from the source of the standard library in a few minutes."""
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
@@ -11,11 +11,13 @@ def get_config() -> TrainConfig:
             seq_len=256,
             n_layers=4,
             d_model=128,
+            d_ff=352,
             n_heads=4,
             dtype="float32",
             loss_chunk=512,
             positions="rotary",
             norm="rmsnorm",
+            activation="swiglu",
             biases=False,
         ),
         output="runs/gpt_tiny",

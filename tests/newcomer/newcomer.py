@@ -102,6 +102,7 @@ def commands(reader: Newcomer) -> None:
     reader.does("mesh-lm train", "mesh-lm", "train", "--config=gpt_tiny", *SMALL, says="step 3/3")
     reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="step 3 of train.steps=3 is done")
     reader.does("mesh-lm generate", "mesh-lm", "generate", "--checkpoint=runs/gpt_tiny", "--prompt=def ", "--tokens=8", says="def ")
+    reader.does("mesh-lm export", "mesh-lm", "export", "--checkpoint=runs/gpt_tiny", "--output=tiny-llama", says="to tiny-llama")
     reader.does("mesh-lm plan", "mesh-lm", "plan", "gpt2_124m", "--devices=8", says="fits")
     code = "import mesh_lm\nprint(mesh_lm.load('runs/gpt_tiny').generate('def ', 8))\nprint(mesh_lm.plan('gpt_tiny', devices=8).fits)"
     (reader.home / "script.py").write_text(code)
