@@ -83,6 +83,7 @@ def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | No
 
     Raises ValueError if the compiler is not installed, and errors of the compilation other than insufficient shared memory.
     """
+    from pallas_kernels.dev.limits import faults
     from pallas_kernels.dev.resources import resources
 
     B, S, N, K = 2, 1024, 4, 2
@@ -99,17 +100,16 @@ def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | No
         if "shared memory" not in str(error):
             raise
         return False, {"error": str(error)}
-    spills = sum(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
-    serialised = sum("serialized" in warning for kernel in kernels for warning in kernel.warnings)
+    found = sorted({fault for kernel in kernels for fault in faults(kernel)})
     summary = {
         "registers": max(kernel.registers for kernel in kernels),
-        "spills": spills,
+        "spills": sum(kernel.spill_stores + kernel.spill_loads for kernel in kernels),
         "shared_memory": max(kernel.dynamic_shared for kernel in kernels),
         "wgmma": sum(kernel.wgmma for kernel in kernels),
         "tma": sum(kernel.tma_loads + kernel.tma_stores for kernel in kernels),
-        "serialised": serialised,
+        "faults": found,
     }
-    return spills == 0 and not serialised, summary
+    return not found, summary
 
 
 EVERYTHING = {"window": 300, "softcap": 30.0, "segments": True, "sinks": True}

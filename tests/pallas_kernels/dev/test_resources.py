@@ -70,6 +70,10 @@ def test_a_small_matmul_spills_nothing_and_has_the_instructions_it_was_written_w
     assert (found.spill_stores, found.spill_loads, found.warnings) == (0, 0, ())
     assert (found.wgmma, found.tma_loads, found.tma_stores) == (64 // 16, 2, 1)
     assert (found.name, found.threads, found.set_registers) == ("body", 128, ())
+    assert (found.barriers, found.grid) == ((2 * 128,), (1, 1, 1))
+    arrays = [(64, 64), (64, columns)]  # the first operand and the result are alike where there are 64 columns
+    tiled = [((rows // 8, n // 64, 8, 64), (8 * n, 64, n, 1)) for rows, n in arrays]
+    assert [(one.shape, one.strides) for one in found.tensor_maps] == list(dict.fromkeys([*tiled]))
     tiles = 2 * (64 * 64 + 64 * columns + 64 * columns)
     assert tiles <= found.dynamic_shared < tiles + 2048
     assert 0 < found.registers < 168
