@@ -76,7 +76,7 @@ def forward(spec: Spec, tiles: Tiles, q: Array, k: Array, v: Array, sides: dict[
 
     results = launch(
         body, {"q": q, "k": k, "v": v, **sides}, out, scratch,
-        name="flash_attention_forward", flops=spec.flops(B, N, H + V),
+        name="flash_attention_forward", flops=spec.flops(B, N, H + V), occupancy=spec.occupancy(B, N),
         grid=(B, N, S // tiles.rows),
     )  # fmt: skip
     return results.out, results.lse
