@@ -35,11 +35,11 @@ def local_shape(config: Any, devices: int) -> tuple[int, int, int, int]:
     return B, model.seq_len, N, K
 
 
-def row_of(name: str, shape: tuple[int, int, int, int], window: int | None) -> Row:
-    """A row of the table: blocks and efficiencies of each grid."""
+def row_of(name: str, shape: tuple[int, int, int, int], width: int, window: int | None) -> Row:
+    """A row of the table: blocks and efficiencies of each grid. width: of the heads of queries and of values together."""
     B, S, N, K = shape
-    queries = of_queries(B, S, S, N, window=window)
-    by_kv, by_query = (of_keys(B, S, S, N, K, split=split, window=window) for split in (False, True))
+    queries = of_queries(B, S, S, N, K, width=width, window=window)
+    by_kv, by_query = (of_keys(B, S, S, N, K, split=split, width=width, window=window) for split in (False, True))
     split = by_query_head(B, N, K, S)
     return {
         "name": name, "B": B, "S": S, "N": N, "K": K, "forward_blocks": queries.blocks, "forward": round(queries.efficiency, 3),
@@ -55,7 +55,9 @@ def rows() -> list[Row]:
         if path.stem not in FOR_CPUS:
             config: Any = load(str(path))
             shape = local_shape(config, PUBLISHED[path.stem])
-            found += [row_of(path.stem + (f", window {window}" if window else ""), shape, window) for window in config.model.windows()]
+            for window in config.model.windows():
+                name = path.stem + (f", window {window}" if window else "")
+                found.append(row_of(name, shape, 2 * config.model.d_head, window))
     return found
 
 

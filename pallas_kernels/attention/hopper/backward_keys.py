@@ -36,6 +36,7 @@ from pallas_kernels.attention.hopper.spec import (
     warpgroup,
 )
 from pallas_kernels.attention.hopper.walk import Band, Walk
+from pallas_kernels.attention.occupancy import section_of_keys
 
 Part = Literal["dk", "dv", "both"]
 
@@ -93,8 +94,9 @@ def dkv(
     out = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (("dk", k), ("dv", v)) if part in (name, "both")}
     name, width = {"both": ("dkv", 2 * (H + V)), "dk": ("dk", 2 * H + V), "dv": ("dv", H + V)}[part]
     return launch(
-        body, inputs, out, scratch, name=f"flash_attention_{name}", flops=spec.flops(B, N, width), occupancy=spec.occupancy(B, N, K),
-        grid=(B, K, T // tiles.rows),
+        body, inputs, out, scratch, name=f"flash_attention_{name}", flops=spec.flops(B, N, width),
+        occupancy=spec.occupancy(B, N, K, H + V, keys=True),
+        grid=(B, K, T // tiles.rows), section=section_of_keys(S, N, K, H + V, split=False),
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from pallas_kernels.attention.hopper.spec import (
     warpgroup,
 )
 from pallas_kernels.attention.hopper.walk import Walk
+from pallas_kernels.attention.occupancy import section_of_queries
 
 
 def dq(
@@ -70,7 +71,8 @@ def dq(
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, **sides}
     return launch(
         body, inputs, {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}, scratch, name="flash_attention_dq",
-        flops=spec.flops(B, N, 2 * H + V), occupancy=spec.occupancy(B, N), grid=(B, N, S // tiles.rows),
+        flops=spec.flops(B, N, 2 * H + V), occupancy=spec.occupancy(B, N, k.shape[2], H + V),
+        grid=(B, N, S // tiles.rows), section=section_of_queries(T, N, k.shape[2], H + V),
     ).dq  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from pallas_kernels.attention.hopper.spec import (
     warpgroup,
 )
 from pallas_kernels.attention.hopper.walk import Walk
+from pallas_kernels.attention.occupancy import section_of_queries
 
 
 def forward(spec: Spec, tiles: Tiles, q: Array, k: Array, v: Array, sides: dict[str, Array | None]) -> tuple[Array, Array]:
@@ -76,8 +77,8 @@ def forward(spec: Spec, tiles: Tiles, q: Array, k: Array, v: Array, sides: dict[
 
     results = launch(
         body, {"q": q, "k": k, "v": v, **sides}, out, scratch,
-        name="flash_attention_forward", flops=spec.flops(B, N, H + V), occupancy=spec.occupancy(B, N),
-        grid=(B, N, S // tiles.rows),
+        name="flash_attention_forward", flops=spec.flops(B, N, H + V), occupancy=spec.occupancy(B, N, k.shape[2], H + V),
+        grid=(B, N, S // tiles.rows), section=section_of_queries(T, N, k.shape[2], H + V),
     )  # fmt: skip
     return results.out, results.lse
 

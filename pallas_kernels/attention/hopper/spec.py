@@ -32,7 +32,7 @@ REGISTERS = 240, 24
 """Registers of a thread that computes and of one that loads: 2 x 240 + 24 of the 512 for each of 128 threads."""
 SHARED_MEMORY = 232_448 - 2048
 """Bytes for matrices: the limit of a block, minus room for vectors and barriers."""
-GRID = "_attention_batch", "_attention_head", "_attention_tile"
+GRID = "_attention_batch", "_attention_section", "_attention_tile", "_attention_head"
 THREAD = "_attention_warpgroup"
 """Names that no mesh uses: for a mesh axis of the same name, jax silently returns the device's index instead of the block's."""
 
@@ -103,17 +103,18 @@ class Spec:
         pairs = visible_pairs(self.S, self.T, causal=self.causal, window=self.window, q_offset=self.q_offset, block_mask=self.block_mask)
         return int(2 * B * N * pairs * width)
 
-    def occupancy(self, B: int, N: int, K: int = 0, *, split: bool = False) -> float | None:
-        """The share of the SMs' time in which a grid of tiles of queries gives them work; with K, one of tiles of keys.
+    def occupancy(self, B: int, N: int, K: int, width: int, *, keys: bool = False, split: bool = False) -> float | None:
+        """The share of the SMs' time in which a grid of tiles of queries, or of keys, gives them work.
 
-        split: a tile of keys has a block for each query head. None with a block mask, whose tiles differ in ways that are not counted.
+        width: the sum of the widths of the heads of queries and of values. split: a tile of keys has a block for each query head. None with
+        a block mask, whose tiles differ in ways that are not counted.
         """
         if self.block_mask is not None:
             return None
-        band: dict[str, Any] = {"causal": self.causal, "window": self.window, "q_offset": self.q_offset}
-        if not K:
-            return occupancy.of_queries(B, self.S, self.T, N, **band).efficiency
-        return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **band).efficiency
+        how: dict[str, Any] = {"causal": self.causal, "window": self.window, "q_offset": self.q_offset, "width": width}
+        if keys:
+            return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **how).efficiency
+        return occupancy.of_queries(B, self.S, self.T, N, K, **how).efficiency
 
 
 SIDES = "table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks"
@@ -137,12 +138,14 @@ def launch(
     *,
     name: str,
     flops: int,
+    grid: tuple[int, int, int],
+    section: int,
     occupancy: float | None = None,
     **how: Any,
 ) -> Refs:
     """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out.
 
-    flops and occupancy: metadata.
+    grid: batch, heads, tiles. section: heads that go through their tiles together (see `occupancy.py`). flops and occupancy: metadata.
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
@@ -157,6 +160,7 @@ def launch(
         out_type=list(out.values()),
         scratch_types=list(scratch.values()),  # pyright: ignore[reportArgumentType]
         compiler_params=params,
+        grid=in_sections(grid, section),
         grid_names=GRID,
         num_threads=COMPUTING + 1,
         thread_name=THREAD,
@@ -167,10 +171,16 @@ def launch(
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
+def in_sections(grid: tuple[int, int, int], section: int) -> tuple[int, int, int, int]:
+    """The sizes of the axes of GRID, of which the last is the fastest, from (batch, heads, tiles)."""
+    batch, heads, tiles = grid
+    return batch, heads // section, tiles, section
+
+
 def block_position() -> tuple[Any, Any, Any]:
     """(batch element, head, tile) of this block."""
-    batch, head, tile = (lax.axis_index(name) for name in GRID)
-    return batch, head, tile
+    batch, section, tile, member = (lax.axis_index(name) for name in GRID)
+    return batch, section * lax.axis_size(GRID[-1]) + member, tile
 
 
 def warpgroup() -> Any:
