@@ -2,6 +2,7 @@
 
 from jax import Array
 
+from pallas_kernels.attention.occupancy import section_of_keys, section_of_queries
 from pallas_kernels.attention.problem import AttentionProblem
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -14,9 +15,11 @@ GRID = 65_535
 
 def unsupported_reason(problem: AttentionProblem) -> str | None:
     """Every reason why the kernel cannot serve this problem, in one line; None if it can."""
-    (B, _, N, H), Hv, mask = problem.q_shape, problem.v_shape[3], problem.block_mask
+    (B, S, N, H), (_, T, K, Hv), mask = problem.q_shape, problem.v_shape, problem.block_mask
     widths = ", ".join(f"{h}" if h == hv else f"{h} with values of {hv}" for h, hv in HEAD_DIMS)
     on_gpu = problem.platform == "gpu"
+    by_keys, by_heads = (section_of_keys(S, N, K, H + Hv, split=split) for split in (False, True))
+    along_z = B * max(N // section_of_queries(T, N, K, H + Hv), K // by_keys, N // by_heads)
     reasons = {
         f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
         # Its instructions (wgmma) exist on sm_90a only, not on older or newer GPUs.
@@ -25,7 +28,7 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
         f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
         f"its head dims are {widths}, not {H} with values of {Hv}": (H, Hv) not in HEAD_DIMS,
         f"its block masks come in multiples of {BLOCK}, not {mask and mask.size}": mask is not None and mask.size % BLOCK != 0,
-        f"its grid takes at most {GRID:,} batch elements and heads, not {B:,} and {N:,}": max(B, N) > GRID,
+        f"its grid takes at most {GRID:,} batch elements times sections of heads, not {along_z:,}": along_z > GRID,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 

@@ -13,7 +13,7 @@ import pytest
 from attention_formula import assert_close, normal, values_and_grads
 
 from pallas_kernels import BlockMask, choose_attention, describe_attention, flash_attention, merge, reference_attention
-from pallas_kernels.attention import tuning
+from pallas_kernels.attention import occupancy, tuning
 from pallas_kernels.attention.hopper import Tiles, Tiling, attention
 from pallas_kernels.dev.interpreter import interpreted
 
@@ -102,6 +102,12 @@ def test_equals_the_formula(name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_equals_the_formula_in_every_feature(name: str) -> None:
     check(SLOW[name])
+
+
+def test_heads_that_go_through_their_tiles_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head reads does not fit the cache, so that each is a section of its own."""
+    monkeypatch.setattr(occupancy, "CACHE", 1)
+    check({"S": 256, "N": 4, "K": 2})
 
 
 @pytest.mark.slow
