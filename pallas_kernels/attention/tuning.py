@@ -1,6 +1,7 @@
 """The tiles of the Hopper kernels, from the table `tuning.json`, which `pallas_kernels/dev/autotune.py` makes.
 
-Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the three kernels. The first
+Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the kernels: of the
+forward pass, of the two kernels of the deterministic backward pass, and of the fused one, unless it spills registers. The first
 entry that matches is used, so entries measured on a device come before entries that were only compiled.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.attention.hopper.backward_fused import FusedTiles
 from pallas_kernels.attention.hopper.differentiable import Tiling
 from pallas_kernels.attention.hopper.spec import Tiles
 from pallas_kernels.attention.problem import AttentionProblem
@@ -48,7 +50,8 @@ class TuningEntry:
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
         """An entry from the file's JSON."""
-        tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")})
+        fused = FusedTiles(**row["fused"]) if row.get("fused") else None
+        tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")}, fused=fused)
         about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
 
