@@ -70,23 +70,38 @@ def resources(
     Raises ValueError if the compiler is not installed, and if fn has no Mosaic GPU kernel. Errors of the lowering, such as insufficient
     shared memory, propagate.
     """
-    sharding = SingleDeviceSharding(_device(capability))
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    traced = jax.jit(lambda *args: fn(*args)).trace(*placed)
+    traced = _traced(fn, shapes, capability)
     kept = Path(cache) / f"kernels-{_key(traced.jaxpr, capability)}.json" if cache else None
     if kept and kept.exists():
         return [_from_json(kernel) for kernel in json.loads(kept.read_text())]
-    lowered = traced.lower()
-    if not _kernels(program := lowered.compiler_ir()):
-        raise ValueError(f"{getattr(fn, '__name__', fn)} lowers to no Mosaic GPU kernel")
-    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder, _dumping(folder):
-        _change_hashes(program)
-        lowered.compile()
-        kernels = [_read(path) for path in sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = [_read(path) for path in _compile(traced, getattr(fn, "__name__", str(fn)), folder)]
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]))
     return kernels
+
+
+def write_ptx(folder: str, fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0)) -> list[Path]:
+    """The PTX files of fn's Mosaic GPU kernels, in the order of compilation, in `folder`. Arguments and errors as for `resources`."""
+    return _compile(_traced(fn, shapes, capability), getattr(fn, "__name__", str(fn)), folder)
+
+
+def _traced(fn: Callable[..., Any], shapes: tuple[Any, ...], capability: tuple[int, int]) -> Any:
+    sharding = SingleDeviceSharding(_device(capability))
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.jit(lambda *args: fn(*args)).trace(*placed)
+
+
+def _compile(traced: Any, name: str, folder: str) -> list[Path]:
+    """Compiles a traced program, and returns the PTX files that Mosaic GPU wrote into `folder` on the way."""
+    lowered = traced.lower()
+    if not _kernels(program := lowered.compiler_ir()):
+        raise ValueError(f"{name} lowers to no Mosaic GPU kernel")
+    with _ONE_AT_A_TIME, _dumping(folder):
+        _change_hashes(program)
+        lowered.compile()
+    return sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
