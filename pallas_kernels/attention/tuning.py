@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.attention.hopper.differentiable import Tiling
-from pallas_kernels.attention.hopper.spec import Tiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Tiles
 from pallas_kernels.attention.problem import AttentionProblem
 
 PATH = Path(__file__).with_name("tuning.json")
@@ -48,7 +48,7 @@ class TuningEntry:
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
         """An entry from the file's JSON."""
-        tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")})
+        tiling = Tiling(forward=ForwardTiles(**row["forward"]), **{name: Tiles(**row[name]) for name in ("dq", "dkv")})
         about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
 

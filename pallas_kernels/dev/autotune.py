@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper.backward import dkv, dq, parts
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 
 Kernel = Literal["forward", "dq", "dkv"]
@@ -56,12 +56,12 @@ def candidates() -> Iterator[Candidate]:
         for kernel in KERNELS:
             for block in (128, 64):  # which divide every block mask's blocks
                 for stages in (4, 3, 2):
-                    yield Candidate(kernel, head_dims, Tiles(block, stages))
+                    yield Candidate(kernel, head_dims, tiles_of(kernel, block=block, stages=stages))
 
 
 def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
     """The outputs of the kernel alone, on arrays of complete tiles; lse to the base 2."""
-    if candidate.kernel == "forward":
+    if isinstance(candidate.tiles, ForwardTiles):
         return forward(spec, candidate.tiles, q, k, v, sides)
     arrays = (q, k, v, dout, lse, delta, {name: x for name, x in sides.items() if name != "sinks"})
     if candidate.kernel == "dq":
@@ -139,15 +139,25 @@ def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
     """The candidates that passed, from candidates.json."""
     lines = json.loads(CANDIDATES.read_text())["candidates"]
     return [
-        Candidate(kernel, head_dims, Tiles(line["block"], line["stages"]))
+        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in FIELDS if name in line}))
         for line in lines
         if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims
     ]
 
 
-def as_data(tiles: Tiles) -> dict[str, int]:
-    """Tile sizes as JSON data."""
-    return dataclasses.asdict(tiles)
+FIELDS = tuple(field.name for field in dataclasses.fields(ForwardTiles))
+"""What the table and the candidates may state of a kernel's tiles."""
+
+
+def tiles_of(kernel: Kernel, **fields: Any) -> Tiles:
+    """The tiles of a kernel from JSON data."""
+    return ForwardTiles(**fields) if kernel == "forward" else Tiles(**fields)
+
+
+def as_data(tiles: Tiles) -> dict[str, Any]:
+    """Tiles as JSON data, without what is as usual."""
+    usual = {field.name: field.default for field in dataclasses.fields(tiles)}
+    return {name: x for name, x in dataclasses.asdict(tiles).items() if x != usual[name]}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from attention_formula import assert_close, normal, values_and_grads
 
 from pallas_kernels import BlockMask, choose_attention, describe_attention, flash_attention, merge, reference_attention
 from pallas_kernels.attention import tuning
-from pallas_kernels.attention.hopper import Tiles, Tiling, attention
+from pallas_kernels.attention.hopper import ForwardTiles, Tiles, Tiling, attention
 from pallas_kernels.dev.interpreter import interpreted
 
 COMPILE_BUDGET = 70
@@ -171,7 +171,7 @@ def test_tiles_come_from_the_table_for_the_device_and_length() -> None:
     assert tuning.tiling(problem, "") == next(row.tiling for row in tuning.entries() if row.head_dims == (128, 128) and row.device is None)
     with pytest.raises(LookupError, match="no tiles for head dims 80"):
         tuning.tiling(dataclasses.replace(problem, q_shape=(1, 8, 1, 80)), "")
-    row = tuning.TuningEntry((128, 128), Tiling(Tiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
+    row = tuning.TuningEntry((128, 128), Tiling(ForwardTiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
     assert row.serves(problem, "NVIDIA H200") and not row.serves(problem, "NVIDIA H100 80GB HBM3")
     assert not row.serves(dataclasses.replace(problem, causal=False), "NVIDIA H200")
     assert not row.serves(dataclasses.replace(problem, k_shape=(1, 2048, 2, 128)), "NVIDIA H200")

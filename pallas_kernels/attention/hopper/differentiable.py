@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.hopper.backward import backward
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.hopper.walk import lists, table
 from pallas_kernels.attention.problem import AttentionProblem
 
@@ -28,7 +28,7 @@ _FAR = 2**30
 class Tiling:
     """The tiles of each kernel."""
 
-    forward: Tiles
+    forward: ForwardTiles
     dq: Tiles
     """Rows are queries, blocks are of keys."""
     dkv: Tiles

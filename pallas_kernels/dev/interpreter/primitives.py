@@ -169,7 +169,7 @@ def _acc_load(thread: Thread, eqn: Any, acc: MemoryRef) -> Any:
 def _acc_store(thread: Thread, eqn: Any, acc: MemoryRef, value: Any) -> Any:
     _settled(thread, acc, "writes")
     acc.data[...] = value
-    return []
+    return [None] * len(eqn.outvars)  # of a reference's own store, the value is never used
 
 
 PRIMITIVES: dict[str, Callable[..., Steps]] = {
