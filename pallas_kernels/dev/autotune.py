@@ -26,9 +26,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper.backward import dkv, dq, parts
-from pallas_kernels.attention.hopper.backward_fused import ADDITIONS, FusedTiles, backward_fused
+from pallas_kernels.attention.hopper.backward_fused import backward_fused
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.fused_tiles import ADDITIONS, FusedTiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 
 Kernel = Literal["forward", "dq", "dkv", "fused"]
@@ -63,7 +64,7 @@ def tiles_to_try(kernel: Kernel, head_dims: tuple[int, int]) -> list[Tiles | Fus
     """The tiles of a kernel for these head dims, the more promising ones first."""
     blocks = 128, 64  # which divide every block mask's blocks
     if kernel != "fused":
-        return [Tiles(block, stages) for block in blocks for stages in (4, 3, 2)]
+        return [tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)]
     if head_dims != (64, 64):
         blocks = (64,)  # of wider heads, S^T and dP^T of 128 queries need more registers than there are
     return [FusedTiles(block, stages, add) for block in blocks for add in ADDITIONS for stages in (3, 2, 1)]
@@ -71,7 +72,7 @@ def tiles_to_try(kernel: Kernel, head_dims: tuple[int, int]) -> list[Tiles | Fus
 
 def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
     """The outputs of the kernel alone, on arrays of complete tiles; lse to the base 2."""
-    if isinstance(candidate.tiles, Tiles) and candidate.kernel == "forward":
+    if isinstance(candidate.tiles, ForwardTiles):
         return forward(spec, candidate.tiles, q, k, v, sides)
     arrays = (q, k, v, dout, lse, delta, {name: x for name, x in sides.items() if name != "sinks"})
     if isinstance(candidate.tiles, FusedTiles):
@@ -151,20 +152,25 @@ def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
     """The candidates that passed, from candidates.json."""
     lines = json.loads(CANDIDATES.read_text())["candidates"]
     return [
-        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in ("block", "stages", "add") if name in line}))
+        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in FIELDS if name in line}))
         for line in lines
         if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims
     ]
 
 
+FIELDS = tuple({field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)})
+"""What the table and the candidates may state of a kernel's tiles."""
+
+
 def tiles_of(kernel: Kernel, **fields: Any) -> Tiles | FusedTiles:
     """The tiles of a kernel from JSON data."""
-    return FusedTiles(**fields) if kernel == "fused" else Tiles(**fields)
+    return {"forward": ForwardTiles, "fused": FusedTiles}.get(kernel, Tiles)(**fields)
 
 
 def as_data(tiles: Tiles | FusedTiles) -> dict[str, Any]:
-    """Tile sizes as JSON data."""
-    return dataclasses.asdict(tiles)
+    """Tiles as JSON data, without what is as usual."""
+    usual = {field.name: field.default for field in dataclasses.fields(tiles)}
+    return {name: x for name, x in dataclasses.asdict(tiles).items() if x != usual[name]}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

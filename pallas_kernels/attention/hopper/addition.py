@@ -44,24 +44,28 @@ def launch_adding(
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
-    started = {key: jnp.zeros(shape, jnp.float32) for key, shape in sums.items()}
-    results = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in (*started.items(), *out.items())}
+    results = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in sums.items()} | dict(out)
     aliases = {len(inputs) + i: i for i in range(len(sums))}
-    moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *started.values(), *results.values()))
+    moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results.values(), *(results[key] for key in sums)))
 
     def entry(*refs: Any) -> None:
-        given, written = refs[: len(inputs)], refs[len(inputs) + len(started) :]
+        given, written = refs[: len(inputs)], refs[len(inputs) + len(sums) :]
         operands = absent | dict(zip(inputs, given, strict=True)) | dict(zip(results, written, strict=True))
         pl.run_scoped(lambda **own: body(Refs(operands | own)), collective_axes=THREAD, **scratch)
 
     mesh = plgpu.Mesh(grid=grid, grid_names=GRID, num_threads=COMPUTING + 1, thread_name=THREAD, kernel_name=name)
     params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    call = mpmd._mpmd_map(
+    kernel = mpmd._mpmd_map(
         [(mesh, entry)], list(results.values()), input_output_aliases=aliases, compiler_params=params, name=name,
         interpret=config.pallas_tpu_interpret_mode_context_manager.value,  # the public function reads it, too
     )  # fmt: skip
+
+    @jax.custom_batching.sequential_vmap  # jax has no rule for a kernel whose operands are outputs
+    def call(*arrays: Array) -> list[Array]:
+        return kernel(*arrays, *(jnp.zeros(shape, jnp.float32) for shape in sums.values()))
+
     with config._check_vma(False), cost_metadata(name, flops=flops, bytes_accessed=moved):
-        return Refs(zip(results, call(*inputs.values(), *started.values()), strict=True))
+        return Refs(zip(results, call(*inputs.values()), strict=True))
 
 
 def add_from_registers(ref: Any, x: Array) -> None:

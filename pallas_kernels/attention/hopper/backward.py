@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from jax import Array
 
-from pallas_kernels.attention.hopper.backward_fused import FusedTiles, backward_fused, sums_fit
+from pallas_kernels.attention.hopper.backward_fused import backward_fused
 from pallas_kernels.attention.hopper.backward_keys import Part, dkv
 from pallas_kernels.attention.hopper.backward_queries import dq
+from pallas_kernels.attention.hopper.fused_tiles import FusedTiles, sums_fit
 from pallas_kernels.attention.hopper.spec import LOG2E, Spec, Tiles
 
 _COLUMNS = 256

@@ -14,10 +14,8 @@ Where the two sums of 64 keys do not fit in registers beside the rest (H + V > 2
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.hopper.addition import add_from_registers, from_register_order, launch_adding, register_order
-from pallas_kernels.attention.hopper.backward_sweep import Ring, slots
+from pallas_kernels.attention.hopper.backward_sweep import Ring
+from pallas_kernels.attention.hopper.fused_tiles import ROWS, FusedShape, FusedTiles, scratch_of, shape_of
 from pallas_kernels.attention.hopper.spec import (
     COMPUTING,
     REGISTERS,
@@ -45,68 +44,6 @@ from pallas_kernels.attention.hopper.spec import (
 from pallas_kernels.attention.hopper.walk import Band, limits
 from pallas_kernels.attention.occupancy import by_query_head
 
-Addition = Literal["red", "tma"]
-ADDITIONS: tuple[Addition, ...] = ("red", "tma")
-ROWS = WARPGROUP * COMPUTING
-"""Keys of a block of threads."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedTiles:
-    """Tile sizes of the fused kernel: `block` queries at a time, at most `stages` of them in shared memory.
-
-    add: how dQ gets to global memory: "red", atomic additions from registers, or "tma", a reducing copy from shared memory.
-    """
-
-    block: int
-    stages: int
-    add: Addition = "red"
-
-    def __post_init__(self) -> None:
-        if self.block not in (64, 128) or self.stages < 1 or self.add not in ADDITIONS:
-            raise ValueError(f"a block has 64 or 128 queries, at least 1 stage, and adds by red or tma, not {self}")
-
-    @property
-    def rows(self) -> int:
-        """Keys of a tile."""
-        return ROWS
-
-    def fitting(self, spec: Spec) -> FusedTiles:
-        """These tiles, or smaller ones if a call has too few registers: the slope of a soft cap needs some for each query of a block."""
-        return self if spec.softcap is None else dataclasses.replace(self, block=WARPGROUP)
-
-
-_NUMBERS = 128
-"""Numbers of rows and columns for masks, in shared memory: the compiler would hold those of a thread's columns in 16 registers."""
-
-
-class _Shape(NamedTuple):
-    """The sizes of a call that its tiles imply."""
-
-    block: int
-    part: int
-    """Columns of dQ that a warpgroup makes of 64 queries: half of them, or all of those of its own 64 of 128 queries."""
-    swizzled: int
-    """Columns of a tile of K, Q and dS^T in shared memory, which divide a part."""
-    q_stages: int
-    dout_stages: int
-    with_dv: bool
-    by_head: bool
-
-
-def _shape(tiles: FusedTiles, q: Array, k: Array, v: Array, by_head: bool) -> _Shape:
-    (_, S, N, H), (K, V), C = q.shape, v.shape[2:], tiles.block
-    part = H // COMPUTING if C == WARPGROUP else H
-    turns = S // C * (1 if by_head else N // K)
-    kept = ROWS * (H + V) + 2 * ROWS * C + (2 * ROWS * part if tiles.add == "tma" else 0)
-    q_stages, dout_stages = slots(min(tiles.stages, turns), kept, C * H, C * V)
-    return _Shape(C, part, math.gcd(part, 64), q_stages, dout_stages, sums_fit(H, V), by_head)
-
-
-def sums_fit(H: int, V: int) -> bool:
-    """Whether a thread's registers hold the sums of dK and dV of 64 keys, beside S^T and dP^T of 64 queries."""
-    return H + V <= 256
-
 
 def backward_fused(
     spec: Spec, tiles: FusedTiles, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, sides: dict[str, Array | None]
@@ -119,7 +56,7 @@ def backward_fused(
     lists = sides.get("blocks")
     # Each query head then has its own walk, or there are too few blocks of threads: dk and dv are summed in global memory, too.
     by_head = by_query_head(B, N, K, T) or (N > K and lists is not None and lists.shape[0] > 1)
-    shape = _shape(tiles, q, k, v, by_head)
+    shape = shape_of(tiles, q, k, v, by_head)
     red = tiles.add == "red"
     sums = {"dq": register_order(B, N, S, H, shape.part) if red else (B, S, N, H)}
     own = {"dk": k, "dv": v} if shape.with_dv else {"dk": k}
@@ -135,7 +72,7 @@ def backward_fused(
 
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, **sides}
     found = launch_adding(
-        body, inputs, sums, out, _scratch(spec, tiles, shape, q, k, v), name="flash_attention_bwd",
+        body, inputs, sums, out, scratch_of(spec, tiles, shape, q, k, v), name="flash_attention_bwd",
         flops=spec.flops(B, N, 3 * H + (2 if shape.with_dv else 1) * V), grid=(B, N if by_head else K, T // ROWS),
     )  # fmt: skip
     for name, scale in (("dq", spec.scale), ("dk", spec.scale), ("dv", 1.0)):
@@ -143,37 +80,6 @@ def backward_fused(
             x = found[name] if name == "dq" and not red else from_register_order(found[name])
             found[name] = (x * scale).astype(q.dtype)
     return found
-
-
-def _scratch(spec: Spec, tiles: FusedTiles, shape: _Shape, q: Array, k: Array, v: Array) -> dict[str, Any]:
-    """Shared memory and barriers."""
-    H, V, C, W = q.shape[3], v.shape[3], shape.block, COMPUTING
-    staged = math.gcd(shape.part, 32)
-    return {
-        "k_s": _matrix(WARPGROUP, H, k.dtype, shape.swizzled, (W,)),
-        "v_s": _matrix(WARPGROUP, V, v.dtype, math.gcd(V, 64), (W,)),
-        "q_s": _matrix(C, H, q.dtype, shape.swizzled, (shape.q_stages,)),
-        "dout_s": _matrix(C, V, q.dtype, math.gcd(V, 64), (shape.dout_stages,)),
-        # dS^T of each warpgroup. With two slots, one meeting a step says both that the other's is there and that it has read mine.
-        "ds_s": _matrix(WARPGROUP, C, q.dtype, shape.swizzled, (2, W)),
-        "dq_s": _matrix(WARPGROUP, shape.part, jnp.float32, staged, (W,)) if tiles.add == "tma" else None,
-        # lse and delta share one array, and so do all ids, because each array takes at least a kilobyte.
-        "vectors_s": plgpu.SMEM((shape.q_stages + shape.dout_stages, C), jnp.float32),
-        "ids_s": plgpu.SMEM((ROWS + shape.q_stages * C,), jnp.int32) if spec.segments else None,
-        "numbers_s": plgpu.SMEM((W, _NUMBERS), jnp.int32),
-        "here": plgpu.Barrier(num_arrivals=2 * W + spec.segments),
-        "q_here": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=shape.q_stages),
-        "dout_here": plgpu.Barrier(num_arrivals=2, num_barriers=shape.dout_stages),
-        "q_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.q_stages),
-        "dout_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.dout_stages),
-        "both": plgpu.Barrier(num_arrivals=W),
-    }
-
-
-def _matrix(rows: int, columns: int, dtype: Any, wide: int, copies: tuple[int, ...]) -> Any:
-    """As `spec.matrix`, with tiles of `wide` columns."""
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * wide))
-    return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)
 
 
 class _Steps(NamedTuple):
@@ -187,7 +93,7 @@ class _Steps(NamedTuple):
 class _Kernel:
     """128 keys of one kv head against the queries that see them, of one head or of all heads of the group."""
 
-    def __init__(self, spec: Spec, tiles: FusedTiles, shape: _Shape, group: int, refs: Refs) -> None:
+    def __init__(self, spec: Spec, tiles: FusedTiles, shape: FusedShape, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.shape, self.group, self.refs = spec, tiles, shape, group, refs
         self.batch, self.head, self.tile = block_position()
         self.first_head, self.members = (self.head, 1) if shape.by_head else (self.head * group, group)
@@ -234,10 +140,10 @@ class _Kernel:
         return self.first_head + member, turn - member * steps.n
 
     def k_ids_s(self, wg: Any) -> Any:
-        return self.refs.ids_s.at[pl.ds(wg * WARPGROUP, WARPGROUP)]
+        return self.refs.ints_s.at[pl.ds(self.shape.block + wg * WARPGROUP, WARPGROUP)]
 
     def q_ids_s(self, slot: Any) -> Any:
-        return self.refs.ids_s.at[pl.ds(ROWS + slot * self.shape.block, self.shape.block)]
+        return self.refs.ints_s.at[pl.ds(self.shape.block + ROWS + slot * self.shape.block, self.shape.block)]
 
     def delta_s(self, slot: Any) -> Any:
         return self.refs.vectors_s.at[self.shape.q_stages + slot]
@@ -251,7 +157,9 @@ class _Kernel:
             plgpu.copy_gmem_to_smem(refs.k.at[batch, rows, self.kv_head], refs.k_s.at[w], refs.here)
             plgpu.copy_gmem_to_smem(refs.v.at[batch, rows, self.kv_head], refs.v_s.at[w], refs.here)
         if self.spec.segments:
-            plgpu.copy_gmem_to_smem(refs.k_ids.at[batch, pl.ds(self.tile * ROWS, ROWS)], refs.ids_s.at[pl.ds(0, ROWS)], refs.here)
+            plgpu.copy_gmem_to_smem(refs.k_ids.at[batch, pl.ds(self.tile * ROWS, ROWS)], refs.ints_s.at[pl.ds(C, ROWS)], refs.here)
+        self.count()
+        plgpu.barrier_arrive(refs.here)
         steps = self.steps()
 
         @pl.loop(0, self.members * steps.n)
@@ -261,15 +169,14 @@ class _Kernel:
             ids = [(refs.q_ids.at[batch, rows], self.q_ids_s)] if self.spec.segments else []
             lse = (refs.lse.at[batch, head, rows], lambda slot: refs.vectors_s.at[slot])
             self.queries.fill(turn, (refs.q.at[batch, rows, head], lambda slot: refs.q_s.at[slot]), lse, *ids)
-            delta = (refs.delta.at[batch, head, rows], self.delta_s)
-            self.douts.fill(turn, (refs.dout.at[batch, rows, head], lambda slot: refs.dout_s.at[slot]), delta)
+            delta, slot = refs.delta.at[batch, head, rows], self.douts.slot(turn)
+            here = self.douts.here if self.shape.with_dv else refs.delta_here
+            self.douts.fill(turn, (refs.dout.at[batch, rows, head], lambda slot: refs.dout_s.at[slot]))
+            plgpu.copy_gmem_to_smem(delta, self.delta_s(slot), here.at[slot])
 
     def compute(self, wg: Any) -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         refs = self.refs
-        strided = plgpu.Layout.WG_STRIDED((_NUMBERS,), vec_size=1)
-        refs.numbers_s.at[wg][...] = plgpu.broadcasted_iota(jnp.int32, (_NUMBERS,), 0, layout=strided)
-        plgpu.commit_smem()
         plgpu.barrier_wait(refs.here)
         widths = {"dk": refs.q.shape[3], "dv": refs.dout.shape[3]}
         names = ("dk", "dv") if self.shape.with_dv else ("dk",)
@@ -282,6 +189,12 @@ class _Kernel:
         sums = pl.run_scoped(sum_up, *(accumulator(widths[name]) for name in names))
         self.meet()  # until the other warpgroup has read my keys for the last time
         self.store(wg, Refs(zip(names, sums, strict=True)))
+
+    def count(self) -> None:
+        """Stores the numbers of rows and columns, for masks: the compiler would hold those of a thread's columns in 16 registers."""
+        for first in range(0, self.shape.block, WARPGROUP):
+            numbers = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            self.refs.ints_s[pl.ds(first, WARPGROUP)] = numbers + first
 
     def meet(self) -> None:
         """Waits for the other computing warpgroup."""
@@ -306,6 +219,10 @@ class _Kernel:
             if self.shape.with_dv:
                 p = p.astype(refs.dout.dtype)
                 plgpu.wgmma(sums.dv, p, refs.dout_s.at[dout_slot])
+            else:
+                # With delta's own barrier: ptxas would move the exponentials below the wait for dP^T, but not below one that branches.
+                slope = opaque(slope)
+                plgpu.barrier_wait(refs.delta_here.at[dout_slot])
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=int(self.shape.with_dv))
             dp = dp - spread(vector(self.delta_s(dout_slot), 1), dp.shape, 1)
             if not self.shape.with_dv:
@@ -342,7 +259,7 @@ class _Kernel:
         found: list[tuple[Any, Callable[[], Array]]] = []
 
         def number(axis: int) -> Array:
-            return vector(self.refs.numbers_s.at[wg, pl.ds(0, shape[axis])], axis)
+            return vector(self.refs.ints_s.at[pl.ds(0, shape[axis])], axis)
 
         def difference() -> Array:
             return spread(number(1), shape, 1) - spread(number(0), shape, 0)

@@ -15,9 +15,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.hopper.backward import backward
-from pallas_kernels.attention.hopper.backward_fused import FusedTiles
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.hopper.walk import lists, table
 from pallas_kernels.attention.problem import AttentionProblem
 
@@ -29,13 +29,13 @@ _FAR = 2**30
 class Tiling:
     """The tiles of each kernel."""
 
-    forward: Tiles
+    forward: ForwardTiles
     dq: Tiles
     """Rows are queries, blocks are of keys."""
     dkv: Tiles
     """Rows are keys, blocks are of queries."""
     fused: FusedTiles | None = None
-    """Of the fused backward pass, which is used where it can be; None: the two kernels above serve."""
+    """The fused backward pass uses these, unless sums must have a fixed order; None: the two kernels above serve all calls."""
 
 
 def attention(

@@ -54,6 +54,13 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForwardTiles(Tiles):
+    """Tile sizes of the forward pass, and its schedule (see `forward.py`)."""
+
+    overlapped: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """One call without its arrays and tiles. Lengths are those without padding."""
 
