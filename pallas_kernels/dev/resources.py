@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import core
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
@@ -106,12 +108,19 @@ def _compile(traced: Any, name: str, folder: str) -> list[Path]:
 
 def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
     """The cache key of a traced program. The lowered program would include addresses, lines and a count of earlier kernels."""
-    if "inline_mgpu" in (text := str(jaxpr)):
-        raise ValueError(
-            "a kernel with inline_mgpu cannot be cached, because its Python function is not part of the program; pass no cache"
-        )
-    program = re.sub(r"0x[0-9a-f]+", "", text)
+    program = "\n".join([re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), *sorted(_inlined(jaxpr.jaxpr))])
     return hashlib.sha256(f"{_FORMAT} {jax.__version__} {capability}\n{program}".encode()).hexdigest()[:24]
+
+
+def _inlined(jaxpr: Any) -> set[str]:
+    """The modules of functions of inline_mgpu, of which a program has only the names."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "inline_mgpu_p":
+            found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= _inlined(inner)
+    return found
 
 
 @functools.cache

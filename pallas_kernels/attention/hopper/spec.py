@@ -104,6 +104,8 @@ class Spec:
     segments: bool = False
     sinks: bool = False
     block_mask: BlockMask | None = None
+    deterministic: bool = False
+    """Whether every sum has a fixed order."""
 
     @property
     def tabled(self) -> bool:
