@@ -54,7 +54,7 @@ def forward(spec: Spec, tiles: ForwardTiles, q: Array, k: Array, v: Array, sides
 
     results = launch(
         body, {"q": q, "k": k, "v": v, **sides}, out, scratch,
-        name="flash_attention_forward", flops=spec.flops(B, N, H + V),
+        name="flash_attention_forward", flops=spec.flops(B, N, H + V), occupancy=spec.occupancy(B, N),
         computing=tiles.warpgroups, automatic_barriers=tiles.automatic_barriers, grid=(B, N, S // tiles.rows),
     )  # fmt: skip
     return results.out, results.lse

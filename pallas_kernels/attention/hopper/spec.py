@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention import occupancy
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 from pallas_kernels.attention.hopper.walk import Band, Limits, Walk, limits
@@ -140,6 +141,18 @@ class Spec:
         pairs = visible_pairs(self.S, self.T, causal=self.causal, window=self.window, q_offset=self.q_offset, block_mask=self.block_mask)
         return int(2 * B * N * pairs * width)
 
+    def occupancy(self, B: int, N: int, K: int = 0, *, split: bool = False) -> float | None:
+        """The share of the SMs' time in which a grid of tiles of queries gives them work; with K, one of tiles of keys.
+
+        split: a tile of keys has a block for each query head. None with a block mask, whose tiles differ in ways that are not counted.
+        """
+        if self.block_mask is not None:
+            return None
+        band: dict[str, Any] = {"causal": self.causal, "window": self.window, "q_offset": self.q_offset}
+        if not K:
+            return occupancy.of_queries(B, self.S, self.T, N, **band).efficiency
+        return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **band).efficiency
+
 
 SIDES = "table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks"
 """Inputs that a kernel may have besides the matrices."""
@@ -162,13 +175,14 @@ def launch(
     *,
     name: str,
     flops: int,
+    occupancy: float | None = None,
     computing: int = COMPUTING,
     automatic_barriers: bool = True,
     **how: Any,
 ) -> Refs:
     """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out.
 
-    flops: metadata; computing: warpgroups besides the one that loads; automatic_barriers: as in `ForwardTiles`.
+    flops and occupancy: metadata; computing: warpgroups besides the one that loads; automatic_barriers: as in `ForwardTiles`.
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
@@ -194,7 +208,7 @@ def launch(
         kernel_name=name,
         **how,
     )
-    with cost_metadata(name, flops=flops, bytes_accessed=moved):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
