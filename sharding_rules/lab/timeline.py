@@ -31,8 +31,8 @@ MATMUL, MEMORY, NVLINK, NETWORK = 0.77, 0.9, 0.78, 0.84
 ATTENTION, ATTENTION_BACKWARD = 0.62, 0.52
 """The same of fused attention kernels: a little under FlashAttention-3's published 640 and 540 TFLOP/s on an H100. Assumed of ours too.
 
-Nobody has measured our kernel. It takes these shares of the FLOPs that it says itself, what it computes again in the backward included:
-seven matmuls there, where FlashAttention-3 makes five.
+Nobody has measured our kernel. It takes these shares of the FLOPs that it says itself, what it computes again in the backward included,
+and of those the share of the SMs that, by its own estimate, its grid keeps at work. The published figures are of grids that fill them.
 """
 KERNEL = 1.5
 """Microseconds that the shortest kernel takes."""
@@ -158,6 +158,7 @@ class _Prices:
         said = call.attributes
         kind = "attention" if "kernel_flops" not in said or "attention" in said.get("kernel", "") else "matmul"
         share = MATMUL if kind == "matmul" else ATTENTION_BACKWARD if phase == "backward" else ATTENTION
+        share *= float(said.get("kernel_occupancy", 1))
         moved = said.get("kernel_bytes", "")
         memory = self._moving(int(moved)) if moved.isdecimal() else self._memory(call)
         return kind, max(KERNEL, memory, 1e6 * flops / (share * self._peak(call)))

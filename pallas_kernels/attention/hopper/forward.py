@@ -1,6 +1,6 @@
 """The forward pass on Hopper: the algorithm of FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas Mosaic GPU.
 
-One warpgroup loads keys and values by TMA, two compute 64 queries each, on one of two schedules:
+One warpgroup loads keys and values by TMA, two or three compute 64 queries each (or 128), on one of two schedules:
 
 Overlapped: a warpgroup issues S = QK of a block, then PV of the block before, and computes its softmax while PV is still in flight. The
 warpgroups take turns at issuing alone, so that none waits for the softmax of another.
@@ -19,10 +19,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.hopper import named_barrier
 from pallas_kernels.attention.hopper.forward_tile import Tile, tile_scratch
 from pallas_kernels.attention.hopper.spec import (
-    COMPUTING,
-    WARPGROUP,
     ForwardTiles,
     Refs,
     Spec,
@@ -34,6 +33,9 @@ from pallas_kernels.attention.hopper.spec import (
 )
 from pallas_kernels.attention.hopper.walk import Walk
 
+ORDER = 8
+"""The first of the named barriers at which warpgroups take turns. Pallas uses 0, and one for each warpgroup from 1 on."""
+
 
 def forward(spec: Spec, tiles: ForwardTiles, q: Array, k: Array, v: Array, sides: dict[str, Array | None]) -> tuple[Array, Array]:
     """out [B, S, N, V] and the log-sum-exp fp32 [B, N, S] of q [B, S, N, H], k [B, T, K, H], v [B, T, K, V], padded to complete tiles.
@@ -44,7 +46,7 @@ def forward(spec: Spec, tiles: ForwardTiles, q: Array, k: Array, v: Array, sides
     (B, S, N, H), T, V = q.shape, k.shape[1], v.shape[3]
     schedule = Overlapped if tiles.overlapped else Alternating
     stages, scratch = tile_scratch(spec, tiles, T, H, V, q.dtype)
-    scratch |= schedule.barriers()
+    scratch |= schedule.barriers(tiles)
     out = {"out": jax.ShapeDtypeStruct((B, S, N, V), q.dtype), "lse": jax.ShapeDtypeStruct((B, N, S), jnp.float32)}
 
     def body(refs: Refs) -> None:
@@ -52,8 +54,8 @@ def forward(spec: Spec, tiles: ForwardTiles, q: Array, k: Array, v: Array, sides
 
     results = launch(
         body, {"q": q, "k": k, "v": v, **sides}, out, scratch,
-        name="flash_attention_forward", flops=spec.flops(B, N, H + V),
-        grid=(B, N, S // tiles.rows),
+        name="flash_attention_forward", flops=spec.flops(B, N, H + V), occupancy=spec.occupancy(B, N),
+        computing=tiles.warpgroups, automatic_barriers=tiles.automatic_barriers, grid=(B, N, S // tiles.rows),
     )  # fmt: skip
     return results.out, results.lse
 
@@ -62,20 +64,20 @@ class Overlapped(Tile):
     """QK of a block is issued before PV of the block before it, which is in flight during the softmax."""
 
     @staticmethod
-    def barriers() -> dict[str, Any]:
-        """`order`: one barrier for each warpgroup, at which it waits until the other has issued."""
-        return {"order": plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTING)}
+    def barriers(tiles: ForwardTiles) -> dict[str, Any]:
+        """`order`: one barrier for each warpgroup, at which it waits until the one before it has issued. None: named barriers."""
+        return {"order": None if tiles.named_barriers else plgpu.Barrier(num_arrivals=1, num_barriers=tiles.warpgroups)}
 
     def visit(self, walk: Walk, wg: Any, row: Any, m: Array, l: Array) -> tuple[Array, Array, Array]:
         """Visits the blocks of `walk`; see `Tile.visit`."""
-        refs, V = self.refs, self.refs.v.shape[3]
-        pl.when(wg == 1)(lambda: plgpu.barrier_arrive(refs.order.at[0]))  # warpgroup 0 issues first
+        V = self.refs.v.shape[3]
+        pl.when(wg == self.tiles.warpgroups - 1)(lambda: self.pass_turn(wg))  # warpgroup 0 issues first
 
         def some(m: Array, l: Array) -> tuple[Array, Array, Array]:
-            return pl.run_scoped(lambda acc: self.sums(acc, walk, wg, row, m, l), accumulator(V))
+            return pl.run_scoped(lambda acc: self.sums(acc, walk, wg, row, m, l), accumulator(V, self.tiles.height))
 
         def none(m: Array, l: Array) -> tuple[Array, Array, Array]:
-            return plgpu.layout_cast(jnp.full((WARPGROUP, V), 0, jnp.float32), plgpu.Layout.WGMMA), m, l
+            return plgpu.layout_cast(jnp.full((self.tiles.height, V), 0, jnp.float32), plgpu.Layout.WGMMA), m, l
 
         return lax.cond(walk.n > 0, some, none, m, l)
 
@@ -113,19 +115,34 @@ class Overlapped(Tile):
         refs, wg, slot = self.refs, opaque(wg), self.slot(step)
 
         def both(s_ref: Any) -> Array:
-            plgpu.barrier_wait(refs.order.at[wg])
+            self.take_turn(wg)
             plgpu.wgmma(s_ref, refs.q_s.at[wg], transposed(refs.k_s.at[slot]))
             if p16 is not None:
                 before = self.slot(step - 1)
                 plgpu.barrier_wait(refs.v_here.at[before])
                 plgpu.wgmma(acc, p16, refs.v_s.at[before])
-            plgpu.barrier_arrive(refs.order.at[1 - wg])
+            self.pass_turn(wg)
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=0 if p16 is None else 1)
 
-        s = pl.run_scoped(both, accumulator(self.tiles.block))
+        s = pl.run_scoped(both, accumulator(self.tiles.block, self.tiles.height))
         if not self.spec.segments:  # else the mask reads ids of the same slot
             plgpu.barrier_arrive(refs.k_free.at[slot])
         return s
+
+    def take_turn(self, wg: Any) -> None:
+        """Waits until this warpgroup may issue."""
+        if self.tiles.named_barriers:
+            named_barrier.wait(ORDER + wg)
+        else:
+            plgpu.barrier_wait(self.refs.order.at[wg])
+
+    def pass_turn(self, wg: Any) -> None:
+        """Lets the next warpgroup issue."""
+        after = lax.rem(wg + 1, jnp.int32(self.tiles.warpgroups))
+        if self.tiles.named_barriers:
+            named_barrier.arrive(ORDER + after)
+        else:
+            plgpu.barrier_arrive(self.refs.order.at[after])
 
     def await_keys(self, walk: Walk, step: Any) -> None:
         """Waits for the keys of a step, if there is one."""
@@ -150,14 +167,14 @@ class Alternating(Tile):
     """While one warpgroup uses the tensor cores, the other computes its softmax."""
 
     @staticmethod
-    def barriers() -> dict[str, Any]:
+    def barriers(tiles: ForwardTiles) -> dict[str, Any]:
         """`turn`: where the warpgroups exchange roles."""
-        return {"turn": plgpu.Barrier(num_arrivals=COMPUTING)}
+        return {"turn": plgpu.Barrier(num_arrivals=tiles.warpgroups)}
 
     def visit(self, walk: Walk, wg: Any, row: Any, m: Array, l: Array) -> tuple[Array, Array, Array]:
         """Visits the blocks of `walk`; see `Tile.visit`."""
         refs, V = self.refs, self.refs.v.shape[3]
-        state = plgpu.layout_cast(jnp.full((WARPGROUP, V), 0, jnp.float32), plgpu.Layout.WGMMA), m, l
+        state = plgpu.layout_cast(jnp.full((self.tiles.height, V), 0, jnp.float32), plgpu.Layout.WGMMA), m, l
 
         def turn_at(number: int) -> None:
             pl.when(wg == number)(self.turn)
@@ -188,7 +205,7 @@ class Alternating(Tile):
             self.turn()
             return s_ref[...]
 
-        s = pl.run_scoped(scores, accumulator(self.tiles.block))
+        s = pl.run_scoped(scores, accumulator(self.tiles.block, self.tiles.height))
         ids = None if row is None else self.ids(step, wg)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         if spec.softcap is not None:

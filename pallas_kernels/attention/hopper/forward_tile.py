@@ -10,15 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.hopper.spec import (
-    COMPUTING,
     FLOOR,
     LOG2E,
-    REGISTERS,
     SHARED_MEMORY,
-    WARPGROUP,
+    ForwardTiles,
     Refs,
     Spec,
-    Tiles,
     band_of,
     block_position,
     hidden,
@@ -31,9 +28,9 @@ from pallas_kernels.attention.hopper.spec import (
 from pallas_kernels.attention.hopper.walk import Walk
 
 
-def tile_scratch(spec: Spec, tiles: Tiles, T: int, H: int, V: int, dtype: Any) -> tuple[int, dict[str, Any]]:
+def tile_scratch(spec: Spec, tiles: ForwardTiles, T: int, H: int, V: int, dtype: Any) -> tuple[int, dict[str, Any]]:
     """(blocks of keys and values in shared memory, memory and barriers of a tile) for T keys and heads of H and V."""
-    W, C = COMPUTING, tiles.block
+    W, C, R = tiles.warpgroups, tiles.block, tiles.height
     kept = 2 * tiles.rows * (H if V == H else H + V)
     ids = 3072 if spec.segments else 0  # one kilobyte for queries, at most two for keys
     fitting = (SHARED_MEMORY - kept - ids) // (2 * C * (H + V))
@@ -41,12 +38,12 @@ def tile_scratch(spec: Spec, tiles: Tiles, T: int, H: int, V: int, dtype: Any) -
     copies = 1 + spec.segments  # ids are loaded with their keys or queries
     free = plgpu.Barrier(num_arrivals=W, num_barriers=stages)
     return stages, {
-        "q_s": matrix(WARPGROUP, H, dtype, (W,)),
+        "q_s": matrix(R, H, dtype, (W,)),
         "k_s": matrix(C, H, dtype, (stages,)),
         "v_s": matrix(C, V, dtype, (stages,)),
-        "out_s": None if V == H else matrix(WARPGROUP, V, dtype, (W,)),
-        "lse_s": plgpu.SMEM((W, WARPGROUP), jnp.float32),
-        "q_ids_s": plgpu.SMEM((W, WARPGROUP), jnp.int32) if spec.segments else None,
+        "out_s": None if V == H else matrix(R, V, dtype, (W,)),
+        "lse_s": plgpu.SMEM((W, R), jnp.float32),
+        "q_ids_s": plgpu.SMEM((W, R), jnp.int32) if spec.segments else None,
         "k_ids_s": plgpu.SMEM((stages, C), jnp.int32) if spec.segments else None,
         "q_here": plgpu.Barrier(num_arrivals=copies, num_barriers=W),
         "k_here": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -59,7 +56,7 @@ def tile_scratch(spec: Spec, tiles: Tiles, T: int, H: int, V: int, dtype: Any) -
 class Tile:
     """One tile of queries of one head against the keys that it sees. A schedule implements `visit`."""
 
-    def __init__(self, spec: Spec, tiles: Tiles, stages: int, group: int, refs: Refs) -> None:
+    def __init__(self, spec: Spec, tiles: ForwardTiles, stages: int, group: int, refs: Refs) -> None:
         self.spec, self.tiles, self.stages, self.group, self.refs = spec, tiles, stages, group, refs
         self.batch, self.head, tile = block_position()
         # If later queries see more keys, they come first, so that the last tiles of the grid are short.
@@ -67,7 +64,7 @@ class Tile:
         self.band = band_of(spec, refs)
 
     def visit(self, walk: Walk, wg: Any, row: Any, m: Array, l: Array) -> tuple[Array, Array, Array]:
-        """(sum of p v [64, V], maximum of the logits, sum of p [64]) after the blocks of `walk`, which may have none.
+        """(sum of p v [rows, V], maximum of the logits, sum of p [rows]) after the blocks of `walk`, which may have none.
 
         row: the first query of this warpgroup; m and l: maximum, to the base 2, and sum before the first block.
         """
@@ -76,8 +73,8 @@ class Tile:
     def run(self) -> None:
         """The program of each warpgroup."""
         wg = warpgroup()
-        pl.when(wg == COMPUTING)(self.fetch)
-        pl.when(wg < COMPUTING)(lambda: self.compute(wg))
+        pl.when(wg == self.tiles.warpgroups)(self.fetch)
+        pl.when(wg < self.tiles.warpgroups)(lambda: self.compute(wg))
 
     def walk(self) -> Walk:
         """The walk of this tile. Each warpgroup computes its own: shared code would need registers before they are distributed."""
@@ -89,7 +86,7 @@ class Tile:
 
     def fetch(self) -> None:
         """Loads the keys and values, a few blocks ahead."""
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(self.tiles.registers[1], action="decrease")
         refs, walk, C = self.refs, self.walk(), self.tiles.block
         kv_head = lax.div(self.head, jnp.int32(self.group))
 
@@ -106,10 +103,10 @@ class Tile:
 
     def compute(self, wg: Any) -> None:
         """Loads the queries, visits the keys and stores the results."""
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        refs, walk = self.refs, self.walk()
-        row = self.tile * self.tiles.rows + wg * WARPGROUP
-        rows = pl.ds(row, WARPGROUP)
+        plgpu.set_max_registers(self.tiles.registers[0], action="increase")
+        refs, walk, height = self.refs, self.walk(), self.tiles.height
+        row = self.tile * self.tiles.rows + wg * height
+        rows = pl.ds(row, height)
         plgpu.copy_gmem_to_smem(refs.q.at[self.batch, rows, self.head], refs.q_s.at[wg], refs.q_here.at[wg])
         if self.spec.segments:
             plgpu.copy_gmem_to_smem(refs.q_ids.at[self.batch, rows], refs.q_ids_s.at[wg], refs.q_here.at[wg])
@@ -122,7 +119,7 @@ class Tile:
             top = jnp.maximum(sink, FLOOR)
             total = jnp.exp2(sink - top)
         by_row = plgpu.Layout.WGMMA.reduce(1)
-        m, l = (plgpu.layout_cast(lax.broadcast_in_dim(x, (WARPGROUP,), []), by_row) for x in (top, total))
+        m, l = (plgpu.layout_cast(lax.broadcast_in_dim(x, (height,), []), by_row) for x in (top, total))
         self.store(wg, rows, *self.visit(walk, wg, row, m, l))
 
     def ids(self, step: Any, wg: Any) -> tuple[Array, Array] | None:
@@ -142,6 +139,8 @@ class Tile:
         empty = l == 0
         l = jnp.where(empty, 1.0, l)
         out_s = (refs.q_s if refs.out_s is None else refs.out_s).at[wg]
+        if not self.tiles.automatic_barriers:
+            plgpu.commit_smem()  # no warp overwrites queries that another one still multiplies
         out_s[...] = (acc * spread(1 / l, acc.shape)).astype(refs.out.dtype)
         refs.lse_s.at[wg][...] = jnp.where(empty, -jnp.inf, (m + jnp.log(l) * LOG2E) / LOG2E)
         plgpu.commit_smem()
