@@ -132,6 +132,9 @@ def one_kernel(kernel: str, S: int, T: int, H: int = 64, block: int = 64) -> dic
         arrays += [np.asarray(wanted[name] * factor, np.float32)[None, None] for name, factor in (("lse", spec.LOG2E), ("delta", 1))]
         if kernel == "dq":
             found = {"dq": jax.jit(lambda *x: module("backward_queries").dq(what, tiles, *x, {}))(*arrays)}
+        elif kernel in ("red", "tma"):  # of the fused backward
+            fused = module("fused_tiles").FusedTiles(block, 2, kernel)
+            found = jax.jit(lambda *x: dict(module("backward_fused").backward_fused(what, fused, *x, {})))(*arrays)
         else:
             found = jax.jit(lambda *x: dict(module("backward_keys").dkv(what, tiles, *x, {})))(*arrays)
     return {name: (np.asarray(x, np.float32).reshape(wanted[name].shape), wanted[name]) for name, x in found.items()}
@@ -161,6 +164,8 @@ CASES = {
     "dq": lambda: one_kernel("dq", 128, 320),
     "dq, wide": lambda: one_kernel("dq", 128, 512, 128, 128),
     "dkv": lambda: one_kernel("dkv", 320, 128),
+    "fused": lambda: one_kernel("red", 320, 128),
+    "fused, tma": lambda: one_kernel("tma", 320, 128),
     "empty rows": empty_rows,
 }
 
