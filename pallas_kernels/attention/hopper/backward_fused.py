@@ -247,7 +247,7 @@ class _Kernel:
             s = lax.cond(needed, lambda s, mask=mask: jnp.where(mask(), -jnp.inf if spec.softcap is None else -1e18, s), lambda s: s, s)
         p = jnp.exp2(s * spec.to_log2 - spread(vector(refs.vectors_s.at[slot], 1), s.shape, 1))
         slope = p if spec.softcap is None else p * (1 - s * s)
-        if self.shape.block > WARPGROUP:
+        if self.shape.block > WARPGROUP or spec.softcap is not None:
             p, slope = (opaque(x.astype(refs.dout.dtype)) for x in ((p, p) if spec.softcap is None else (p, slope)))
         return p, slope
 
