@@ -36,7 +36,7 @@ from pallas_kernels.dev.interpreter import KernelError, interpreted
 from pallas_kernels.dev.limits import faults
 from pallas_kernels.dev.resources import resources
 
-COMPILE_BUDGET = 40
+COMPILE_BUDGET = 60
 
 HOPPER = "pallas_kernels.attention.hopper"
 FOLDER = Path(hopper.__file__).parent
