@@ -14,6 +14,7 @@ from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
 from pallas_kernels.attention.hopper.spec import Spec
 from pallas_kernels.dev import machine_code
 from pallas_kernels.dev.resources import resources, write_ptx
+from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 150
 
@@ -87,6 +88,19 @@ def test_the_machine_code_keeps_products_in_flight(head_dims: tuple[int, int]) -
     assert sum(n >= 1 for n in flying) >= len(flying) * (1 if H + V <= 256 else 0.5), loop.summary()
     # Without dV, nothing is behind dP. With one slot for queries, dK must end with its step.
     assert loop.waits.count(0) == (H + V > 256) + (tiles.stages == 1), loop.summary()
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("K", "sums"), [(8, 1), (1, 3)])
+def test_xla_fills_the_sums_with_zeros_and_converts_them_in_one_pass(K: int, sums: int) -> None:
+    """No copy of an fp32 sum: dq, and with a block of threads for each query head dk and dv, too."""
+    place = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0])
+    run, sides, *shapes = call(TILES[128, 128], 128, 128, B=1, N=8, K=K)
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in shapes]
+    text = jax.jit(lambda *arrays: run(sides, *arrays)).lower(*placed).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", entry)) == 1 and " copy(" not in entry
+    assert len(re.findall(r"= bf16\[\S+ fusion\(%mpmd_map", entry)) == sums
 
 
 FEATURES = {
