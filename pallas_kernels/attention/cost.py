@@ -1,7 +1,7 @@
 """The cost of a kernel as metadata in XLA's compiled program, because XLA cannot analyse a kernel.
 
 Pallas's own `cost_estimate` does not reach the program on Mosaic GPU (jax 0.10.2 and 0.11.2 drop it), but attributes of the call do: the
-custom call has `kernel` (a name), `kernel_flops` and `kernel_bytes`.
+custom call has `kernel` (a name), `kernel_flops`, `kernel_bytes` and, where it is known, `kernel_occupancy`.
 """
 
 import contextlib
@@ -14,9 +14,14 @@ from pallas_kernels.attention.block_mask import BlockMask
 
 
 @contextlib.contextmanager
-def cost_metadata(kernel: str, *, flops: int, bytes_accessed: int) -> Iterator[None]:
-    """Inside, calls of kernels get these costs. flops: of matmuls; bytes_accessed: of device memory, each operand and result once."""
-    with set_xla_metadata(kernel=kernel, kernel_flops=int(flops), kernel_bytes=int(bytes_accessed)):
+def cost_metadata(kernel: str, *, flops: int, bytes_accessed: int, occupancy: float | None = None) -> Iterator[None]:
+    """Inside, calls of kernels get these costs.
+
+    flops: of matmuls; bytes_accessed: of device memory, each operand and result once; occupancy: the share of the SMs' time in which the
+    grid gives them work (`occupancy.Occupancy.efficiency`).
+    """
+    known = {} if occupancy is None else {"kernel_occupancy": f"{occupancy:.3f}"}
+    with set_xla_metadata(kernel=kernel, kernel_flops=int(flops), kernel_bytes=int(bytes_accessed), **known):
         yield
 
 

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
+import math
 import os
 import re
 import tempfile
@@ -22,14 +24,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import core
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
 _ONE_AT_A_TIME = threading.Lock()
 """Held while the environment of the process makes Mosaic GPU dump what it compiles."""
-_FORMAT = 1
+_FORMAT = 2
 """The version of the cached results."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What the copying unit (TMA) knows of an array, in elements: axes from the outermost, and the box that one copy moves.
+
+    swizzle: in bytes; 0: none. offset: of the first element.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    offset: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        bits = re.search(r"\d+", self.dtype)
+        assert bits, f"a type without a width: {self.dtype}"
+        return int(bits[0]) // 8
 
 
 @dataclass(frozen=True)
@@ -37,8 +62,8 @@ class KernelResources:
     """The resources of one kernel, in bytes where not stated otherwise.
 
     registers: per thread at launch; set_registers: changes by setmaxnreg, as ("inc" | "dec", number), in the order of the PTX.
-    spill_stores and spill_loads: per thread, as ptxas counts them. warnings: lines of ptxas; C7512 means that wgmma instructions are
-    serialised.
+    spill_stores and spill_loads: per thread, as ptxas counts them. warnings: lines of ptxas; `limits.NOTES` says what the numbers in them
+    mean. barriers: the arrivals that complete each mbarrier. grid: blocks along x, y and z.
     """
 
     name: str
@@ -54,6 +79,9 @@ class KernelResources:
     tma_stores: int
     set_registers: tuple[tuple[str, int], ...]
     warnings: tuple[str, ...]
+    barriers: tuple[int, ...] = ()
+    grid: tuple[int, int, int] = (1, 1, 1)
+    tensor_maps: tuple[TensorMap, ...] = ()
 
 
 def resources(
@@ -70,33 +98,55 @@ def resources(
     Raises ValueError if the compiler is not installed, and if fn has no Mosaic GPU kernel. Errors of the lowering, such as insufficient
     shared memory, propagate.
     """
-    sharding = SingleDeviceSharding(_device(capability))
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    traced = jax.jit(lambda *args: fn(*args)).trace(*placed)
+    traced = _traced(fn, shapes, capability)
     kept = Path(cache) / f"kernels-{_key(traced.jaxpr, capability)}.json" if cache else None
     if kept and kept.exists():
         return [_from_json(kernel) for kernel in json.loads(kept.read_text())]
-    lowered = traced.lower()
-    if not _kernels(program := lowered.compiler_ir()):
-        raise ValueError(f"{getattr(fn, '__name__', fn)} lowers to no Mosaic GPU kernel")
-    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder, _dumping(folder):
-        _change_hashes(program)
-        lowered.compile()
-        kernels = [_read(path) for path in sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = [_read(path) for path in _compile(traced, getattr(fn, "__name__", str(fn)), folder)]
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]))
     return kernels
 
 
+def write_ptx(folder: str, fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0)) -> list[Path]:
+    """The PTX files of fn's Mosaic GPU kernels, in the order of compilation, in `folder`. Arguments and errors as for `resources`."""
+    return _compile(_traced(fn, shapes, capability), getattr(fn, "__name__", str(fn)), folder)
+
+
+def _traced(fn: Callable[..., Any], shapes: tuple[Any, ...], capability: tuple[int, int]) -> Any:
+    sharding = SingleDeviceSharding(_device(capability))
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.jit(lambda *args: fn(*args)).trace(*placed)
+
+
+def _compile(traced: Any, name: str, folder: str) -> list[Path]:
+    """Compiles a traced program, and returns the PTX files that Mosaic GPU wrote into `folder` on the way."""
+    lowered = traced.lower()
+    if not _kernels(program := lowered.compiler_ir()):
+        raise ValueError(f"{name} lowers to no Mosaic GPU kernel")
+    with _ONE_AT_A_TIME, _dumping(folder):
+        _change_hashes(program)
+        lowered.compile()
+    return sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
+
+
 def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
     """The cache key of a traced program. The lowered program would include addresses, lines and a count of earlier kernels."""
-    if "inline_mgpu" in (text := str(jaxpr)):
-        raise ValueError(
-            "a kernel with inline_mgpu cannot be cached, because its Python function is not part of the program; pass no cache"
-        )
-    program = re.sub(r"0x[0-9a-f]+", "", text)
+    program = "\n".join([re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), *sorted(_inlined(jaxpr.jaxpr))])
     return hashlib.sha256(f"{_FORMAT} {jax.__version__} {capability}\n{program}".encode()).hexdigest()[:24]
+
+
+def _inlined(jaxpr: Any) -> set[str]:
+    """The modules of functions of inline_mgpu, of which a program has only the names."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "inline_mgpu_p":
+            found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= _inlined(inner)
+    return found
 
 
 @functools.cache
@@ -171,8 +221,10 @@ def _read(ptx: Path) -> KernelResources:
             raise AssertionError(f"{pattern!r} is not in what the compiler wrote for {ptx.name}:\n{where[:2000]}")
         return default
 
-    with passes.open() as lines:
-        launch = next((line for line in lines if re.search(r"dynamic_shared_memory_size %c\d+_i32", line)), "")
+    host = _host_code(passes)
+    launch = host[-1]
+    blocks = re.search(r"blocks\(.*?\) in \((.*?)\)", launch)
+    assert blocks, f"the launch of {ptx.name} has no grid: {launch}"
     return KernelResources(
         name=re.sub(r"_\d+$", "", ptx.stem),
         threads=number(r"\.maxntid (\d+)", text),
@@ -187,8 +239,62 @@ def _read(ptx: Path) -> KernelResources:
         tma_stores=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global\.", text)),
         set_registers=tuple((way, int(n)) for way, n in re.findall(r"\bsetmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", text)),
         warnings=tuple(line.strip() for line in ptxas.splitlines() if "warning" in line.lower() or re.search(r"\(C\d+\)|serialized", line)),
+        barriers=tuple(_arrivals(text)),
+        grid=tuple(int(n) for n in re.findall(r"= %c(\d+)", blocks[1])),  # pyright: ignore[reportArgumentType]
+        tensor_maps=tuple(dict.fromkeys(_tensor_maps(host))),
     )
 
 
+def _host_code(passes: Path) -> list[str]:
+    """The lines of a program before its first pass, up to the kernel's launch, which is the last."""
+    host = []
+    with passes.open() as lines:
+        for line in lines:
+            host.append(line)
+            if re.search(r"dynamic_shared_memory_size %c\d+_i32", line):
+                return host
+    raise AssertionError(f"{passes.name} has no launch")
+
+
+def _arrivals(ptx: str) -> Iterator[int]:
+    """The count that each mbarrier is initialised with: in a register, which holds a constant."""
+    constants = dict(re.findall(r"\bmov\.b32\s+(%r\d+), (\d+);", ptx))
+    for count in re.findall(r"\bmbarrier\.init\.shared\S*\s+\[.*?\], (%r\d+|\d+);", ptx):
+        yield int(constants[count] if count.startswith("%") else count)
+
+
+def _tensor_maps(host: list[str]) -> Iterator[TensorMap]:
+    """The arguments of each call that initialises a tensor map: array, its dtype, rank, sizes and strides, the swizzle, and the box."""
+    constants: dict[str, int] = {}
+    places: dict[str, tuple[str, int]] = {}
+    stored: dict[tuple[str, int], str] = {}
+    array = ""
+    for line in host:
+        if match := re.search(r"(%\S+) = arith\.constant (\d+) : i64", line):
+            constants[match[1]] = int(match[2])
+        elif match := re.search(r"(%\S+) = llvm\.getelementptr (%\S+)\[(\d+)\]", line):
+            places[match[1]] = match[2], int(match[3])
+        elif match := re.search(r"llvm\.store (%\S+), (%\S+) : i64", line):
+            stored[places.get(match[2], (match[2], 0))] = match[1]
+        elif match := re.search(r"extract_strided_metadata %\S+ : memref<(\S+?)(?:, strided<\[(.*?)\](?:, offset: (\d+|\?))?>)?> ->", line):
+            array = match
+        elif match := re.search(r"call @mosaic_gpu_init_tma_desc\((.*?)\)", line):
+            names = match[1].split(", ")
+            rank, swizzle, box = constants[names[3]], constants[names[6]], names[7]
+            sizes = tuple(constants[stored[box, axis]] for axis in range(rank))
+            assert array, "a tensor map of no array"
+            *shape, dtype = array[1].split("x")
+            dims = tuple(map(int, shape))
+            strides = tuple(map(int, array[2].split(", "))) if array[2] else tuple(math.prod(dims[i + 1 :]) for i in range(rank))
+            yield TensorMap(
+                dtype, dims, strides, sizes, 0 if swizzle == 16 else swizzle, int(array[3]) if (array[3] or "").isdigit() else 0
+            )
+
+
 def _from_json(data: dict[str, Any]) -> KernelResources:
-    return KernelResources(**data | {"set_registers": tuple(map(tuple, data["set_registers"])), "warnings": tuple(data["warnings"])})
+    def tuples(x: Any) -> Any:
+        return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+    maps = [TensorMap(**{name: tuples(x) for name, x in one.items()}) for one in data["tensor_maps"]]
+    fields: dict[str, Any] = {name: tuples(x) for name, x in data.items()} | {"tensor_maps": tuple(maps)}
+    return KernelResources(**fields)

@@ -32,7 +32,7 @@ ATTENTION, ATTENTION_BACKWARD = 0.62, 0.52
 """The same of fused attention kernels: a little under FlashAttention-3's published 640 and 540 TFLOP/s on an H100. Assumed of ours too.
 
 Our kernel has never been measured. It is assumed to reach these shares of the FLOPs that it reports, the recomputed ones of its backward
-included: seven matmuls there, where FlashAttention-3 makes five.
+included, times the share of the SMs that, by its own estimate, its grid keeps busy. The published figures are of grids that fill them.
 """
 KERNEL = 1.5
 """Microseconds that the shortest kernel takes."""
@@ -159,6 +159,7 @@ class _Prices:
         said = call.attributes
         kind = "attention" if "kernel_flops" not in said or "attention" in said.get("kernel", "") else "matmul"
         share = MATMUL if kind == "matmul" else ATTENTION_BACKWARD if phase == "backward" else ATTENTION
+        share *= float(said.get("kernel_occupancy", 1))
         moved = said.get("kernel_bytes", "")
         memory = self._moving(int(moved)) if moved.isdecimal() else self._memory(call)
         return kind, max(KERNEL, memory, 1e6 * flops / (share * self._peak(call)))

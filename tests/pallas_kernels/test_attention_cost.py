@@ -37,7 +37,10 @@ def test_pairs_are_those_of_the_mask(S: int, T: int, causal: bool, window: int |
 def test_the_numbers_are_attributes_of_the_program() -> None:
     def f(x):
         with cost_metadata("attention forward", flops=12, bytes_accessed=34):
-            return jnp.sin(x)
+            x = jnp.sin(x)
+        with cost_metadata("attention backward", flops=12, bytes_accessed=34, occupancy=0.24651):
+            return jnp.cos(x)
 
     text = jax.jit(f).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).as_text()
-    assert 'kernel = "attention forward", kernel_bytes = "34", kernel_flops = "12"' in text
+    assert 'kernel = "attention forward", kernel_bytes = "34", kernel_flops = "12"}' in text
+    assert 'kernel = "attention backward", kernel_bytes = "34", kernel_flops = "12", kernel_occupancy = "0.247"}' in text

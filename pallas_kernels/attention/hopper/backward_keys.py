@@ -93,7 +93,7 @@ def dkv(
     out = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (("dk", k), ("dv", v)) if part in (name, "both")}
     name, width = {"both": ("dkv", 2 * (H + V)), "dk": ("dk", 2 * H + V), "dv": ("dv", H + V)}[part]
     return launch(
-        body, inputs, out, scratch, name=f"flash_attention_{name}", flops=spec.flops(B, N, width),
+        body, inputs, out, scratch, name=f"flash_attention_{name}", flops=spec.flops(B, N, width), occupancy=spec.occupancy(B, N, K),
         grid=(B, K, T // tiles.rows),
     )  # fmt: skip
 

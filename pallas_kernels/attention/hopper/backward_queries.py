@@ -70,7 +70,7 @@ def dq(
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, **sides}
     return launch(
         body, inputs, {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}, scratch, name="flash_attention_dq",
-        flops=spec.flops(B, N, 2 * H + V), grid=(B, N, S // tiles.rows),
+        flops=spec.flops(B, N, 2 * H + V), occupancy=spec.occupancy(B, N), grid=(B, N, S // tiles.rows),
     ).dq  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention import occupancy
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 from pallas_kernels.attention.hopper.walk import Band, Limits, Walk, limits
@@ -29,6 +30,8 @@ COMPUTING = 2
 """Warpgroups that compute; one more warpgroup loads."""
 REGISTERS = 240, 24
 """Registers of a thread that computes and of one that loads: 2 x 240 + 24 of the 512 for each of 128 threads."""
+FORWARD_REGISTERS = {2: REGISTERS, 3: (160, 32)}
+"""The same by the number of warpgroups that compute: 3 x 160 + 32."""
 SHARED_MEMORY = 232_448 - 2048
 """Bytes for matrices: the limit of a block, minus room for vectors and barriers."""
 GRID = "_attention_batch", "_attention_head", "_attention_tile"
@@ -54,6 +57,40 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForwardTiles(Tiles):
+    """Tile sizes of the forward pass, and variants of its schedule (see `forward.py`), which only a GPU can rank."""
+
+    overlapped: bool = True
+    """Whether PV of a block is in flight during the softmax of the next one."""
+    warpgroups: int = COMPUTING
+    """Warpgroups that compute: 2, or 3 with fewer registers each."""
+    height: int = WARPGROUP
+    """Rows of each of them."""
+    named_barriers: bool = False
+    """Whether warpgroups take turns by the named barriers of a block instead of barriers in shared memory."""
+    automatic_barriers: bool = True
+    """Whether Pallas adds a barrier of the warpgroup to each copy and each access to shared memory."""
+
+    def __post_init__(self) -> None:
+        if self.block not in (64, 128, 192, 256) or self.stages < 2:
+            raise ValueError(f"a block has 64, 128, 192 or 256 columns and there are at least 2 stages, not {self.block} and {self.stages}")
+        if self.warpgroups not in FORWARD_REGISTERS or self.height not in (WARPGROUP, 2 * WARPGROUP):
+            raise ValueError(f"2 or 3 warpgroups have 64 or 128 rows each, not {self.warpgroups} and {self.height}")
+        if not self.overlapped and (self.warpgroups != 2 or self.named_barriers):
+            raise ValueError("warpgroups that alternate are 2, without named barriers: set overlapped=True for others")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warpgroups * self.height
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that computes and of one that loads."""
+        return FORWARD_REGISTERS[self.warpgroups]
+
+
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """One call without its arrays and tiles. Lengths are those without padding."""
 
@@ -68,6 +105,8 @@ class Spec:
     segments: bool = False
     sinks: bool = False
     block_mask: BlockMask | None = None
+    deterministic: bool = False
+    """Whether every sum has a fixed order."""
 
     @property
     def tabled(self) -> bool:
@@ -102,6 +141,18 @@ class Spec:
         pairs = visible_pairs(self.S, self.T, causal=self.causal, window=self.window, q_offset=self.q_offset, block_mask=self.block_mask)
         return int(2 * B * N * pairs * width)
 
+    def occupancy(self, B: int, N: int, K: int = 0, *, split: bool = False) -> float | None:
+        """The share of the SMs' time in which a grid of tiles of queries gives them work; with K, one of tiles of keys.
+
+        split: a tile of keys has a block for each query head. None with a block mask, whose tiles differ in ways that are not counted.
+        """
+        if self.block_mask is not None:
+            return None
+        band: dict[str, Any] = {"causal": self.causal, "window": self.window, "q_offset": self.q_offset}
+        if not K:
+            return occupancy.of_queries(B, self.S, self.T, N, **band).efficiency
+        return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **band).efficiency
+
 
 SIDES = "table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks"
 """Inputs that a kernel may have besides the matrices."""
@@ -124,9 +175,15 @@ def launch(
     *,
     name: str,
     flops: int,
+    occupancy: float | None = None,
+    computing: int = COMPUTING,
+    automatic_barriers: bool = True,
     **how: Any,
 ) -> Refs:
-    """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out. flops: metadata."""
+    """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out.
+
+    flops and occupancy: metadata; computing: warpgroups besides the one that loads; automatic_barriers: as in `ForwardTiles`.
+    """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
     moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
@@ -134,19 +191,24 @@ def launch(
     def entry(*refs: Any) -> None:
         body(Refs(absent | dict(zip((*inputs, *out, *scratch), refs, strict=True))))
 
-    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=not automatic_barriers,
+    )
     call = plgpu.kernel(
         entry,
         out_type=list(out.values()),
         scratch_types=list(scratch.values()),  # pyright: ignore[reportArgumentType]
         compiler_params=params,
         grid_names=GRID,
-        num_threads=COMPUTING + 1,
+        num_threads=computing + 1,
         thread_name=THREAD,
         kernel_name=name,
         **how,
     )
-    with cost_metadata(name, flops=flops, bytes_accessed=moved):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
@@ -161,9 +223,9 @@ def warpgroup() -> Any:
     return lax.axis_index(THREAD)
 
 
-def accumulator(columns: int) -> Any:
-    """An accumulator in registers for 64 rows."""
-    return plgpu.ACC((WARPGROUP, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+def accumulator(columns: int, rows: int = WARPGROUP) -> Any:
+    """An accumulator in registers."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def matrix(rows: int, columns: int, dtype: Any, copies: tuple[int, ...] = ()) -> Any:

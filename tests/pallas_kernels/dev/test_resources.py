@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dev import resources as resources_module
+from pallas_kernels.dev.limits import faults
 from pallas_kernels.dev.resources import KernelResources, resources
 
 COMPILE_BUDGET = 8
@@ -70,6 +71,12 @@ def test_a_small_matmul_spills_nothing_and_has_the_instructions_it_was_written_w
     assert (found.spill_stores, found.spill_loads, found.warnings) == (0, 0, ())
     assert (found.wgmma, found.tma_loads, found.tma_stores) == (64 // 16, 2, 1)
     assert (found.name, found.threads, found.set_registers) == ("body", 128, ())
+    assert (found.barriers, found.grid) == ((2 * 128,), (1, 1, 1))
+    # Of a, and of b and the result: tiles of 8 rows and 64 columns; with 64 columns all arrays are alike.
+    wide = [((8, columns // 64, 8, 64), (8 * columns, 64, columns, 1))] if columns > 64 else []
+    assert [(one.shape, one.strides) for one in found.tensor_maps] == [((8, 8, 64), (512, 64, 1)), *wide]
+    assert all((one.box, one.swizzle) == (one.shape, 128) for one in found.tensor_maps)
+    assert faults(found) == []
     tiles = 2 * (64 * 64 + 64 * columns + 64 * columns)
     assert tiles <= found.dynamic_shared < tiles + 2048
     assert 0 < found.registers < 168

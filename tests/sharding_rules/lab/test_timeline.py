@@ -195,6 +195,11 @@ def test_fused_attention_is_priced_by_its_matmuls() -> None:
     ("attributes", "kind", "expected"),
     [
         ('kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000"', "attention", 1e6 / (0.62 * 989.4)),
+        (
+            'kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000",kernel_occupancy="0.250"',
+            "attention",
+            1e6 / (0.25 * 0.62 * 989.4),
+        ),
         ('kernel="grouped matmul",kernel_flops="1000000000000"', "matmul", 1e6 / (MATMUL * 989.4)),
         ('kernel="attention forward",kernel_bytes="33520000000",kernel_flops="1000000000000"', "attention", 1e4 / MEMORY),
     ],

@@ -1,0 +1,51 @@
+"""The estimate of how a grid fills the SMs, against schedules and tiles counted by hand."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.occupancy import SMS, by_query_head, of_keys, of_queries, schedule, tile_costs
+
+
+def visited(S: int, T: int, offset: int, window: int | None) -> np.ndarray:
+    """Which blocks of 128 keys each tile of 128 queries sees something of, causally."""
+    ahead = np.arange(T)[None] - np.arange(S)[:, None] - offset
+    seen = (ahead <= 0) & (ahead > -(window or S + T))
+    padded = np.pad(seen, ((0, -S % 128), (0, -T % 128)))
+    return np.asarray(padded.reshape(-(-S // 128), 128, -(-T // 128), 128).any((1, 3)))
+
+
+@pytest.mark.parametrize(("S", "T", "offset", "window"), [(1024, 1024, 0, None), (1000, 1000, 0, 300), (384, 1024, 640, None)])
+def test_a_tile_costs_the_blocks_that_it_sees_and_one(S: int, T: int, offset: int, window: int | None) -> None:
+    blocks = visited(S, T, offset, window)
+    assert tile_costs(S, T, q_offset=offset, window=window) == tuple(blocks.sum(1)[::-1] + 1)
+    assert tile_costs(S, T, q_offset=offset, window=window, by_key=True) == tuple(blocks.sum(0) + 1)
+    assert tile_costs(S, T, causal=False) == (blocks.shape[1] + 1,) * blocks.shape[0]
+
+
+def test_a_block_goes_to_the_first_sm_that_is_free() -> None:
+    assert schedule((3, 2, 1), 1, sms=2).efficiency == 1  # 3 | 2 1
+    assert schedule((1, 2, 3), 1, sms=2).efficiency == 6 / 8  # 1 3 | 2
+    one = schedule((5,), 133)
+    assert (one.blocks, one.waves, one.efficiency) == (133, 133 / SMS, pytest.approx(133 / (2 * SMS)))
+
+
+def test_a_grid_too_long_to_follow_is_as_good_as_its_last_wave() -> None:
+    costs = tuple(range(64, 0, -1))
+    assert schedule(costs, 700).efficiency == pytest.approx(schedule(costs, 600).efficiency, abs=5e-3)
+
+
+def test_tensor_parallel_llama_leaves_no_sm_idle_by_query_head() -> None:
+    """64 blocks of keys for 132 SMs, of a Llama 3 70B's layer on one of eight devices: the first causal tile is most of the work."""
+    S, N, K = 8192, 8, 1
+    assert by_query_head(1, N, K, S)
+    assert of_keys(1, S, S, N, K, split=False).efficiency < 0.25
+    assert of_keys(1, S, S, N, K, split=True) == of_queries(1, S, S, N)
+    assert of_keys(1, S, S, N, K, split=True).efficiency > 0.8
+
+
+SPLIT = {(1, 16, 16, 8192): False, (1, 32, 8, 8192): True, (2, 32, 8, 8192): False, (1, 8, 1, 67_584): False, (1, 8, 1, 67_456): True}
+
+
+@pytest.mark.parametrize("shape", SPLIT)
+def test_heads_are_split_only_where_they_share_keys_and_blocks_are_few(shape: tuple[int, int, int, int]) -> None:
+    assert by_query_head(*shape) == SPLIT[shape]
