@@ -270,7 +270,7 @@ class _Kernel:
             found.append((C - 1 - shift > band.high, lambda: difference() > band.high + shift))
         last = None if spec.traced else (spec.S - 1 + (spec.q_offset or 0) if spec.causal else spec.T)
         if spec.T % ROWS and (last is None or last >= spec.T):
-            # Of a padding key, exp2(-lse) may be infinite, and 0 times that is not 0.
+            # The probability of a padding key, exp2(-lse), may be infinite, and 0 times that is not 0.
             found.append((row + WARPGROUP > spec.T, lambda: spread(number(0), shape, 0) >= spec.T - row))
         if spec.segments:
 
