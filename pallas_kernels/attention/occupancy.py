@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.attention.hopper.walk import Band, limits
 
 SMS = 132
-"""Of an H100 SXM and of an H200."""
+"""SMs of an H100 SXM and of an H200."""
 ROWS = 128
 """Rows of a tile, of queries or of keys, and columns of a block, in which work is counted."""
 ENOUGH = 4
