@@ -68,8 +68,9 @@ def peers(lab: Lab) -> Iterator[Table]:
 
 def correct(lab: Lab) -> Iterator[Table]:
     """Compares our attention with the formula in fp32 on random data: rel_x is |x - reference| / |reference| of result and gradients.
-    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. reruns_differ: the number of results
-    that differ in any bit in three more runs."""
+    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. The error is the larger
+    of those with and without deterministic=True. reruns_differ: the number of results that differ in any bit in three more runs with
+    deterministic=True."""
     names = CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
     how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run, "reruns": 1 if lab.dry_run else 3}
     table = {"title": "Correctness", "note": note_of(correct)}

@@ -63,7 +63,7 @@ def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 
       flags: the set of XLA flags to compile with; auto: the run's own (launch.xla_flags).
 
     Raises:
-      ConfigError: what cannot run on so many devices.
+      ConfigError: the config cannot run on that number of devices.
       LabError: the compiler for the target is missing (pip install 'mesh_lm[aot]'), or fails.
     """
     from mesh_lm.distributed import gpu
@@ -91,7 +91,7 @@ def load(
     Args:
       path: the output directory of a run (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
       config: needed for a model class of your own, whose code a checkpoint does not hold: its config, or the file that makes it.
-      mesh, rules: how the model lies on the devices; None: as in training where that fits, else a copy on each device.
+      mesh, rules: how the model is sharded over the devices; None: as in training where that fits, else a copy on each device.
       tokenizer: as data.tokenizer; empty: the one kept beside the checkpoint or the weights.
       dtype: type of matmuls and activations; empty: as in training.
       cpu_devices: devices to divide the CPU into, before JAX has used one; 0: as they are.

@@ -1,11 +1,13 @@
-"""Finds words of docs/style_words.toml in Markdown, in help texts and in messages: python tests/style.py FILE-OR-DIRECTORY..."""
+"""Finds words of docs/style_words.toml in Markdown and in Python's docstrings, comments and messages: python tests/style.py FILE..."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import io
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,13 +87,14 @@ def long_lines(markdown: str) -> list[int]:
     return numbers
 
 
-def help_texts(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of what --help prints: the docstrings of dataclasses and of their fields."""
+def documentation(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of docstrings, those of fields and constants included, which --help prints, and of comments."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    yield text.lineno, str(text.value.value)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
 
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
@@ -115,7 +118,7 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def problems(path: Path) -> list[str]:
     """FILE:LINE and what is wrong there, for a Markdown page or a Python file."""
     text = path.read_text()
-    parts = paragraphs(text) if path.suffix == ".md" else [*help_texts(text), *messages(text)]
+    parts = paragraphs(text) if path.suffix == ".md" else sorted([*documentation(text), *messages(text)])
     said = [f"{path}:{line}: {problem}" for line, part in parts for problem in found(part)]
     if path.suffix == ".md":
         said += [f"{path}:{line}: over {LONGEST} columns" for line in long_lines(text)]

@@ -4,8 +4,8 @@ mesh-lm checkpoint ls runs/gpt_tiny              what is there; reads descriptio
 mesh-lm checkpoint verify runs/gpt_tiny          reads every array, and compares digests with the saved ones
 mesh-lm checkpoint diff runs/a runs/b            how config, parameters and arrays of two checkpoints differ
 
-A path is a run's output, its `checkpoints`, or one step there. Status: 0 all is whole, or the arrays are the same bits; 1 a checkpoint is
-damaged, or arrays differ; 2 the command cannot be carried out.
+A path is a run's output, its `checkpoints`, or one step there. Status: 0 everything is intact, or the arrays are the same
+bits; 1 a checkpoint is damaged, or arrays differ; 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Ls:
 class Verify:
     """Reads every array of every checkpoint, a part at a time, and compares its digest with the saved one.
 
-    A checkpoint that was put aside is verified where it is named. Status: 0 all are whole, 1 one is damaged, 2 there is none.
+    A checkpoint that was put aside is verified where it is named.
+    The status is 0 if all are intact, 1 if one is damaged, and 2 if there is none.
     """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("path",)

@@ -30,7 +30,7 @@ class Command(NamedTuple):
     cannot: int = EXIT_CANNOT
     """Status after a mistake in its arguments."""
     suffix: str = ""
-    """Of the names parse and run, where a module has several commands."""
+    """The end of the names of its parse and run functions, where a module has several commands."""
 
 
 COMMANDS = {

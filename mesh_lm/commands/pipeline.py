@@ -111,7 +111,7 @@ def _comparable(chosen: Schedule) -> list[Schedule]:
     able = [(name, chunks) for name in _COMPARED for chunks in dict.fromkeys((1, chosen.chunks)) if chunks == 1 or NAMES[name].chunked]
     found = []
     for name, chunks in able:
-        with contextlib.suppress(ConfigError):  # one's own schedule may have sizes that a named one cannot have
+        with contextlib.suppress(ConfigError):  # a custom schedule may have sizes that a named one cannot have
             found.append(make_schedule(name, chosen.stages, chosen.microbatches, chunks))
     return found
 

@@ -37,7 +37,7 @@ class SegmentConfig:
         """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
         name, layers, *rest = word.split(":")
         if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
-            rest[:2] = [":".join(rest[:2])]  # a kind of one's own: module:class
+            rest[:2] = [":".join(rest[:2])]  # a custom kind: module:class
         kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
         if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)

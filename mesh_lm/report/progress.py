@@ -67,7 +67,7 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over the steps since the last row, mean_loss,
         step_ms, tokens_per_s, mfu (0 to 1, where known; no rates at the first step), the peak memory_gib, the tokens so far, and
-        train_bpb and mean_train_bpb if the constructor was told how to get `bits_per_byte` from a loss (nats per token).
+        train_bpb and mean_train_bpb if the constructor was given `bits_per_byte`, which computes it from a loss (nats per token).
 
         `metrics` may be arrays still being computed: they are waited for only when a row is due.
         """
@@ -97,7 +97,7 @@ class Progress:
         return row
 
     def _mean_loss(self) -> float:
-        """Of the steps since the last row whose loss is finite: what a skipped step had is no part of the run."""
+        """Returns the mean loss of the steps since the last row, without skipped steps, whose losses are not finite."""
         losses, self._losses = [float(loss) for loss in self._losses], []
         finite = [loss for loss in losses if math.isfinite(loss)]
         return sum(finite) / len(finite) if finite else losses[-1]

@@ -51,6 +51,7 @@ class Features(TypedDict, total=False):
     q_offset: int | Array
     sinks: Array | None
     block_mask: BlockMask | None
+    deterministic: bool | None
     implementation: Literal["mosaic", "cudnn", "xla"] | None
     platform: str | None
     capability: tuple[int, int] | None
@@ -64,7 +65,7 @@ def flash_attention(
     q: Array, k: Array, v: Array, *, causal: bool = True, scale: float | None = None, window: int | None = None,
     softcap: float | None = None, segment_ids: Array | None = None, kv_segment_ids: Array | None = None, q_offset: int | Array = 0,
     sinks: Array | None = None, block_mask: BlockMask | None = None, return_lse: bool = False,
-    implementation: Literal["mosaic", "cudnn", "xla"] | None = None, platform: str | None = None,
+    deterministic: bool | None = None, implementation: Literal["mosaic", "cudnn", "xla"] | None = None, platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
     """Softmax attention with O(S) memory: softmax(scale * q k^T) v over the visible keys of each query.
@@ -83,6 +84,9 @@ def flash_attention(
         arXiv 2508.10925). Pass it to only one of the calls that `merge` combines.
       block_mask: a static pattern of blocks of queries and keys that see each other; the masks above apply as well.
       return_lse: return the log-sum-exp too.
+      deterministic: the gradients have the same bits in every run on the same device. `mosaic` then adds in a fixed order,
+        with seven matmuls in its backward pass instead of five; `xla` always does; `cudnn` does what XLA's flag says. None:
+        whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
       implementation: None lets `choose_attention` decide.
       platform, capability: as in `describe_attention`.
 
@@ -97,7 +101,8 @@ def flash_attention(
     """
     problem = describe_attention(
         q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
-        q_offset=q_offset, sinks=sinks, block_mask=block_mask, return_lse=return_lse, platform=platform, capability=capability,
+        q_offset=q_offset, sinks=sinks, block_mask=block_mask, return_lse=return_lse, deterministic=deterministic, platform=platform,
+        capability=capability,
     )  # fmt: skip
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")

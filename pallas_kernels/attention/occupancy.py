@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 SMS = 132
-"""Of an H100 SXM and of an H200."""
+"""SMs of an H100 SXM and of an H200."""
 ROWS = 128
 """Rows of a tile, of queries or of keys, and columns of a block, in which work is counted."""
 ENOUGH = 0.9

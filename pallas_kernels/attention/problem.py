@@ -5,6 +5,7 @@ Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, 
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any
 
@@ -40,6 +41,7 @@ class AttentionProblem:
     sinks: bool = False
     return_lse: bool = False
     block_mask: BlockMask | None = None
+    deterministic: bool = False
 
 
 def describe_attention(
@@ -57,11 +59,13 @@ def describe_attention(
     sinks: Array | jax.ShapeDtypeStruct | None = None,
     block_mask: BlockMask | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> AttentionProblem:
     """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be `jax.ShapeDtypeStruct`s.
 
+    `deterministic`: None means as XLA: whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
     `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
     `capability`: None means that of the first local GPU, or (8, 0) without one, as jax itself assumes; see `capability_of`.
 
@@ -90,7 +94,14 @@ def describe_attention(
         sinks=sinks is not None,
         return_lse=bool(return_lse),
         block_mask=block_mask,
+        deterministic=_xla_is_deterministic() if deterministic is None else bool(deterministic),
     )
+
+
+def _xla_is_deterministic() -> bool:
+    """Whether this process asks XLA for operations with the same bits in every run; as in XLA, the last flag of a name counts."""
+    values = re.findall(r"--xla_gpu_deterministic_ops(?:=(\S*))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
+    return bool(values) and values[-1].lower() in ("", "true", "1")
 
 
 def capability_of(device: Any) -> tuple[int, int]:

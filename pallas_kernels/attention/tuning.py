@@ -1,7 +1,8 @@
 """The tiles of the Hopper kernels, from the table `tuning.json`, which `pallas_kernels/dev/autotune.py` makes.
 
-Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the three kernels. The first
-entry that matches is used, so entries measured on a device come before entries that were only compiled.
+Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the kernels: the forward pass,
+the fused backward pass, and the two kernels of the deterministic one. The first entry that matches is used, so entries measured on a device
+come before entries that were only compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.attention.hopper.differentiable import Tiling
-from pallas_kernels.attention.hopper.spec import Tiles
+from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Tiles
 from pallas_kernels.attention.problem import AttentionProblem
 
 PATH = Path(__file__).with_name("tuning.json")
@@ -48,7 +50,9 @@ class TuningEntry:
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
         """An entry from the file's JSON."""
-        tiling = Tiling(**{name: Tiles(**row[name]) for name in ("forward", "dq", "dkv")})
+        fused = FusedTiles(**row["fused"]) if "fused" in row else None
+        of_pair = {name: Tiles(**row[name]) for name in ("dq", "dkv")}
+        tiling = Tiling(forward=ForwardTiles(**row["forward"]), **of_pair, fused=fused)
         about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
 

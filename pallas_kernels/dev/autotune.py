@@ -26,12 +26,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper.backward import dkv, dq, parts
+from pallas_kernels.attention.hopper.backward_fused import backward_fused
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.fused_tiles import ADDITIONS, FusedTiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 
-Kernel = Literal["forward", "dq", "dkv"]
-KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
+Kernel = Literal["forward", "dq", "dkv", "fused"]
+KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv", "fused")
 CANDIDATES = Path(__file__).with_name("candidates.json")
 LENGTHS = (2048, 16384)
 """Sequence lengths to time, with 32,768 tokens and a total head width of 2,048."""
@@ -43,27 +45,38 @@ class Candidate:
 
     kernel: Kernel
     head_dims: tuple[int, int]
-    tiles: Tiles
+    tiles: Tiles | FusedTiles
 
     def __str__(self) -> str:
         H, V = self.head_dims
-        return f"{self.kernel} {H}x{V} block {self.tiles.block} stages {self.tiles.stages}"
+        return f"{self.kernel} {H}x{V} " + " ".join(f"{name} {value}" for name, value in as_data(self.tiles).items())
 
 
 def candidates() -> Iterator[Candidate]:
     """All candidates, the more promising ones first."""
     for head_dims in HEAD_DIMS:
         for kernel in KERNELS:
-            for block in (128, 64):  # which divide every block mask's blocks
-                for stages in (4, 3, 2):
-                    yield Candidate(kernel, head_dims, Tiles(block, stages))
+            for tiles in tiles_to_try(kernel, head_dims):
+                yield Candidate(kernel, head_dims, tiles)
+
+
+def tiles_to_try(kernel: Kernel, head_dims: tuple[int, int]) -> list[Tiles | FusedTiles]:
+    """The tiles of a kernel for these head dims, the more promising ones first."""
+    blocks = 128, 64  # which divide every block mask's blocks
+    if kernel != "fused":
+        return [tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)]
+    if head_dims != (64, 64):
+        blocks = (64,)  # of wider heads, S^T and dP^T of 128 queries need more registers than there are
+    return [FusedTiles(block, stages, add) for block in blocks for add in ADDITIONS for stages in (3, 2, 1)]
 
 
 def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
     """The outputs of the kernel alone, on arrays of complete tiles; lse to the base 2."""
-    if candidate.kernel == "forward":
+    if isinstance(candidate.tiles, ForwardTiles):
         return forward(spec, candidate.tiles, q, k, v, sides)
     arrays = (q, k, v, dout, lse, delta, {name: x for name, x in sides.items() if name != "sinks"})
+    if isinstance(candidate.tiles, FusedTiles):
+        return list(backward_fused(spec, candidate.tiles.fitting(spec), *arrays).values())
     if candidate.kernel == "dq":
         return dq(spec, candidate.tiles, *arrays)
     return [list(dkv(spec, candidate.tiles, *arrays, part).values()) for part in parts(*candidate.head_dims)]
@@ -142,15 +155,25 @@ def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
     """The candidates that passed, from candidates.json."""
     lines = json.loads(CANDIDATES.read_text())["candidates"]
     return [
-        Candidate(kernel, head_dims, Tiles(line["block"], line["stages"]))
+        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in FIELDS if name in line}))
         for line in lines
         if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims
     ]
 
 
-def as_data(tiles: Tiles) -> dict[str, int]:
-    """Tile sizes as JSON data."""
-    return dataclasses.asdict(tiles)
+FIELDS = tuple({field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)})
+"""What the table and the candidates may state of a kernel's tiles."""
+
+
+def tiles_of(kernel: Kernel, **fields: Any) -> Tiles | FusedTiles:
+    """The tiles of a kernel from JSON data."""
+    return {"forward": ForwardTiles, "fused": FusedTiles}.get(kernel, Tiles)(**fields)
+
+
+def as_data(tiles: Tiles | FusedTiles) -> dict[str, Any]:
+    """Tiles as JSON data, without what is as usual."""
+    usual = {field.name: field.default for field in dataclasses.fields(tiles)}
+    return {name: x for name, x in dataclasses.asdict(tiles).items() if x != usual[name]}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Clocks:
 def wgmma(m: int, n: int, k: int, *, registers: bool = False) -> Work:
     """[m, k] @ [k, n] of 16-bit numbers. registers: the first operand is in registers, else both are read from shared memory.
 
-    An instruction has 64 rows and 16 of k, and reads its operands anew.
+    An instruction has 64 rows and 16 of k, and reads its operands again.
     """
     count = m // ROWS * k // 16
     read = (0 if registers else ROWS * 16 * 2) + n * 16 * 2

@@ -15,7 +15,7 @@ from pallas_kernels.dev.resources import KernelResources, TensorMap
 WARPGROUP = 128
 """Threads."""
 REGISTERS = 65_536
-"""Of an SM, each of 32 bits."""
+"""Registers of an SM, each of 32 bits."""
 SHARED_MEMORY = 232_448
 """Bytes that a block may have."""
 ARRIVALS = 2**20 - 1
@@ -53,7 +53,7 @@ def _registers(kernel: KernelResources) -> Iterator[str]:
     if sum(budget) > kernel.registers * groups:
         yield (
             f"register budget: warpgroups that set {', '.join(map(str, budget))} registers a thread need {WARPGROUP * sum(budget):,}, and "
-            f"the block is launched with {WARPGROUP * groups * kernel.registers:,}, so setmaxnreg would wait for ever"
+            f"the block is launched with {WARPGROUP * groups * kernel.registers:,}, so setmaxnreg would hang"
         )
     for n in fewer + more:
         if n % 8 or not 24 <= n <= 256:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import core
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
@@ -96,33 +98,55 @@ def resources(
     Raises ValueError if the compiler is not installed, and if fn has no Mosaic GPU kernel. Errors of the lowering, such as insufficient
     shared memory, propagate.
     """
-    sharding = SingleDeviceSharding(_device(capability))
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    traced = jax.jit(lambda *args: fn(*args)).trace(*placed)
+    traced = _traced(fn, shapes, capability)
     kept = Path(cache) / f"kernels-{_key(traced.jaxpr, capability)}.json" if cache else None
     if kept and kept.exists():
         return [_from_json(kernel) for kernel in json.loads(kept.read_text())]
-    lowered = traced.lower()
-    if not _kernels(program := lowered.compiler_ir()):
-        raise ValueError(f"{getattr(fn, '__name__', fn)} lowers to no Mosaic GPU kernel")
-    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder, _dumping(folder):
-        _change_hashes(program)
-        lowered.compile()
-        kernels = [_read(path) for path in sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = [_read(path) for path in _compile(traced, getattr(fn, "__name__", str(fn)), folder)]
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]))
     return kernels
 
 
+def write_ptx(folder: str, fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0)) -> list[Path]:
+    """The PTX files of fn's Mosaic GPU kernels, in the order of compilation, in `folder`. Arguments and errors as for `resources`."""
+    return _compile(_traced(fn, shapes, capability), getattr(fn, "__name__", str(fn)), folder)
+
+
+def _traced(fn: Callable[..., Any], shapes: tuple[Any, ...], capability: tuple[int, int]) -> Any:
+    sharding = SingleDeviceSharding(_device(capability))
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.jit(lambda *args: fn(*args)).trace(*placed)
+
+
+def _compile(traced: Any, name: str, folder: str) -> list[Path]:
+    """Compiles a traced program, and returns the PTX files that Mosaic GPU wrote into `folder` on the way."""
+    lowered = traced.lower()
+    if not _kernels(program := lowered.compiler_ir()):
+        raise ValueError(f"{name} lowers to no Mosaic GPU kernel")
+    with _ONE_AT_A_TIME, _dumping(folder):
+        _change_hashes(program)
+        lowered.compile()
+    return sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
+
+
 def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
     """The cache key of a traced program. The lowered program would include addresses, lines and a count of earlier kernels."""
-    if "inline_mgpu" in (text := str(jaxpr)):
-        raise ValueError(
-            "a kernel with inline_mgpu cannot be cached, because its Python function is not part of the program; pass no cache"
-        )
-    program = re.sub(r"0x[0-9a-f]+", "", text)
+    program = "\n".join([re.sub(r"0x[0-9a-f]+", "", str(jaxpr)), *sorted(_inlined(jaxpr.jaxpr))])
     return hashlib.sha256(f"{_FORMAT} {jax.__version__} {capability}\n{program}".encode()).hexdigest()[:24]
+
+
+def _inlined(jaxpr: Any) -> set[str]:
+    """The modules of functions of inline_mgpu, of which a program has only the names."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "inline_mgpu_p":
+            found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= _inlined(inner)
+    return found
 
 
 @functools.cache

@@ -127,7 +127,7 @@ TURN = threading.RLock()
 
 
 class _Server:
-    """A process that forks a child for each folder that it is told of."""
+    """A process that forks a child for each folder that is sent to it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", "from sharding_rules.lab.server import serve; serve()"]
@@ -182,7 +182,7 @@ _START = threading.Lock()
 
 
 def server() -> _Server:
-    """This process's server, started where there is none. It takes half a second to be ready, in which others may go on."""
+    """This process's server, started where there is none. Starting it takes half a second, during which other threads may run."""
     global _server
     with _START:
         if _server is None or not _server.alive:

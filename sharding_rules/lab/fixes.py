@@ -18,7 +18,7 @@ GOOD = 1.1
 MOST = 12
 """Programs that a search compiles at most."""
 _MARGIN = 1.02
-"""Of the memory: what an estimate may be above it and still be worth compiling."""
+"""Share of the memory by which an estimate may exceed it and still be worth compiling."""
 _CHILD = 3 * 2**30
 """Bytes of this machine's memory that are left for each program that compiles; gpt_175b on 1,024 takes 0.6 GiB."""
 

@@ -1,4 +1,4 @@
-"""Who takes part in a collective: every spelling of groups in HLO, as positions in the mesh, and the mesh axes they lie along.
+"""Who takes part in a collective: every spelling of groups in HLO, as positions in the mesh, and the mesh axes along which they vary.
 
 Numbers in HLO are positions in the program's device assignment, which is the mesh's own order (mesh.devices.flat), never device ids.
 Spellings: explicit lists `{{0,1},{2,3}}`, tilings of an iota `[2,4]<=[4,2]T(1,0)`, named axes `mesh['a'=2,'b'=4] {'b'}` with parts of
@@ -87,7 +87,7 @@ def _even(groups: list[list[int]]) -> np.ndarray:
 def _named(axes: str, devices: str, chosen: str) -> np.ndarray:
     """Groups along `chosen` axes, or parts of axes, of a mesh that need not be ours.
 
-    `'b':(2)3` is the middle part of an axis that is cut into 2 x 3 x the rest, outermost first.
+    `'b':(2)3` is the middle part of an axis that is split into 2 x 3 x the rest, outermost first.
     """
     sizes = [(name, int(size)) for name, size in re.findall(r"([^'\",=\s]+)['\"]?=(\d+)", axes)]
     uses = [(name, int(before or 1), int(size or 0)) for name, before, size in re.findall(r"([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?", chosen)]

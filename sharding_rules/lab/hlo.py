@@ -118,7 +118,7 @@ class Instruction:
 
     @property
     def condition(self) -> str:
-        """The computation of a while loop that decides whether to go on; it runs once more than the body. Empty for other instructions."""
+        """The computation that decides whether a while loop continues; it runs once more than the body. Empty for other instructions."""
         match = re.search(r"condition=%([\w.\-]+)", self.text)
         return match[1] if match else ""
 

@@ -40,8 +40,8 @@ def collectives(module: Module, provenance: Provenance, mesh: Mesh) -> tuple[Col
 
 
 def flops_by_phase(module: Module, provenance: Provenance) -> dict[str, int]:
-    """Returns the FLOPs of matmuls on the mean device, by phase, times the trips of the loops around them. Of a conditional without a slot
-    the branch with the most counts.
+    """Returns the FLOPs of matmuls on the mean device, by phase, times the trips of the loops around them. For a conditional without
+    a slot, the branch with the most counts.
 
     Without a known phase: "".
     """

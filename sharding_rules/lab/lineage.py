@@ -18,7 +18,7 @@ _FLOATS = ("f", "bf", "c")
 
 
 class Lineage:
-    """Of the values of one program. `weights`: names (op_name) of the parameters that hold a model's."""
+    """Where the values of one program come from. weights: names (op_name) of the parameters that hold a model's weights."""
 
     def __init__(self, module: Module, weights: Iterable[str]) -> None:
         self._module, self._names = module, frozenset(weights)
@@ -55,9 +55,9 @@ class Lineage:
                 return one, index
 
     def weights(self, name: str, index: tuple[int, ...] = ()) -> frozenset[str] | None:
-        """The weights that the value is made of where nothing else is in it: gathered, cast, sliced, laid out anew. Of a constant, none.
+        """The weights that the value consists of, gathered, cast, sliced or in another layout. A constant consists of none.
 
-        None where anything else goes in.
+        Returns None where anything else goes into the value.
         """
         one, index = self.writer(name, index)
         key = one.name, index

@@ -19,14 +19,14 @@ SUMS = ("all-reduce", "reduce-scatter")
 EXCHANGES = ("all-to-all", "ragged-all-to-all", "collective-permute")
 LogicalAxes = Mapping[str, Sequence[str | None]]
 LARGE_WIRE = 0.01
-"""Of the step's wire bytes: a collective with less is not worth a finding."""
+"""Share of the step's wire bytes: a collective with less is not worth a finding."""
 LARGE_MEMORY = 0.05
-"""Of the memory at the peak: an array with less may be replicated."""
+"""Share of the memory at the peak: an array with less may be replicated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a program that nobody asked for."""
+    """Something in a program that its rules do not explain."""
 
     check: str
     """The name of what was found, such as "reshard"."""
@@ -215,7 +215,7 @@ class LintContext:
 
     @cached_property
     def knows_origins(self) -> bool:
-        """Whether the report says of any collective what it is made of: then what has a weight's shape alone may be something else."""
+        """Whether the report knows the origin of any collective's values; then a weight's shape alone proves nothing."""
         return any(piece.made_of for piece in self.pieces)
 
     def beside(self, one: Collective) -> list[Argument]:
@@ -249,7 +249,7 @@ class LintContext:
         return self.depth.get(argument.name, 1) > 1 and math.prod(piece.array.dims) * rest == math.prod(argument.shape)
 
     def is_gradient(self, array: Array) -> bool:
-        """Of what is summed over the batch: whether it is no activation, or has the shape of a parameter, sharded or gathered."""
+        """Whether an array that is summed over the batch has a parameter's shape, sharded or gathered, or is not an activation."""
         return _dims(array.dims) in self._shapes or not self.is_activation(array)
 
     @cached_property

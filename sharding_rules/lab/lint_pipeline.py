@@ -10,11 +10,11 @@ from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import MEMORY
 
 _DEAR = 0.01
-"""Of the predicted step: copies that take less are not worth a finding."""
+"""Share of the predicted step: copies that take less are not worth a finding."""
 
 
 def stage_branches(context: LintContext) -> Iterator[Finding]:
-    """Collectives in a branch that need devices which may not take it: they wait for ever."""
+    """Collectives in a branch whose groups have devices that may not take it: they hang."""
     for one in context.report.collectives if context.staged else ():
         if not one.conditional:
             continue
@@ -30,7 +30,7 @@ def stage_branches(context: LintContext) -> Iterator[Finding]:
 
 
 def exposed_hops(context: LintContext) -> Iterator[Finding]:
-    """Sends from stage to stage with no matmul between their start and their done: at best they lie beside writes of a stash."""
+    """Sends from stage to stage with no matmul between their start and their done: at best they run beside writes of a stash."""
     for one in context.report.collectives:
         if is_exposed_hop(context, one):
             text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind no matmul"
@@ -63,7 +63,7 @@ def whole_hops(context: LintContext) -> Iterator[Finding]:
 
 
 def copies(context: LintContext) -> Iterator[Finding]:
-    """Arrays that the loop over ticks carries and XLA copies whole in it, as those that are changed in a conditional."""
+    """Arrays that the loop over ticks carries and XLA copies completely in each tick, such as those that a conditional changes."""
     report = context.report
     if report.timeline is None or report.target not in TARGETS:
         return

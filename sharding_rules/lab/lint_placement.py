@@ -11,7 +11,7 @@ from sharding_rules.lab.report import SCALAR, Collective, Location
 from sharding_rules.lab.targets import TARGETS
 
 _LONG = 0.1
-"""Of the predicted step: how much of it collectives along some mesh axes must leave compute waiting to be worth a finding."""
+"""Share of the predicted step: collectives along some mesh axes that leave compute waiting for less are not worth a finding."""
 _ONCE = "once in a step"
 
 

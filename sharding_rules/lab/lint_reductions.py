@@ -13,9 +13,9 @@ from sharding_rules.rules import Rules
 
 _HALF = ("bf16", "f16")
 _VECTOR = 32
-"""Times the model's width: a parameter with fewer elements in a layer is no matrix, whatever its shape; the largest bias has seven."""
+"""Times the model's width: a parameter with fewer elements in a layer does not count as a matrix; the largest bias has seven."""
 _SMALL = 0.02
-"""Of the bytes of all sums of gradients: along axes with less, and in types with less, they are not worth a word."""
+"""Share of the bytes of all sums of gradients: axes and dtypes with less are not worth a finding."""
 
 
 def gradient_sums(context: LintContext) -> Iterator[Piece]:
@@ -37,7 +37,7 @@ def reduction_dtype(context: LintContext) -> Iterator[Finding]:
 
 
 def _too_narrow(context: LintContext, asked: str) -> Iterator[Finding]:
-    """Of what auto asks for only sums after all loops can be told: those in a loop are the microbatches', in the type of the matmul."""
+    """With `auto`, only sums after all loops can be checked: those in a loop are the microbatches' and have the dtype of the matmul."""
     total: dict[tuple[Location, str, tuple[str, ...], str], float] = {}
     for piece in gradient_sums(context):
         one, array = piece.one, piece.array
@@ -71,7 +71,7 @@ def _too_wide(context: LintContext) -> Iterator[Finding]:
 
 
 def _whose(weights: list[Argument]) -> str:
-    """In words, the weights that a gradient may be of: two with the same dimensions cannot be told apart."""
+    """Names the weights that a gradient may belong to; two with the same dimensions cannot be distinguished."""
     return f" of {' or '.join(dict.fromkeys(map(short, weights)))}" if weights else ""
 
 

@@ -21,7 +21,7 @@ from sharding_rules.rules import axes_of, row_of
 
 @dataclasses.dataclass(frozen=True)
 class _Cause:
-    """A mistake that explains collectives, which are then no findings of their own. With an empty text another check tells of it."""
+    """A mistake that explains collectives, which are then no findings of their own. With an empty text, another check reports it."""
 
     text: str
     fix: str

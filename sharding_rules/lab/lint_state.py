@@ -84,7 +84,7 @@ def _row_for(context: LintContext, a: Argument, axis: str) -> str | None:
     logical = context.logical(a)
     n = context.report.mesh[axis]
     if not logical:
-        # What is outside of the layers (embedding, head) is whole on every stage.
+        # What is outside of the layers (embedding, head) is replicated over the stages.
         enough = any(d % n == 0 and d >= 1024 * n for d in a.shape)
         return "" if axis != context.vocabulary.pipeline_axis and enough else None
     kind: Kind = "params" if a.kind == "params" else "optimizer"
@@ -115,7 +115,7 @@ def used_in_part(context: LintContext) -> Iterator[Finding]:
 
 
 def _axes_of_size(context: LintContext, ways: int) -> list[tuple[str, ...]]:
-    """The fewest mesh axes that make so many parts: every choice of them."""
+    """Every choice of the fewest mesh axes that together have `ways` devices."""
     axes = [axis for axis, n in context.report.mesh.items() if n > 1]
     for count in range(1, len(axes) + 1):
         if found := [each for each in itertools.combinations(axes, count) if math.prod(context.report.mesh[a] for a in each) == ways]:

@@ -1,7 +1,7 @@
 """From an instruction of the compiled program back to the model: named scopes, phase of the training step, source line.
 
 JAX writes the path of scopes and transformations into op_name: `jit(step)/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general`.
-XLA keeps it for most instructions, joins it for combined ones, `.../(attention/add:mlp/add)`, and loses it for those that it makes anew;
+XLA keeps it for most instructions, joins it for combined ones, `.../(attention/add:mlp/add)`, and loses it for those that it makes itself;
 their place follows from what they work on.
 """
 

@@ -179,7 +179,7 @@ class Buffer:
 
 
 KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
-"""Classes of memory. `weights in use`: gathered, cast or laid out anew. `residuals`: what the forward pass stores for the
+"""Classes of memory. `weights in use`: gathered, cast or in another layout. `residuals`: what the forward pass stores for the
 backward pass, row by row of a loop over layers, or in a pipeline's stash. `fragmentation`: the heap's holes at the peak."""
 
 
@@ -291,7 +291,7 @@ class Report:
     def select(
         self, kind: str | None = None, axis: str | Collection[str] | None = None, *, phase: str | None = None, part: str | None = None
     ) -> Iterator[Collective]:
-        """Collectives of a kind, whose groups lie along `axis` (a name: that axis among others; several names: exactly those)."""
+        """Collectives of a kind, whose groups vary along `axis` (a name: that axis among others; several names: exactly those)."""
         for one in self.collectives:
             along = axis is None or (axis in one.axes if isinstance(axis, str) else set(axis) == set(one.axes))
             in_part = part is None or part in re.split(r"[/+]", one.where.part)

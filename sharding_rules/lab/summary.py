@@ -82,7 +82,7 @@ def signed(change: float, words: Callable[[float], str]) -> str:
 
 
 def link(nodes: int) -> str:
-    """Returns the link that carries the bytes of a group that spans so many NVLink domains: network or NVLink."""
+    """Returns the link that carries the bytes of a group that spans `nodes` NVLink domains: network or NVLink."""
     return "network" if nodes > 1 else "NVLink"
 
 

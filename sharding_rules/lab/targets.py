@@ -26,7 +26,7 @@ from sharding_rules.rules import did_you_mean
 
 NODE = 8
 MEMORY_FRACTION = 0.92
-"""Of a GPU's memory, what a run gives to JAX (which takes 0.75 unless told); the rest is for CUDA, NCCL's buffers and cuBLAS."""
+"""Share of a GPU's memory that a run gives to JAX (whose default is 0.75); the rest is for CUDA, NCCL's buffers and cuBLAS."""
 
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""

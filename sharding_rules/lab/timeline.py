@@ -31,8 +31,8 @@ MATMUL, MEMORY, NVLINK, NETWORK = 0.77, 0.9, 0.78, 0.84
 ATTENTION, ATTENTION_BACKWARD = 0.62, 0.52
 """The same of fused attention kernels: a little under FlashAttention-3's published 640 and 540 TFLOP/s on an H100. Assumed of ours too.
 
-Nobody has measured our kernel. It takes these shares of the FLOPs that it says itself, what it computes again in the backward included,
-and of those the share of the SMs that, by its own estimate, its grid keeps at work. The published figures are of grids that fill them.
+Our kernel has never been measured. It is assumed to reach these shares of the FLOPs that it reports, the recomputed ones of its backward
+included, times the share of the SMs that, by its own estimate, its grid keeps busy. The published figures are of grids that fill them.
 """
 KERNEL = 1.5
 """Microseconds that the shortest kernel takes."""
@@ -59,9 +59,10 @@ def replay(module: Module, provenance: Provenance, sent: Iterable[Collective], t
 
     sent: the program's collectives, as `ledger.collectives` finds them.
 
-    A collective's start lets compute go on, its done waits; without start and done it blocks. Loops run their known trips (the spans
-    show one, and time as if it were the only one), conditionals their dearest branch. Where slots say which stages run a conditional in
-    which trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead. The most frequent is shown.
+    Compute continues after a collective's start, and waits at its done; without start and done it blocks. Loops run their known trips
+    (the spans show one, and time as if it were the only one), conditionals their dearest branch. Where slots say which stages run a
+    conditional in which trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead. The most
+    frequent is shown.
     """
     run = _Run(_Prices(module, provenance, target, {one.name: one for one in sent}), spans=[])
     run.computation(module.entry, ())
@@ -176,7 +177,7 @@ class _Prices:
         return self.target.flops.get("f8" if dtype.startswith("f8") else dtype, self.target.flops["bf16"])
 
     def _memory(self, instruction: Instruction) -> float:
-        """Returns the microseconds of reading the operands and writing the result once. Of an array that a fusion only slices, or
+        """Returns the microseconds of reading the operands and writing the result once. For an array that a fusion only slices or
         updates in place, only the slice counts.
         """
         inside = [one for name in instruction.called for one in self.module.computations.get(name, ())]

@@ -51,4 +51,4 @@ class Vocabulary:
 
 
 NEUTRAL = Vocabulary()
-"""Of a program that belongs to no trainer."""
+"""The vocabulary of a program that belongs to no trainer."""

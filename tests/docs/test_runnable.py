@@ -32,7 +32,7 @@ TRAINING = {
     "data.tokenizer_vocab": 300,
 }  # fmt: skip
 SIZES = {"model.n_layers": 4, "model.d_model": 32, "model.seq_len": 32, "model.vocab_size": 512}
-DECODER = {"model.activation": "swiglu", "model.n_heads": 4, "model.n_kv_heads": 4, "model.head_dim": 8, "model.d_ff": 64}
+DECODER = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.head_dim": 8, "model.d_ff": 64}
 HERE = {"data.cache": "../here/cache", "launch.compile_cache": "../here/cache/xla"}
 """Options that make a page's run small, unless its command sets them: for training, for any model, for a decoder, and the caches."""
 ELSEWHERE = {

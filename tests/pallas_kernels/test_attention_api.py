@@ -46,6 +46,24 @@ problems = st.builds(
 )
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    {
+        "": False,
+        "--xla_gpu_deterministic_ops=true": True,
+        "--xla_gpu_deterministic_ops": True,
+        "--xla_dump_to=/x --xla_gpu_deterministic_ops=1 --xla_y=z": True,
+        "--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false": False,
+        "--xla_gpu_deterministic_ops_of_mine=true": False,
+    }.items(),
+)
+def test_gradients_are_deterministic_if_xlas_operations_are(flags: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert describe_attention(*shapes()).deterministic is expected
+    assert describe_attention(*shapes(), deterministic=True).deterministic
+    assert not describe_attention(*shapes(), deterministic=False).deterministic
+
+
 @settings(deadline=None)
 @given(problems)
 def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem: AttentionProblem) -> None:

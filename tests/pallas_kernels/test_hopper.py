@@ -14,7 +14,7 @@ from attention_formula import assert_close, normal, values_and_grads
 
 from pallas_kernels import BlockMask, choose_attention, describe_attention, flash_attention, merge, reference_attention
 from pallas_kernels.attention import occupancy, tuning
-from pallas_kernels.attention.hopper import Tiles, Tiling, attention
+from pallas_kernels.attention.hopper import ForwardTiles, Tiles, Tiling, attention
 from pallas_kernels.dev.interpreter import interpreted
 
 COMPILE_BUDGET = 70
@@ -77,7 +77,7 @@ def check(case: dict, ours=functools.partial(flash_attention, return_lse=True, *
     arrays, case = arguments(case)
     (B, S, N, _), Hv = arrays[0].shape, arrays[2].shape[3]
     weights, traced = (normal(B, S, N, Hv, seed=2), normal(B, S, N, seed=2)), case.pop("traced", None)
-    dtype = arrays[0].dtype
+    ours, dtype = functools.partial(ours, deterministic=case.pop("deterministic", False)), arrays[0].dtype
 
     def run(attention, offset, *arrays):
         features = case if traced is None else case | {"q_offset": offset}
@@ -93,15 +93,17 @@ def check(case: dict, ours=functools.partial(flash_attention, return_lse=True, *
     assert_close(lse, wanted[0][1], 1e-5)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_formula(name: str) -> None:
-    check(CASES[name])
+def test_equals_the_formula(name: str, deterministic: bool) -> None:
+    check(CASES[name] | {"deterministic": deterministic})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SLOW)
-def test_equals_the_formula_in_every_feature(name: str) -> None:
-    check(SLOW[name])
+def test_equals_the_formula_in_every_feature(name: str, deterministic: bool) -> None:
+    check(SLOW[name] | {"deterministic": deterministic})
 
 
 def test_heads_that_go_through_their_tiles_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +116,13 @@ def test_heads_that_go_through_their_tiles_one_after_another(monkeypatch: pytest
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_order_the_warpgroups_run_in(seed: int) -> None:
     check({"S": 384, "N": 2, "K": 1, "segment_ids": RUNS[:1].repeat(2, 1)[:, :384]}, seed=seed)
+    check({"S": 384, "N": 2, "K": 1, "segment_ids": RUNS[:1].repeat(2, 1)[:, :384], "deterministic": True}, seed=seed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("number", range(len(tuning.entries())))
-def test_every_row_of_the_table(number: int) -> None:
+def test_every_row_of_the_table(number: int, deterministic: bool) -> None:
     """The tiles of an entry, with several tiles in both directions."""
     row = tuning.entries()[number]
     H, Hv = row.head_dims
@@ -126,7 +130,7 @@ def test_every_row_of_the_table(number: int) -> None:
     def ours(q, k, v, sinks=None, **features):
         return attention(q, k, v, describe_attention(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features), row.tiling)
 
-    check({"S": 600, "N": 2, "K": 1, "H": H, "Hv": Hv}, ours)
+    check({"S": 600, "N": 2, "K": 1, "H": H, "Hv": Hv, "deterministic": deterministic}, ours)
 
 
 def test_merge_of_two_halves_of_the_keys_is_the_whole() -> None:
@@ -177,7 +181,7 @@ def test_tiles_come_from_the_table_for_the_device_and_length() -> None:
     assert tuning.tiling(problem, "") == next(row.tiling for row in tuning.entries() if row.head_dims == (128, 128) and row.device is None)
     with pytest.raises(LookupError, match="no tiles for head dims 80"):
         tuning.tiling(dataclasses.replace(problem, q_shape=(1, 8, 1, 80)), "")
-    row = tuning.TuningEntry((128, 128), Tiling(Tiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
+    row = tuning.TuningEntry((128, 128), Tiling(ForwardTiles(64, 2), Tiles(64, 2), Tiles(64, 2)), device="H200", causal=True, length=4096)
     assert row.serves(problem, "NVIDIA H200") and not row.serves(problem, "NVIDIA H100 80GB HBM3")
     assert not row.serves(dataclasses.replace(problem, causal=False), "NVIDIA H200")
     assert not row.serves(dataclasses.replace(problem, k_shape=(1, 2048, 2, 128)), "NVIDIA H200")

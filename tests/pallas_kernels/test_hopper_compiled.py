@@ -62,11 +62,11 @@ def test_features_cost_no_spills(name: str, reports: str) -> None:
     dtype = features.pop("dtype", "bfloat16")
     grad, rest = grad_of(**features)
     found = resources(grad, *qkv(1024, 4, 2, 128, 128, dtype), *rest, cache=reports)
-    assert len(found) == 3
+    assert [kernel.name for kernel in found] == ["flash_attention_forward", "flash_attention_bwd"]
     for kernel in found:
         assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), kernel
         assert not any("serialized" in warning for warning in kernel.warnings), kernel
-        assert kernel.wgmma and kernel.tma_loads and kernel.tma_stores
+        assert kernel.wgmma and kernel.tma_loads
 
 
 @pytest.mark.slow

@@ -5,6 +5,6 @@
 """
 
 from pallas_kernels.attention.hopper.differentiable import Tiling, attention
-from pallas_kernels.attention.hopper.spec import Tiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Tiles
 
-__all__ = ["Tiles", "Tiling", "attention"]
+__all__ = ["ForwardTiles", "Tiles", "Tiling", "attention"]

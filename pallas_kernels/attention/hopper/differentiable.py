@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.hopper.backward import backward
 from pallas_kernels.attention.hopper.forward import forward
-from pallas_kernels.attention.hopper.spec import Spec, Tiles
+from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
+from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.hopper.walk import lists, table
 from pallas_kernels.attention.problem import AttentionProblem
 
@@ -28,11 +29,13 @@ _FAR = 2**30
 class Tiling:
     """The tiles of each kernel."""
 
-    forward: Tiles
+    forward: ForwardTiles
     dq: Tiles
     """Rows are queries, blocks are of keys."""
     dkv: Tiles
     """Rows are keys, blocks are of queries."""
+    fused: FusedTiles | None = None
+    """The fused backward pass uses these, unless sums must have a fixed order; None: the two kernels above serve all calls."""
 
 
 def attention(
@@ -63,6 +66,7 @@ def attention(
         segments=segment_ids is not None,
         sinks=sinks is not None,
         block_mask=problem.block_mask,
+        deterministic=problem.deterministic,
     )
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     ids = None if segment_ids is None or kv_segment_ids is None else (segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32))
@@ -93,30 +97,26 @@ def _backward(spec: Spec, tiling: Tiling, residuals: tuple, cotangents: tuple[Ar
     empty = lse == -jnp.inf
     # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - jnp.where(empty, 0, dlse)
-    # Complete tiles of both kernels: the rows of one are the blocks of the other, and a tile's rows are a multiple of every block.
+    # Complete tiles of all kernels: the rows of one are the blocks of the other, and a tile's rows are a multiple of every block.
     queries = keys = partial(_padded, multiple=tiling.dq.rows)
     # +inf makes every probability of a row 0, for rows that see no key and for padding.
     lse_BNS = queries(jnp.where(empty, jnp.inf, lse), fill=jnp.inf).swapaxes(1, 2)
-    sides = _sides(spec, tiling.dq, ids, offset, queries, keys)
-    sides |= {f"{name}_kv": x for name, x in _sides(spec, tiling.dkv, ids, offset, queries, keys, by_key=True).items() if name in _WALKS}
     dq, dk, dv = backward(
         spec,
-        tiling.dq,
-        tiling.dkv,
+        (tiling.fused, tiling.dq, tiling.dkv),
         queries(q),
         keys(k),
         keys(v),
         queries(dout.astype(q.dtype)),
         lse_BNS,
         queries(delta).swapaxes(1, 2),
-        sides,
+        lambda tiles, by_key: _sides(spec, tiles, ids, offset, queries, keys, by_key),
     )
     dsinks = None if sinks is None else -(jnp.exp(sinks - jnp.where(empty, jnp.inf, lse)) * delta).sum((0, 1))
     return dq[:, : spec.S], dk[:, : spec.T], dv[:, : spec.T], dsinks, None, None
 
 
 _attention.defvjp(_forward, _backward)
-_WALKS = ("table", "counts", "blocks")
 
 
 def _padded(x: Array, multiple: int, fill: float = 0) -> Array:
@@ -126,7 +126,7 @@ def _padded(x: Array, multiple: int, fill: float = 0) -> Array:
 
 
 def _sides(
-    spec: Spec, tiles: Tiles, ids: tuple[Array, Array] | None, offset: Array, queries: Any, keys: Any, by_key: bool = False
+    spec: Spec, tiles: Tiles | FusedTiles, ids: tuple[Array, Array] | None, offset: Array, queries: Any, keys: Any, by_key: bool = False
 ) -> dict[str, Array | None]:
     """The inputs of a kernel besides the matrices. by_key: whether its rows are keys."""
     sides: dict[str, Array | None] = dict.fromkeys(("table", "counts", "blocks", "offset", "q_ids", "k_ids"))

@@ -30,6 +30,8 @@ COMPUTING = 2
 """Warpgroups that compute; one more warpgroup loads."""
 REGISTERS = 240, 24
 """Registers of a thread that computes and of one that loads: 2 x 240 + 24 of the 512 for each of 128 threads."""
+FORWARD_REGISTERS = {2: REGISTERS, 3: (160, 32)}
+"""The same by the number of warpgroups that compute: 3 x 160 + 32."""
 SHARED_MEMORY = 232_448 - 2048
 """Bytes for matrices: the limit of a block, minus room for vectors and barriers."""
 GRID = "_attention_batch", "_attention_section", "_attention_tile", "_attention_head"
@@ -55,6 +57,40 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForwardTiles(Tiles):
+    """Tile sizes of the forward pass, and variants of its schedule (see `forward.py`), which only a GPU can rank."""
+
+    overlapped: bool = True
+    """Whether PV of a block is in flight during the softmax of the next one."""
+    warpgroups: int = COMPUTING
+    """Warpgroups that compute: 2, or 3 with fewer registers each."""
+    height: int = WARPGROUP
+    """Rows of each of them."""
+    named_barriers: bool = False
+    """Whether warpgroups take turns by the named barriers of a block instead of barriers in shared memory."""
+    automatic_barriers: bool = True
+    """Whether Pallas adds a barrier of the warpgroup to each copy and each access to shared memory."""
+
+    def __post_init__(self) -> None:
+        if self.block not in (64, 128, 192, 256) or self.stages < 2:
+            raise ValueError(f"a block has 64, 128, 192 or 256 columns and there are at least 2 stages, not {self.block} and {self.stages}")
+        if self.warpgroups not in FORWARD_REGISTERS or self.height not in (WARPGROUP, 2 * WARPGROUP):
+            raise ValueError(f"2 or 3 warpgroups have 64 or 128 rows each, not {self.warpgroups} and {self.height}")
+        if not self.overlapped and (self.warpgroups != 2 or self.named_barriers):
+            raise ValueError("warpgroups that alternate are 2, without named barriers: set overlapped=True for others")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warpgroups * self.height
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that computes and of one that loads."""
+        return FORWARD_REGISTERS[self.warpgroups]
+
+
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """One call without its arrays and tiles. Lengths are those without padding."""
 
@@ -69,6 +105,8 @@ class Spec:
     segments: bool = False
     sinks: bool = False
     block_mask: BlockMask | None = None
+    deterministic: bool = False
+    """Whether every sum has a fixed order."""
 
     @property
     def tabled(self) -> bool:
@@ -141,11 +179,14 @@ def launch(
     grid: tuple[int, int, int],
     section: int,
     occupancy: float | None = None,
+    computing: int = COMPUTING,
+    automatic_barriers: bool = True,
     **how: Any,
 ) -> Refs:
     """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out.
 
-    grid: batch, heads, tiles. section: heads that go through their tiles together (see `occupancy.py`). flops and occupancy: metadata.
+    grid: batch, heads, tiles; section: heads that go through their tiles together (see `occupancy.py`); flops and occupancy: metadata;
+    computing: warpgroups besides the one that loads; automatic_barriers: as in `ForwardTiles`.
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
@@ -154,7 +195,12 @@ def launch(
     def entry(*refs: Any) -> None:
         body(Refs(absent | dict(zip((*inputs, *out, *scratch), refs, strict=True))))
 
-    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=not automatic_barriers,
+    )
     call = plgpu.kernel(
         entry,
         out_type=list(out.values()),
@@ -162,7 +208,7 @@ def launch(
         compiler_params=params,
         grid=in_sections(grid, section),
         grid_names=GRID,
-        num_threads=COMPUTING + 1,
+        num_threads=computing + 1,
         thread_name=THREAD,
         kernel_name=name,
         **how,
@@ -188,9 +234,9 @@ def warpgroup() -> Any:
     return lax.axis_index(THREAD)
 
 
-def accumulator(columns: int) -> Any:
-    """An accumulator in registers for 64 rows."""
-    return plgpu.ACC((WARPGROUP, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+def accumulator(columns: int, rows: int = WARPGROUP) -> Any:
+    """An accumulator in registers."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def matrix(rows: int, columns: int, dtype: Any, copies: tuple[int, ...] = ()) -> Any:

@@ -13,6 +13,7 @@ Features that the kernels of this project do not use are refused with a KernelEr
 
 - clusters of more than one block, their barriers, and copies to several of their blocks
 - tensor memory (TMEM) and semaphores
+- inline_mgpu of a function that has no attribute `in_numpy`, which does the same with arrays, or on shared memory
 - copy_gmem_to_smem without a barrier; copy_smem_to_gmem with a reduction other than add
 - an array as an index (a gather), a reshape of a reference that would copy, any other unknown reference transform
 - axis_index of several axes at once, dot_general with batch dimensions

@@ -35,6 +35,9 @@ def run_kernel(
         MemoryRef(f"{names[i] if i < len(names) else i} (GMEM)", array) if _is_reference(v) else array
         for i, (array, v) in enumerate(zip(arrays, jaxpr.invars, strict=False))
     ]
+    for operand, output in aliases.items():
+        if _is_reference(jaxpr.invars[operand]):
+            operands[operand] = outputs[output]  # one memory: a kernel may write through either reference
     if len(operands) + len(outputs) != len(jaxpr.invars):
         raise KernelError(f"{name}: {len(jaxpr.invars)} references for {len(operands)} operands and {len(outputs)} outputs")
     if any(size > 1 for size in mesh.cluster):

@@ -76,6 +76,20 @@ def _barrier_arrive(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     return []
 
 
+def _named_barrier_arrive(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
+    thread.block.meet(int(values[0]), thread)
+    yield None
+    return []
+
+
+def _named_barrier_wait(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
+    # It orders instructions: what the other warpgroup wrote is not acquired.
+    barrier = thread.block.meet(int(values[0]), thread)
+    phase = barrier.completed - (not barrier.arrived_threads)  # its own arrival may have been the second
+    yield Wait(lambda: barrier.completed > phase, lambda: f"named barrier {int(values[0])} at {place_of(eqn)}")
+    return []
+
+
 def _copy_in(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     p = eqn.params
     if not p.get("has_barrier", True) or p["collective_axes"]:
@@ -169,15 +183,35 @@ def _acc_load(thread: Thread, eqn: Any, acc: MemoryRef) -> Any:
 def _acc_store(thread: Thread, eqn: Any, acc: MemoryRef, value: Any) -> Any:
     _settled(thread, acc, "writes")
     acc.data[...] = value
-    return []
+    return [None] * len(eqn.outvars)  # of a reference's own store, the value is never used
+
+
+def _inline(thread: Thread, eqn: Any, *values: Any) -> Any:
+    """inline_mgpu of a function whose attribute `in_numpy` does the same with arrays; references become views to read and write."""
+    p = eqn.params
+    if (in_numpy := getattr(p["mgpu_fn"], "in_numpy", None)) is None:
+        raise NotImplementedError(f"inline_mgpu of {p['mgpu_fn'].__name__}, which has no attribute in_numpy: what it does with arrays")
+    arguments, leaves = values[: len(p["flat_arg_types"])], iter(values[len(p["flat_arg_types"]) :])
+    given = []
+    for value, transforms in zip(arguments, _transforms(p["pytree_ref_transforms"], leaves), strict=True):
+        if isinstance(value, MemoryRef):
+            if value.shadow:
+                raise NotImplementedError("inline_mgpu on shared memory, whose order with other accesses is unknown")
+            value = value.view(transforms)
+        given.append(value)
+    results = in_numpy(*given)
+    return [] if results is None else list(results)
 
 
 PRIMITIVES: dict[str, Callable[..., Steps]] = {
     "axis_index": _pure(_axis_index), "get": _pure(_get), "load": _pure(_get), "swap": _pure(_swap), "addupdate": _pure(_addupdate),
-    "barrier_wait": _barrier_wait, "barrier_arrive": _barrier_arrive, "copy_gmem_to_smem": _copy_in, "copy_smem_to_gmem": _copy_out,
+    "barrier_wait": _barrier_wait, "barrier_arrive": _barrier_arrive,
+    "named_barrier_wait": _named_barrier_wait, "named_barrier_arrive": _named_barrier_arrive,
+    "copy_gmem_to_smem": _copy_in, "copy_smem_to_gmem": _copy_out,
     "commit_group": _pure(_commit_group), "wait_smem_to_gmem": _pure(_wait_out), "commit_smem": _pure(_commit_smem),
     "wgmma_ref": _wgmma, "wgmma_wait": _pure(_wgmma_wait),
     "wgmma_accumulator_deref_p": _pure(_acc_load), "wgmma_accumulator_store_p": _pure(_acc_store),
+    "inline_mgpu_p": _pure(_inline),
     "optimization_barrier": _pure(lambda thread, eqn, *values: list(values)),
     **dict.fromkeys(("set_max_registers_p", "debug_print", "print_layout", "delay", "async_prefetch"), _pure(lambda *_: [])),
 }  # fmt: skip

@@ -64,10 +64,19 @@ class Thread(Actor):
 
 
 @dataclass(eq=False)
+class NamedBarrier:
+    """A barrier of two warpgroups, one that waits and one that only arrives. completed: how often both have arrived."""
+
+    arrived_threads: set[int] = field(default_factory=set)
+    completed: int = 0
+
+
+@dataclass(eq=False)
 class Block:
     """A CUDA block: the allocations of its threads, and where they met.
 
     scopes: allocations of each visit to a shared run_scoped. arrivals: the clocks of the threads that have reached it.
+    named: the named barriers in use.
     """
 
     where: str
@@ -75,6 +84,18 @@ class Block:
     shared: list[MemoryRef] = field(default_factory=list)
     scopes: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    named: dict[int, NamedBarrier] = field(default_factory=dict)
+
+    def meet(self, number: int, thread: Thread) -> NamedBarrier:
+        """The named barrier of this number, after the arrival of a thread. Raises Fault if the hardware would count it wrongly."""
+        barrier = self.named.setdefault(number, NamedBarrier())
+        if thread.index in barrier.arrived_threads:
+            raise Fault(f"arrives twice at named barrier {number}, which another warpgroup has not reached: the barrier would let go")
+        barrier.arrived_threads.add(thread.index)
+        if len(barrier.arrived_threads) == 2:
+            barrier.arrived_threads.clear()
+            barrier.completed += 1
+        return barrier
 
     def check_done(self) -> None:
         """Raises Fault if copies are in flight at the end of the block."""

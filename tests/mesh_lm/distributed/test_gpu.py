@@ -9,6 +9,7 @@ import pytest
 
 from mesh_lm.distributed.gpu import absent, missing, set_flags, set_memory, visible
 from mesh_lm.errors import ConfigError
+from pallas_kernels import describe_attention
 from sharding_rules.lab.targets import h100
 
 COMPILE_BUDGET = 3
@@ -84,7 +85,7 @@ def test_a_set_that_does_not_exist(driver: Path) -> None:
         set_flags("fast", {}, driver)
 
 
-def test_the_same_bits_every_time(driver: Path, tmp_path: Path) -> None:
+def test_the_same_bits_every_time(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "run" / "autotuning"
     mine = f"--xla_gpu_deterministic_ops=true --xla_gpu_per_fusion_autotune_cache_dir={kept}"
     environment = {"XLA_FLAGS": "--xla_dump_to=here"}
@@ -98,6 +99,10 @@ def test_the_same_bits_every_time(driver: Path, tmp_path: Path) -> None:
     cpu = {"JAX_PLATFORMS": "cpu"}
     assert set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == "" and "XLA_FLAGS" not in cpu
     assert not (tmp_path / "nothing").exists()
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    for flags, fixed in ((mine, True), (OVERLAP, False)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert describe_attention(q, q, q).deterministic is fixed, "our attention kernel follows XLA's flag"
 
 
 def test_the_same_bits_are_refused_where_they_cannot_be_had(driver: Path, tmp_path: Path) -> None:

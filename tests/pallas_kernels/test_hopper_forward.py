@@ -1,0 +1,143 @@
+"""The forward pass alone: its variants against the formula in the interpreter, and the overlap of its machine code."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_formula import assert_close, normal
+
+from pallas_kernels import describe_attention, reference_attention
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.hopper import ForwardTiles, Tiles, Tiling, attention
+from pallas_kernels.attention.hopper import forward as forward_module
+from pallas_kernels.attention.hopper.forward import Overlapped
+from pallas_kernels.attention.hopper.spec import Spec
+from pallas_kernels.dev import machine_code
+from pallas_kernels.dev.autotune import EVERYTHING, Candidate, run, shapes
+from pallas_kernels.dev.interpreter import KernelError, interpreted
+
+COMPILE_BUDGET = 90
+
+VARIANTS = {
+    "named barriers": ForwardTiles(64, 2, named_barriers=True),
+    "three warpgroups": ForwardTiles(64, 2, warpgroups=3),
+    "128 rows": ForwardTiles(64, 2, height=128),
+    "alternating, wide": ForwardTiles(256, 2, overlapped=False),
+}
+SLOW = {
+    "no automatic barriers": ForwardTiles(64, 2, automatic_barriers=False),
+    "three warpgroups, named barriers, 4 slots": ForwardTiles(128, 4, warpgroups=3, named_barriers=True),
+    "alternating": ForwardTiles(64, 3, overlapped=False),
+    "wide": ForwardTiles(192, 2),
+}  # fmt: skip
+PACKED = {"segment_ids": np.sort(np.random.default_rng(1).integers(0, 4, (1, 450))), "window": 120, "softcap": 5.0}
+
+
+def check(tiles: ForwardTiles, S: int, seed: int | None = None, **features: Any) -> None:
+    """Against the formula, with two query heads for each kv head."""
+    q, k, v = (normal(1, S, n, 64, seed=seed).astype(jnp.bfloat16) for n, seed in ((2, 0), (1, 3), (1, 1)))
+    problem = describe_attention(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features)
+    sides = {name: features[name] for name in ("segment_ids",) if name in features}
+    sides |= {"kv_segment_ids": sides["segment_ids"]} if sides else {}
+    with interpreted(seed):
+        call = jax.jit(lambda q, k, v: attention(q, k, v, problem, Tiling(tiles, Tiles(64, 2), Tiles(64, 2)), **sides))
+        found = jax.block_until_ready(call(q, k, v))
+    wanted = jax.jit(functools.partial(reference_attention, **features))(*(np.asarray(x, np.float32) for x in (q, k, v)))
+    assert_close(found, wanted, 0.01)
+    assert_close(found[1], wanted[1], 1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_equal_the_formula(name: str) -> None:
+    check(VARIANTS[name], 450)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", [*VARIANTS, *SLOW])
+def test_variants_equal_the_formula_with_features_and_in_any_order(name: str, seed: int | None) -> None:
+    tiles = (VARIANTS | SLOW)[name]
+    check(tiles, 450, seed, **PACKED)
+    check(tiles, 450, seed, causal=False)
+
+
+def compiled(tiles: ForwardTiles, H: int, V: int, **features: Any) -> machine_code.Loop:
+    """The loop over blocks of keys in the machine code of the forward pass alone."""
+    try:
+        machine_code.tool("nvdisasm")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    B, S = 2, 1536  # complete tiles of every size
+    spec = Spec(S, S, 1 / math.sqrt(H), **features)
+    ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
+    sides: dict[str, Any] = {"q_ids": ids, "k_ids": ids} if spec.segments else {}
+    sides |= {"table": jax.ShapeDtypeStruct((B, S // tiles.rows, 4), jnp.int32)} if spec.segments else {}
+    sides |= {"sinks": jax.ShapeDtypeStruct((4,), jnp.float32)} if spec.sinks else {}
+    candidate = Candidate("forward", (H, V), tiles)
+    [code] = machine_code.machine_code(lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, 4, 2, "bfloat16"))
+    assert code.local_memory == 0
+    [loop] = code.loops
+    return loop
+
+
+def assert_overlapped(loop: machine_code.Loop, tiles: ForwardTiles, H: int) -> None:
+    """QK is waited for with PV in flight, every exponential is computed meanwhile, and nothing else waits for wgmmas."""
+    assert loop.count("HGMMA") == tiles.height // 64 * (H + tiles.block) // 16
+    assert loop.waits == (1, 0)
+    # One for each logit, one for each of the rows that a thread has.
+    assert loop.in_flight("MUFU.EX2") == (1,) * (tiles.height // 64 * (tiles.block // 2 + 2))
+    assert loop.count("LDL", "STL") == 0
+    assert loop.count("BAR") == (2 if tiles.named_barriers else 0)
+
+
+@pytest.mark.deviceless
+def test_the_softmax_overlaps_with_the_matmul_in_the_machine_code() -> None:
+    tiles = tuning.entries()[2].tiling.forward
+    assert_overlapped(compiled(tiles, 128, 128), tiles, 128)
+
+
+@pytest.mark.deviceless
+def test_without_the_overlap_nothing_is_in_flight_during_the_softmax() -> None:
+    """What the test above would see if ptxas undid it: this schedule waits for each product before it goes on."""
+    tiles = ForwardTiles(128, 2, overlapped=False)
+    loop = compiled(tiles, 128, 128, causal=False)
+    assert loop.waits == (0, 0) and set(loop.in_flight("MUFU.EX2")) == {0}
+    with pytest.raises(AssertionError):
+        assert_overlapped(loop, tiles, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.parametrize("features", [{}, {"causal": False}, EVERYTHING], ids=["causal", "full", "everything"])
+@pytest.mark.parametrize("number", range(len(tuning.entries())))
+def test_every_entry_of_the_table_overlaps(number: int, features: dict[str, Any]) -> None:
+    row = tuning.entries()[number]
+    tiles = row.tiling.forward
+    loop = compiled(tiles, *row.head_dims, **features)
+    assert_overlapped(loop, tiles, row.head_dims[0])
+    assert set(loop.in_flight("MUFU.TANH")) == ({1} if "softcap" in features else set())
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_named_barriers_replace_those_in_shared_memory() -> None:
+    tiles = ForwardTiles(128, 2, named_barriers=True, automatic_barriers=False)
+    assert_overlapped(compiled(tiles, 128, 128, causal=False), tiles, 128)
+
+
+class Impatient(Overlapped):
+    """Lets the other warpgroup issue twice."""
+
+    def pass_turn(self, wg: Any) -> None:
+        super().pass_turn(wg)
+        super().pass_turn(wg)
+
+
+def test_a_named_barrier_that_is_reached_twice_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_module, "Overlapped", Impatient)
+    with pytest.raises(KernelError, match=r"arrives twice at named barrier 8"):
+        check(ForwardTiles(64, 2, named_barriers=True), 256)
