@@ -22,7 +22,7 @@ def wait(number: Any) -> None:
 
 
 def arrive(number: Any) -> None:
-    """Lets the warpgroup that waits, or will wait, at a barrier go on."""
+    """Releases the warpgroup that waits, or will wait, at a barrier."""
     _arrive.bind(number)
 
 
