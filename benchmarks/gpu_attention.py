@@ -11,7 +11,7 @@ from typing import Any
 from gpu_lab import Lab, Table, compiler_there
 from record import Row
 
-WORKER, TORCH = "attention_worker.py", "torch_peers.py"
+WORKER, TORCH, VARIANTS = "attention_worker.py", "torch_peers.py", "attention_variants.py"
 OURS = "mosaic"
 SHAPE = ("mask", "head_dim", "seq", "batch", "heads", "kv_heads")
 """The columns that identify a shape."""
@@ -104,6 +104,15 @@ def autotune(lab: Lab) -> Iterator[Table]:
     if lab.dry_run:
         path.unlink(missing_ok=True)
     yield "Autotuning", rows, note_of(autotune)
+
+
+def variants(lab: Lab) -> Iterator[Table]:
+    """Our forward with every schedule and tile size that compiles well, in turns. differs: the largest difference to the first's result,
+    as a share of the largest number. What is fastest belongs in tuning.json, which `autotune` writes."""
+    shapes = [*HEADLINE, *(row for row in SHAPES if row["head_dim"] == 64 and row["seq"] == 16_384), shape("causal", 128, 4096)]
+    for one in TINY_SHAPES[:1] if lab.dry_run else shapes:
+        rows = lab.run("variants", worker=VARIANTS, shapes=[one], dry_run=lab.dry_run)
+        yield f"Variants of the forward, {one['mask']}, head dim {one['head_dim']}, {one['seq']} tokens", rows, note_of(variants)
 
 
 def lanes(lab: Lab) -> int:

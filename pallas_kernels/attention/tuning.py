@@ -36,6 +36,8 @@ class TuningEntry:
     causal: bool | None = None
     length: int = 0
     """The minimum number of keys."""
+    plain: bool = False
+    """Whether it serves only calls without window, soft cap, segments, sinks, block mask and traced offset."""
 
     def serves(self, problem: AttentionProblem, device: str) -> bool:
         """Whether the entry's conditions hold for a problem on a device."""
@@ -45,6 +47,11 @@ class TuningEntry:
             and self.dtype in (None, problem.dtype)
             and self.causal in (None, problem.causal)
             and problem.k_shape[1] >= self.length
+            and not (self.plain and has_features(problem))
+            and (
+                problem.block_mask is None
+                or not any(problem.block_mask.size % n for n in (self.tiling.forward.rows, self.tiling.forward.block))
+            )
         )
 
     @classmethod
@@ -53,8 +60,14 @@ class TuningEntry:
         fused = FusedTiles(**row["fused"]) if "fused" in row else None
         of_pair = {name: Tiles(**row[name]) for name in ("dq", "dkv")}
         tiling = Tiling(forward=ForwardTiles(**row["forward"]), **of_pair, fused=fused)
-        about = {name: row[name] for name in ("device", "dtype", "causal", "length") if name in row}
+        about = {name: row[name] for name in ("device", "dtype", "causal", "length", "plain") if name in row}
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
+
+
+def has_features(problem: AttentionProblem) -> bool:
+    """Whether a problem has more than a causal mask."""
+    cut = problem.window is not None or problem.block_mask is not None or problem.q_offset is None
+    return cut or problem.softcap is not None or problem.segments or problem.sinks
 
 
 @functools.cache

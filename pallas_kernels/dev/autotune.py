@@ -15,9 +15,10 @@ import dataclasses
 import datetime
 import json
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,22 +53,41 @@ class Candidate:
         return f"{self.kernel} {H}x{V} " + " ".join(f"{name} {value}" for name, value in as_data(self.tiles).items())
 
 
-def candidates() -> Iterator[Candidate]:
-    """All candidates, the more promising ones first."""
+def candidates(kernels: Sequence[Kernel] = KERNELS) -> Iterator[Candidate]:
+    """All candidates, the more promising ones first, each kernel once: slots that memory has no room for make no other kernel."""
     for head_dims in HEAD_DIMS:
-        for kernel in KERNELS:
+        for kernel in kernels:
+            known = set()
             for tiles in tiles_to_try(kernel, head_dims):
-                yield Candidate(kernel, head_dims, tiles)
+                candidate = Candidate(kernel, head_dims, tiles)
+                if (programs := (program(candidate), program(candidate, **EVERYTHING))) not in known:
+                    known.add(programs)
+                    yield candidate
 
 
 def tiles_to_try(kernel: Kernel, head_dims: tuple[int, int]) -> list[Tiles | FusedTiles]:
     """The tiles of a kernel for these head dims, the more promising ones first."""
     blocks = 128, 64  # which divide every block mask's blocks
     if kernel != "fused":
-        return [tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)]
+        usual = [tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)]
+        return [*usual, *forward_variants(head_dims)] if kernel == "forward" else usual
     if head_dims != (64, 64):
         blocks = (64,)  # of wider heads, S^T and dP^T of 128 queries need more registers than there are
     return [FusedTiles(block, stages, add) for block in blocks for add in ADDITIONS for stages in (3, 2, 1)]
+
+
+def forward_variants(head_dims: tuple[int, int]) -> Iterator[ForwardTiles]:
+    """The forward's other schedules, with blocks that fit shared memory, and for narrow heads other sizes."""
+    block = 128 if sum(head_dims) <= 256 else 64
+    for named, automatic in ((True, True), (False, False), (True, False)):
+        yield ForwardTiles(block, 4, named_barriers=named, automatic_barriers=automatic)
+    yield ForwardTiles(block, 4, overlapped=False)
+    if head_dims == (64, 64):
+        for way in ({}, {"named_barriers": True, "automatic_barriers": False}):
+            yield ForwardTiles(128, 4, warpgroups=3, **way)
+            yield ForwardTiles(64, 4, height=128, **way)
+            yield ForwardTiles(192, 3, **way)
+        yield ForwardTiles(256, 2, overlapped=False)
 
 
 def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
@@ -89,6 +109,25 @@ def shapes(candidate: Candidate, S: int, B: int, N: int, K: int, dtype: str) -> 
     return [*matrices, *[jax.ShapeDtypeStruct((B, N, S), jnp.float32)] * 2]
 
 
+def call(candidate: Candidate, dtype: str = "bfloat16", **features: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(a candidate's kernel as a function, the shapes of its arguments): causal with grouped heads, unless `features` of Spec differ."""
+    B, S, N, K = 2, 1536, 4, 2  # complete tiles of every size
+    spec = Spec(S, S, 1 / math.sqrt(candidate.head_dims[0]), **features)
+    sides = {}
+    if spec.segments:
+        ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
+        sides = {"table": jax.ShapeDtypeStruct((B, S // candidate.tiles.rows, 4), jnp.int32), "q_ids": ids, "k_ids": ids}
+    if spec.sinks:
+        sides["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
+    return lambda *x: run(spec, candidate, *x), (sides, *shapes(candidate, S, B, N, K, dtype))
+
+
+def program(candidate: Candidate, **features: Any) -> str:
+    """The traced program of a candidate, which is the same for candidates whose kernels are the same."""
+    fn, arguments = call(candidate, **features)
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*arguments)))
+
+
 def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | None = None, **features: Any) -> tuple[bool, dict[str, Any]]:
     """(whether a candidate passes, its resources). Causal with grouped heads unless `features` of Spec say otherwise.
 
@@ -101,16 +140,9 @@ def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | No
     from pallas_kernels.dev.limits import faults
     from pallas_kernels.dev.resources import resources
 
-    B, S, N, K = 2, 1024, 4, 2
-    spec = Spec(S, S, 1 / math.sqrt(candidate.head_dims[0]), **features)
-    sides = {}
-    if spec.segments:
-        ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
-        sides = {"table": jax.ShapeDtypeStruct((B, S // candidate.tiles.rows, 4), jnp.int32), "q_ids": ids, "k_ids": ids}
-    if spec.sinks:
-        sides["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
+    fn, arguments = call(candidate, dtype, **features)
     try:
-        kernels = resources(lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, N, K, dtype), cache=cache)
+        kernels = resources(fn, *arguments, cache=cache)
     except ValueError as error:
         if "shared memory" not in str(error):
             raise
@@ -124,7 +156,7 @@ def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | No
         "tma": sum(kernel.tma_loads + kernel.tma_stores for kernel in kernels),
         "faults": found,
     }
-    accepted = candidate.kernel == "dkv" and spec.segments
+    accepted = candidate.kernel == "dkv" and features.get("segments")
     return all(accepted and fault.startswith("drained") for fault in found), summary
 
 
@@ -132,16 +164,17 @@ EVERYTHING = {"window": 300, "softcap": 30.0, "segments": True, "sinks": True}
 """All features that need registers and shared memory."""
 
 
-def compile_all(cache: str | None) -> None:
-    """Writes candidates.json, and the entries of tuning.json without a measurement."""
+def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
+    """Writes candidates.json, and the entries of tuning.json without a measurement. kernels: those to compile; other lines stay."""
     lines = []
-    for candidate in candidates():
-        passes, about = compiles_well(candidate, cache=cache)
-        if passes:
-            passes, full = compiles_well(candidate, cache=cache, **EVERYTHING)
-            about = {"plain": about, "everything": full}
-        lines.append({"kernel": candidate.kernel, "head_dims": candidate.head_dims, "passes": passes, **as_data(candidate.tiles), **about})
-        print(f"{candidate}: {'passes' if passes else 'fails'} {about}", flush=True)
+    if set(kernels) != set(KERNELS):
+        others = set(candidates([kernel for kernel in KERNELS if kernel not in kernels]))
+        lines = [line for line in json.loads(CANDIDATES.read_text())["candidates"] if of_line(line) in others]
+    for candidate in candidates(kernels):
+        line = judged(candidate, cache)
+        lines.append(line)
+        print(f"{candidate}: {line}", flush=True)
+    lines.sort(key=lambda line: (HEAD_DIMS.index(tuple(line["head_dims"])), KERNELS.index(line["kernel"])))
     write(CANDIDATES, {"jax": jax.__version__, "candidates": lines})
     rows = [
         {"head_dims": head_dims, **{kernel: as_data(first) for kernel in KERNELS for first in [passing(kernel, head_dims)[0].tiles]}}
@@ -151,14 +184,36 @@ def compile_all(cache: str | None) -> None:
     write(tuning.PATH, {"rows": [*measured, *rows]})
 
 
-def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
-    """The candidates that passed, from candidates.json."""
+def judged(candidate: Candidate, cache: str | None) -> dict[str, Any]:
+    """The line of a candidate in candidates.json.
+
+    passes: whether it does with and without features. Those of the forward that do not may pass without any: `only` then
+    says whether causal or full.
+    """
+    passes, about = compiles_well(candidate, cache=cache)
+    found: dict[str, Any] = about
+    plain = ["causal"] if passes else []
+    if passes:
+        passes, full = compiles_well(candidate, cache=cache, **EVERYTHING)
+        found = {"plain": about, "everything": full}
+    only = {}
+    if candidate.kernel == "forward" and not passes and "error" not in about:
+        plain += ["full"] if compiles_well(candidate, cache=cache, causal=False)[0] else []
+        only = {"only": plain} if plain else {}
+    return {"kernel": candidate.kernel, "head_dims": candidate.head_dims, "passes": passes, **only, **as_data(candidate.tiles), **found}
+
+
+def passing(kernel: Kernel, head_dims: tuple[int, int], plain: str | None = None) -> list[Candidate]:
+    """The candidates that passed, from candidates.json. plain: "causal" or "full" adds those that pass only so, and without features."""
     lines = json.loads(CANDIDATES.read_text())["candidates"]
-    return [
-        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in FIELDS if name in line}))
-        for line in lines
-        if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims
-    ]
+    found = [of_line(line) for line in lines if line["passes"] or plain in line.get("only", ())]
+    return [candidate for candidate in found if (candidate.kernel, candidate.head_dims) == (kernel, tuple(head_dims))]
+
+
+def of_line(line: dict[str, Any]) -> Candidate:
+    """The candidate of a line of candidates.json."""
+    tiles = tiles_of(line["kernel"], **{name: line[name] for name in FIELDS if name in line})
+    return Candidate(line["kernel"], tuple(line["head_dims"]), tiles)
 
 
 FIELDS = tuple({field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)})
@@ -208,43 +263,46 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str
     new: list[dict[str, Any]] = []
     before = json.loads(tuning.PATH.read_text())["rows"]
     for head_dims, causal, length in order(lengths):
-        best: dict[str, Any] = {}
+        timed: dict[str, list[tuple[float, Candidate]]] = {kernel: [] for kernel in KERNELS}
         for kernel in KERNELS:
-            timed = []
-            for candidate in passing(kernel, head_dims):
+            for candidate in passing(kernel, head_dims, "causal" if causal else "full"):
                 if time.monotonic() - started > seconds:
                     return new
-                timed.append((time_of(candidate, length, causal), candidate))
-                print(f"{candidate} causal={causal} length {length}: {timed[-1][0]:.3f} ms", flush=True)
-            best[kernel] = min(timed, key=lambda pair: pair[0])
-        row = {
-            "device": device,
-            "head_dims": head_dims,
-            "causal": causal,
-            "length": 0 if length == min(lengths) else length,
-            **{kernel: as_data(candidate.tiles) for kernel, (_, candidate) in best.items()},
-            "measured": {
-                "date": datetime.date.today().isoformat(),
-                "jax": jax.__version__,
-                "ms": {kernel: round(ms, 4) for kernel, (ms, _) in best.items()},
-            },
-        }
-        new.append(row)
+                timed[kernel].append((time_of(candidate, length, causal), candidate))
+                print(f"{candidate} causal={causal} length {length}: {timed[kernel][-1][0]:.3f} ms", flush=True)
+        general = {kernel: [pair for pair in timed[kernel] if pair[1] in passing(kernel, head_dims)] for kernel in KERNELS}
+        conditions = {"device": device, "head_dims": head_dims, "causal": causal, "length": 0 if length == min(lengths) else length}
+        rows = [{**conditions, **fastest(pairs)} for pairs in (timed, general)]
+        new += rows[1:] if rows[0] == rows[1] else [{"plain": True, **rows[0]}, rows[1]]
         write(tuning.PATH, {"rows": merged(new, before)})
     return new
+
+
+def fastest(timed: dict[str, list[tuple[float, Candidate]]]) -> dict[str, Any]:
+    """The part of an entry of tuning.json that is measured, from the milliseconds of each kernel's candidates."""
+    best = {kernel: min(pairs, key=lambda pair: pair[0]) for kernel, pairs in timed.items()}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "ms": {kernel: round(ms, 4) for kernel, (ms, _) in best.items()},
+    }
+    return {**{kernel: as_data(candidate.tiles) for kernel, (_, candidate) in best.items()}, "measured": about}
 
 
 def merged(new: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of tuning.json: new ones, measured on one device, and older ones that they do not replace."""
 
     def conditions(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row.get("device"), tuple(row["head_dims"]), row.get("causal"), row.get("length", 0)
+        return row.get("device"), tuple(row["head_dims"]), row.get("causal"), row.get("length", 0), row.get("plain", False)
 
     replaced, devices = {conditions(row) for row in new}, {row["device"] for row in new}
     kept = [row for row in before if conditions(row) not in replaced]
     same = [row for row in kept if row.get("device") in devices]
-    # The first entry that matches is used, so longer lengths of a device come first.
-    return [*sorted([*new, *same], key=lambda row: -row.get("length", 0)), *(row for row in kept if row not in same)]
+    # The first entry that matches is used, so longer lengths of a device come first, and what serves fewer calls.
+    return [
+        *sorted([*new, *same], key=lambda row: (-row.get("length", 0), not row.get("plain", False))),
+        *(row for row in kept if row not in same),
+    ]
 
 
 def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int]]:
@@ -272,9 +330,10 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="time the candidates that pass on this machine's GPU")
     parser.add_argument("--seconds", type=float, default=300, help="with --measure: stop after this long (default 300)")
     parser.add_argument("--cache", help="directory that keeps the results of compilations")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="without --measure: those to compile (default all)")
     args = parser.parse_args()
     if not args.measure:
-        compile_all(args.cache)
+        compile_all(args.cache, args.kernels)
         return
     device = jax.local_devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":

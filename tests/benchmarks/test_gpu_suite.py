@@ -13,7 +13,7 @@ from processes import PATIENCE, ROOT
 from rehearsal import rehearsed, suite
 
 PARTS = ["headline", "correct", "peers", "end_to_end", "deviceless", "training", "autotune"]
-BY_NAME = ["losses", "resume", "rerun", "layouts"]
+BY_NAME = ["losses", "resume", "rerun", "layouts", "variants"]
 
 
 @pytest.mark.slow
@@ -32,8 +32,20 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
 
 
+@pytest.mark.slow
+def test_dry_run_of_the_variants(tmp_path: Path) -> None:
+    tables, _ = rehearsed("gpu_suite", tmp_path, ["variants"], "--parts=variants")
+    rows = tables["Variants of the forward, causal, head dim 64, 256 tokens"]
+    assert [row["variant"] for row in rows] == [
+        "block 64 stages 2",
+        "block 64 stages 2 named_barriers True",
+        "block 64 stages 2 height 128",
+    ]
+    assert all(row["differs"] < 0.01 and row["fwd_ms"] > 0 for row in rows)
+
+
 @pytest.mark.exhaustive
-def test_dry_run_of_the_trainers_parts(tmp_path: Path) -> None:
+def test_dry_run_of_the_parts_that_are_run_by_name(tmp_path: Path) -> None:
     tables, _ = rehearsed("gpu_suite", tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
     assert all(tables.values())
     assert {(row["differ_same_program"], row["differ_new_process"]) for row in tables["Bitwise reruns"]} == {(0, 0)}
@@ -52,7 +64,8 @@ def test_unknown_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "worker", ["attention_worker", "device_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite", "gpu_truth"]
+    "worker",
+    ["attention_worker", "attention_variants", "device_worker", "gpu_worker", "multi_gpu_worker", "torch_peers", "gpu_suite", "gpu_truth"],
 )
 def test_where_nothing_is_installed(worker: str) -> None:
     """On a GPU machine this repository is not installed: a file that imports its packages must put them on the path first."""

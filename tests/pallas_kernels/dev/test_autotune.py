@@ -4,24 +4,34 @@ import json
 import shutil
 import types
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import BlockMask, describe_attention
 from pallas_kernels.attention import tuning
+from pallas_kernels.attention.hopper import ForwardTiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 from pallas_kernels.dev import autotune
 
 COMPILE_BUDGET = 0
+
+THREE = autotune.Candidate("forward", (64, 64), ForwardTiles(128, 4, warpgroups=3))
+favoured: list[autotune.Candidate] = []
+"""What is timed as the fastest."""
 
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the table replaces it; each timing advances a fake clock by a second."""
     clock = [0.0]
+    favoured.clear()
 
     def time_of(candidate: autotune.Candidate, length: int, causal: bool) -> float:
         clock[0] += 1
-        return candidate.tiles.block + candidate.tiles.stages
+        return candidate.tiles.block + candidate.tiles.stages - 1000 * (candidate in favoured)
 
     path = tmp_path / "tuning.json"
     shutil.copy(tuning.PATH, path)
@@ -45,6 +55,41 @@ def test_each_shape_gets_its_fastest_tiles_above_those_that_nobody_timed(table: 
         for kernel in autotune.KERNELS:
             tried = [one.tiles for one in autotune.passing(kernel, row["head_dims"])]
             assert row[kernel] == autotune.as_data(min(tried, key=lambda tiles: tiles.block + tiles.stages))
+
+
+def test_tiles_that_have_no_room_for_features_serve_calls_without_them(table: Path) -> None:
+    [only] = (set(autotune.passing("forward", (64, 64), "full")) - set(autotune.passing("forward", (64, 64)))) & {THREE}
+    favoured.append(only)
+    autotune.measure(seconds=1e9)
+    entries = [tuning.TuningEntry.of(row) for row in rows(table)]
+
+    def tiles(**features: Any) -> ForwardTiles:
+        q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
+        problem = describe_attention(q, q, q, platform="gpu", capability=(9, 0), **features)
+        device = jax.local_devices()[0].device_kind
+        return next(entry for entry in entries if entry.serves(problem, device)).tiling.forward
+
+    assert tiles(causal=False) == only.tiles
+    for features in ({}, {"causal": False, "softcap": 3.0}, {"causal": False, "block_mask": BlockMask.strided(4096, size=128, stride=2)}):
+        assert tiles(**features) != only.tiles
+
+
+@pytest.mark.slow
+def test_no_two_candidates_are_the_same_kernel() -> None:
+    """Slots that shared memory has no room for make no other kernel."""
+    found = [
+        one.tiles.stages
+        for one in autotune.candidates(["forward"])
+        if one.head_dims == (256, 256) and one.tiles == autotune.tiles_of("forward", block=64, stages=one.tiles.stages)
+    ]
+    assert found == [4]  # the first of 4, 3 and 2, of which it has room for 2
+
+
+def test_the_file_has_every_candidate_once() -> None:
+    lines = [autotune.of_line(line) for line in json.loads(autotune.CANDIDATES.read_text())["candidates"]]
+    assert len(set(lines)) == len(lines)
+    for one in lines:
+        assert one.tiles in autotune.tiles_to_try(one.kernel, one.head_dims)
 
 
 def test_a_run_cut_short_replaces_only_the_rows_that_it_measured(table: Path) -> None:
