@@ -1,12 +1,14 @@
 """The costs of kernels: exact counts of visible pairs, and the metadata in a compiled program."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import BlockMask
+from pallas_kernels import BlockMask, flash_attention
 from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 
 COMPILE_BUDGET = 0
@@ -44,3 +46,15 @@ def test_the_numbers_are_attributes_of_the_program() -> None:
     text = jax.jit(f).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).as_text()
     assert 'kernel = "attention forward", kernel_bytes = "34", kernel_flops = "12"}' in text
     assert 'kernel = "attention backward", kernel_bytes = "34", kernel_flops = "12", kernel_occupancy = "0.247"}' in text
+
+
+def test_each_kernel_says_how_much_of_the_gpu_its_grid_fills() -> None:
+    """A Llama 3 70B's attention on one of eight tensor-parallel devices: one kv head, and all grids go by query head."""
+    of = {name: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for name, heads in (("q", 8), ("k", 1), ("v", 1))}
+
+    def loss(q, k, v):
+        return flash_attention(q, k, v, implementation="mosaic", platform="gpu", capability=(9, 0)).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*of.values()).lower(lowering_platforms=("cuda",)).as_text()
+    said = dict(re.findall(r'kernel = "flash_attention_(\w+)",.*?kernel_occupancy = "([\d.]+)"', text))
+    assert set(said) == {"forward", "bwd"} and all(float(share) > 0.99 for share in said.values()), said
