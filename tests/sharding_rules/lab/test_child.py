@@ -122,7 +122,7 @@ def test_what_a_log_says(log: list[str], said: str) -> None:
 
 
 def test_a_killed_compiler_ran_out_of_memory() -> None:
-    assert "want of memory" in explain_abort("mine", "XLA's process ended with SIGKILL", [], PROGRAM, NEUTRAL)
+    assert "ran out of memory" in explain_abort("mine", "XLA's process ended with SIGKILL", [], PROGRAM, NEUTRAL)
 
 
 @pytest.mark.deviceless
