@@ -75,11 +75,9 @@ def unsupported_reason(problem: GroupedMatmulProblem) -> str | None:
         f"it needs compute capability 9.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": on_gpu
         and problem.capability != (9, 0),
         f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
-        # TMA's rows are multiples of 16 bytes.
-        f"its widths are multiples of 8 from 64 on, not {problem.d_in} and {problem.d_out}": any(
-            width % 8 or width < 64 for width in (problem.d_in, problem.d_out)
-        ),
-        f"it needs 64 tokens or more, not {problem.tokens}": problem.tokens < 64,
+        # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
+        f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}": problem.d_in % 64 != 0 or problem.d_out % 64 != 0,
+        f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}": problem.tokens % 8 != 0 or problem.tokens < 64,
         f"it is tested with jax {', '.join(k + 'x' for k in KNOWN)}, and this is {jax.__version__}": not jax.__version__.startswith(KNOWN),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None

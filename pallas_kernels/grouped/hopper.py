@@ -40,8 +40,8 @@ from pallas_kernels.grouped.plan import COUNT, FIRST, GROUP, ROWS, STEP, STEPS, 
 def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occupancy: float | None = None) -> Array:
     """x[t] @ w[group of t] for every token t; with `transpose`, times the transpose of that matrix.
 
-    x [T, K] and w [E, K, N], or [E, N, K], have one type of 16 bits; the result is [T, N], and 0 after the last group. T, K and N are at
-    least 64, K and N multiples of 8. occupancy: metadata.
+    x [T, K] and w [E, K, N], or [E, N, K], have one type of 16 bits; the result is [T, N], and 0 after the last group. K and N are
+    multiples of 64, T is one of 8 and at least 64. occupancy: metadata.
     """
     (T, K), N = x.shape, w.shape[1 if transpose else 2]
     table, count = row_table(sizes_E, T, -(-K // STEP))

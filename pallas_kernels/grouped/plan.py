@@ -31,7 +31,7 @@ GROUP, STEPS, FIRST, COUNT = 0, 1, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of one kernel. blocks: persistent blocks of threads, at most one for each SM."""
+    """Sizes of one kernel. blocks: persistent blocks of threads, one for each SM, some of which may find no tile."""
 
     columns: int
     """Of a tile of the result."""
@@ -84,7 +84,7 @@ def plan_of(costs: dict[int, tuple[int, ...]]) -> tuple[Plan, Occupancy]:
         return sum(costs[columns]) * (columns + STARTED) / found[columns].efficiency, -columns
 
     best = min(found, key=time)
-    return Plan(best, max(1, min(SMS, found[best].blocks))), found[best]
+    return Plan(best, SMS), found[best]
 
 
 def plan_rows(sizes: Sequence[int], width: int) -> tuple[Plan, Occupancy]:

@@ -17,7 +17,7 @@ from pallas_kernels.grouped import hopper, plan
 from pallas_kernels.grouped_matmul import choose_grouped_matmul, describe_grouped_matmul
 from sharding_rules.lab.targets import devices
 
-COMPILE_BUDGET = 24
+COMPILE_BUDGET = 30
 
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
 SIZES = {
@@ -26,6 +26,7 @@ SIZES = {
     "one group has all": [0, 200, 0],
     "no token has a group": [0, 0],
     "one group": [200],
+    "a small one before a large one": [20, 180],
 }
 T = 200
 
@@ -70,7 +71,7 @@ def test_xla(name: str, times: int) -> None:
 def test_mosaic(name: str) -> None:
     """Widths that no tile divides, and tiles of different widths, in the forward and the backward pass."""
     with interpreted():
-        check(case(SIZES[name], 264, 72, jnp.bfloat16, spare=1e3), 0.01, **HOPPER)
+        check(case(SIZES[name], 320, 64, jnp.bfloat16, spare=1e3), 0.01, **HOPPER)
 
 
 def test_mosaic_reuses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +92,10 @@ REFUSED = {
     "this GPU has 8.0": {"platform": "gpu", "capability": (8, 0)},
     "this GPU has 10.0": {"platform": "gpu", "capability": (10, 0)},
     "not float32": {"dtype": "float32"},
-    "multiples of 8 from 64 on, not 100 and 2048": {"D": 100},
-    "multiples of 8 from 64 on, not 1024 and 32": {"F": 32},
-    "64 tokens or more, not 63": {"T": 63},
+    "multiples of 64, not 96 and 2048": {"D": 96},
+    "multiples of 64, not 1024 and 32": {"F": 32},
+    "a multiple of 8 from 64 on, not 56": {"T": 56},
+    "a multiple of 8 from 64 on, not 1001": {"T": 1001},
 }
 
 
@@ -148,9 +150,9 @@ def test_memory_does_not_grow_with_groups(implementation: str) -> None:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("D", "F", "E"), [(2048, 1024, 64), (1408, 200, 8)])
+@pytest.mark.parametrize(("D", "F", "E"), [(2048, 1024, 64), (1408, 192, 8)])
 def test_kernels_compile_well(D: int, F: int, E: int, reports: str) -> None:
-    """The second shape has widths that no tile divides, and other tiles."""
+    """The second shape has widths that not every tile divides."""
 
     def both(x, w, sizes):
         y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **HOPPER), x, w)
