@@ -1,8 +1,15 @@
 """The kernel of this project for Hopper, in Pallas for Mosaic GPU (`hopper/`): what it can serve, and its call."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from jax import Array
 
 from pallas_kernels.attention.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention.hopper.differentiable import Tiling
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """Widths of a query's and of a value's head that the kernel has tiles for."""
@@ -40,8 +47,9 @@ def attend(
     kv_segment_ids: Array | None = None,
     q_offset: int | Array = 0,
     sinks: Array | None = None,
+    tiles: Tiling | None = None,
 ) -> tuple[Array, Array]:
-    """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`.
+    """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`; tiles: None means those of the table.
 
     Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32.
     """
@@ -49,4 +57,4 @@ def attend(
     from pallas_kernels.attention.tuning import tiling
 
     sides = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "q_offset": q_offset, "sinks": sinks}
-    return attention(q, k, v, problem, tiling(problem), **sides)
+    return attention(q, k, v, problem, tiles or tiling(problem), **sides)
