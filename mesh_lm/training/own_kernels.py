@@ -52,7 +52,9 @@ def examine(config: TrainConfig, judge: Callable[[Kind], Verdict] = assess) -> E
     Raises ConfigError for a wrong value of the environment variable.
     """
     name = gpu.visible(os.environ)
-    if not name or gpu.capability(name) != HOPPER or getattr(config.model, "attention", "") not in ("auto", "mosaic"):
+    if not name or gpu.capability(name) != HOPPER or not isinstance(config.model, DecoderConfig):
+        return []
+    if config.model.attention not in ("auto", "mosaic"):
         return []
     from pallas_kernels.attention.self_test import kind_of  # here, so that no other platform loads Mosaic
 
@@ -61,9 +63,11 @@ def examine(config: TrainConfig, judge: Callable[[Kind], Verdict] = assess) -> E
     except ValueError as error:
         raise ConfigError(str(error)) from error
     try:
-        ours = [problem for problem in attention_problems(config, "gpu", HOPPER) if "mosaic" not in choose_attention(problem).rejected]
+        problems = [(problem, choose_attention(problem)) for problem in attention_problems(config, "gpu", HOPPER)]
     except ValueError:
         return []  # the config cannot run, which its check reports in the config's words
+    by_name = config.model.attention == "mosaic"  # then an error of its own reports what the kernel cannot serve
+    ours = [problem for problem, choice in problems if choice.name == "mosaic" or (by_name and "mosaic" not in choice.rejected)]
     kinds = list(dict.fromkeys(kind_of(problem, name) for problem in ours))
     slot = ProcessSlot.of(config.launch)
     if testing and (slot is None or slot.index == 0) and any(Store().get(kind) is None for kind in kinds):
@@ -113,5 +117,5 @@ def described(config: TrainConfig, choices: list[Choice], capability: tuple[int,
 
 def _passed_over(choice: Choice) -> list[tuple[str, str]]:
     """The implementations that were preferred to the chosen one, with the reasons against them."""
-    order = ["mosaic", "cudnn", "xla"]
-    return [(name, choice.rejected[name]) for name in order[: order.index(choice.name)] if name in choice.rejected]
+    before = ("mosaic", "cudnn")[: ("mosaic", "cudnn", "xla").index(choice.name)]
+    return [(name, choice.rejected[name]) for name in before if name in choice.rejected]

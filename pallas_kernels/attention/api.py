@@ -14,7 +14,7 @@ from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import AttentionProblem, describe_attention
 from pallas_kernels.trust.verdict import trusted
 
-# In order of preference. The last one serves every valid problem.
+# In order of preference, but see `preferred`. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
 
 
@@ -30,14 +30,19 @@ class Choice:
     rejected: Mapping[str, str]
 
 
+def preferred(problem: AttentionProblem) -> tuple[str, ...]:
+    """The names of IMPLEMENTATIONS, best first: `mosaic` before `cudnn`, unless it has to pad the heads."""
+    return ("cudnn", "mosaic", "xla") if mosaic.pads(problem) else ("mosaic", "cudnn", "xla")
+
+
 def choose_attention(problem: AttentionProblem, *, without: Mapping[str, str] | None = None) -> Choice:
-    """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons against those that cannot. Pure.
+    """The first `preferred` implementation that can serve `problem`, with the reasons against those that cannot. Pure.
 
     Without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
     without: implementations that must not serve it, with reasons; `xla` cannot be among them.
     """
     reasons = {name: implementation.unsupported_reason(problem) for name, implementation in IMPLEMENTATIONS.items()} | dict(without or {})
-    name = next(name for name, reason in reasons.items() if reason is None)
+    name = next(name for name in preferred(problem) if reasons[name] is None)
     return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
 
 

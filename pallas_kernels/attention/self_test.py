@@ -39,6 +39,7 @@ def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
     Lengths, batch and heads are replaced by small ones. With grouped queries there are two shapes, because the backward pass has a grid of
     query heads where there are few blocks, and one of kv heads where there are many.
     """
+    problem = mosaic.as_padded(problem)
     (_, S, N, _), (_, T, K, _), mask = problem.q_shape, problem.k_shape, problem.block_mask
     grouped = N > K
     shapes = [[2, _length(S, 512), _length(T, 512), 8 if grouped else 2, 2]]

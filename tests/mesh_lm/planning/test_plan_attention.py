@@ -37,6 +37,7 @@ def with_model(documents: str = "joined", **changes) -> TrainConfig:
         ("h100", {"documents": "packed"}, {"mosaic"}),
         ("h100", {"dtype": "float32"}, {"xla"}),
         ("h100", {"head_dim": 80}, {"cudnn"}),
+        *[("h100", {"head_dim": width, "documents": "packed"}, {"mosaic"}) for width in (80, 160, 192)],
         ("a100", {}, {"cudnn"}),
         ("a100", {"documents": "packed"}, {"xla"}),
         ("b200", {"softcap": 30.0}, {"xla"}),

@@ -49,7 +49,8 @@ def test_each_kind_of_layer_is_tested_once(hopper: None, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("", {}), ("NVIDIA A100-SXM4-80GB", {}), (H100, {"attention": "xla"}), (H100, {"dtype": "float32"})]
+    ("name", "model"),
+    [("", {}), ("NVIDIA A100-SXM4-80GB", {}), (H100, {"attention": "xla"}), (H100, {"dtype": "float32"}), (H100, {"head_dim": 80})],
 )
 def test_nothing_is_tested_that_the_run_does_not_use(name: str, model: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "visible", lambda environment: name)
