@@ -3,13 +3,14 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
 
 from mesh_lm import distributed
 from mesh_lm.config import DataConfig, TrainConfig, load
 from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError
-from mesh_lm.training import own_kernels
+from mesh_lm.training import loop, own_kernels
 from mesh_lm.training.own_kernels import HOPPER, agree, attention_problems, described, examine
 from pallas_kernels import Choice, choose_attention, choose_trusted_attention
 from pallas_kernels.trust import VARIABLE, Kind, Verdict, verdict
@@ -56,6 +57,26 @@ def test_nothing_is_tested_that_the_run_does_not_use(name: str, model: dict, mon
     monkeypatch.setattr(gpu, "visible", lambda environment: name)
     asked, judge = judging(PASSED)
     assert examine(config(**model), judge) == [] and not asked
+
+
+def test_a_run_tests_them_before_it_uses_a_device_and_then_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Stop(Exception):
+        """Ends the run where it would go on with a mesh."""
+
+    def agreed(config: TrainConfig, examined: list) -> None:
+        happened.append(f"agree on {examined}")
+        raise Stop
+
+    monkeypatch.setattr(distributed, "start", lambda *_, **__: happened.append("start"))
+    monkeypatch.setattr(own_kernels, "examine", lambda config: happened.append("examine") or ["verdicts"])
+    monkeypatch.setattr(jax, "device_count", lambda: happened.append("devices") or 1)
+    monkeypatch.setattr(own_kernels, "agree", agreed)
+    with pytest.raises(Stop):
+        loop.train(load("gpt_tiny"))
+    assert [happened[0], happened[1], happened[-1]] == ["start", "examine", "agree on ['verdicts']"]
+    assert "devices" in happened[2:-1]
 
 
 def test_a_config_that_cannot_run_is_left_to_its_check(hopper: None) -> None:

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -45,6 +46,8 @@ def check(facts, say):
     if FAULT == "no memory":
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes")
     if FAULT == "slow start":
+        if "pid" in facts:
+            Path(facts["pid"]).write_text(str(os.getpid()))
         time.sleep(600)
     return self_test.faults(facts, say, partial(planted, q_chunk=64, kv_chunk=64))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -78,6 +79,24 @@ def test_a_planted_fault_is_found_in_a_process_of_its_own(fault: str, limits: di
     found, _ = trial(fault, **limits)(small())
     assert found.status == status and found.reason.startswith(reason), found
     assert time.monotonic() - began < 100, "a hanging test was not ended"
+
+
+def test_a_test_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
+    """A kernel that hangs must not hold the GPU of a run that was killed."""
+    code = (
+        "import sys; from pallas_kernels.trust import Kind, Trial; "
+        "Trial((sys.executable, sys.argv[1], 'slow start'))(Kind.of('attention', {'pid': sys.argv[2]}))"
+    )
+    run, pid = subprocess.Popen([sys.executable, "-c", code, str(PLANTED), str(tmp_path / "pid")]), tmp_path / "pid"
+    until = time.monotonic() + 60
+    while not (pid.is_file() and pid.read_text()) and time.monotonic() < until:
+        time.sleep(0.1)
+    run.kill()
+    run.wait()
+    status = Path("/proc") / pid.read_text() / "status"
+    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert time.monotonic() < until, "the test is still running"
 
 
 def test_a_command_that_is_not_there_says_nothing_of_the_kernel() -> None:
