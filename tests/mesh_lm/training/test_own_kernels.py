@@ -63,7 +63,7 @@ def test_a_run_tests_them_before_it_uses_a_device_and_then_agrees(monkeypatch: p
     happened: list[str] = []
 
     class Stop(Exception):
-        """Ends the run where it would go on with a mesh."""
+        """Ends the run before it makes its mesh."""
 
     def agreed(config: TrainConfig, examined: list) -> None:
         happened.append(f"agree on {examined}")
