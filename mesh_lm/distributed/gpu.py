@@ -36,15 +36,19 @@ def set_flags(
         raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
     if not (name := visible(environment, driver)):
         return ""
-    capability = next((value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None)
-    lines = []
-    if chosen != "none" and capability is None:
+    known_as, lines = capability(name), []
+    if chosen != "none" and known_as is None:
         lines.append(f"XLA flags: none, because none are vetted for {name}")
-    elif capability and chosen != "none" and (added := _add(flags.xla_flags(chosen, capability, pipeline), environment)):
+    elif known_as and chosen != "none" and (added := _add(flags.xla_flags(chosen, known_as, pipeline), environment)):
         lines.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
     if deterministic and (added := _add(_deterministic_flags(deterministic, environment), environment)):
         lines.append(f"XLA flags for determinism (launch.deterministic): {added}")
     return "\n".join(lines)
+
+
+def capability(name: str) -> tuple[int, int] | None:
+    """Returns the compute capability of a GPU by the driver's name for it; None if the name is not known here."""
+    return next((value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None)
 
 
 def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> str:

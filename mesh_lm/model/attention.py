@@ -81,7 +81,9 @@ class Attention(nnx.Module):
         heads_by, kv_by = (shard.axes_for(name) for name in ("heads", "kv_heads"))
         group = config.n_heads // config.kv_heads
 
-        device = shard.mesh.devices.flat[0]  # may not belong to this process: --plan compiles without GPUs
+        device = shard.mesh.devices.flat[0]
+        # --plan compiles for GPUs that are not here. On those that are, our kernels are tested before their first use.
+        target = {} if device in jax.devices() else {"platform": device.platform, "capability": capability_of(device)}
         local = config.n_heads // shard.n_shards(heads_by)
         if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
             raise ShardingRuleError(
@@ -98,7 +100,7 @@ class Attention(nnx.Module):
                 return flash_attention(
                     q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
                     sinks=sinks, q_offset=0 if start is None else start, implementation=implementation,
-                    platform=device.platform, capability=capability_of(device),
+                    **target,
                 )  # fmt: skip
             except Unsupported as error:
                 raise ConfigError(f"model.attention={config.attention}: {error}") from error

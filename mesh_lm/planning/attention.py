@@ -39,6 +39,8 @@ def report_facts(config: TrainConfig, report: Report, target: str) -> tuple[tupl
     text = "; ".join(dict.fromkeys(_calls(report))) or "xla, no kernel"
     if getattr(with_compilable_attention(config, target).model, "attention", "") != wanted:
         text += f": cuDNN is not installed here; the run will use {' and '.join(sorted(attention_implementations(config, target)))}"
+    if "mosaic" in attention_implementations(config, target):
+        text += "; own kernel, self-tested at first use"
     return (("attention", text),)
 
 

@@ -29,7 +29,7 @@ from mesh_lm.parallel.engine import batch_sharding, evaluate
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, weights_of
 from mesh_lm.state.initial import fresh_state, init_state
-from mesh_lm.training import elastic
+from mesh_lm.training import elastic, own_kernels
 from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.monitor import Monitor
@@ -60,7 +60,9 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
+    examined = own_kernels.examine(config)
     config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
+    own_kernels.agree(config, examined)
 
     # 2. Mesh and rules, bound into the one object through which the model uses sharding. Only shapes and shardings; nothing is allocated.
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)

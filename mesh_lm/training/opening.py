@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.dataset import Dataset
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import ModelLayout
-from pallas_kernels import capability_of, choose_attention, describe_attention
+from mesh_lm.training import own_kernels
+from pallas_kernels import capability_of, choose_attention, choose_trusted_attention
 
 _MANY = 10.0
 """Epochs from which a model rather learns its data by heart."""
@@ -28,8 +28,10 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
         + (": the same text again and again; more of it, or fewer steps, would teach a model more" if epochs >= _MANY else ""),
     ]
     capability = capability_of(device) if device.platform == "gpu" else None
-    if names := attention_implementations(config, device.platform, capability):
-        lines.append(f"attention: {' and '.join(sorted(names))} (model.attention={getattr(config.model, 'attention', '')})")
+    automatic = getattr(config.model, "attention", "") == "auto"
+    problems = own_kernels.attention_problems(config, device.platform, capability) if automatic else []
+    choices = [choose_trusted_attention(problem) for problem in problems]
+    lines += own_kernels.described(config, choices, capability) if choices or not automatic else []
     return lines
 
 
@@ -46,9 +48,4 @@ def attention_implementations(config: TrainConfig, platform: str, capability: tu
     model, wanted = config.model, getattr(config.model, "attention", "")
     if wanted != "auto" or not isinstance(model, DecoderConfig):
         return {wanted} if wanted else set()
-    S = model.seq_len
-    q, k = (jax.ShapeDtypeStruct((1, S, heads, model.d_head), jnp.dtype(model.dtype)) for heads in (model.n_heads, model.kv_heads))
-    ids = None if config.data.documents == "joined" else jax.ShapeDtypeStruct((1, S), jnp.int32)
-    sinks = jax.ShapeDtypeStruct((model.n_heads,), jnp.float32) if model.sinks else None
-    on = {"platform": platform, "capability": capability, "softcap": model.softcap or None, "segment_ids": ids, "sinks": sinks}
-    return {choose_attention(describe_attention(q, k, k, window=window, **on)).name for window in model.windows()}
+    return {choose_attention(problem).name for problem in own_kernels.attention_problems(config, platform, capability)}

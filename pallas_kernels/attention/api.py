@@ -12,8 +12,9 @@ from jax import Array
 from pallas_kernels.attention import cudnn, mosaic, xla
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import AttentionProblem, describe_attention
+from pallas_kernels.trust.verdict import trusted
 
-# In order of preference. The last one serves every valid problem.
+# In order of preference, but see `preferred`. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
 
 
@@ -29,14 +30,34 @@ class Choice:
     rejected: Mapping[str, str]
 
 
-def choose_attention(problem: AttentionProblem) -> Choice:
-    """The first of IMPLEMENTATIONS that can serve `problem`, with the reasons against those that cannot. Pure.
+def preferred(problem: AttentionProblem) -> tuple[str, ...]:
+    """The names of IMPLEMENTATIONS, best first: `mosaic` before `cudnn`, unless it has to pad the heads."""
+    return ("cudnn", "mosaic", "xla") if mosaic.pads(problem) else ("mosaic", "cudnn", "xla")
+
+
+def choose_attention(problem: AttentionProblem, *, without: Mapping[str, str] | None = None) -> Choice:
+    """The first `preferred` implementation that can serve `problem`, with the reasons against those that cannot. Pure.
 
     Without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))` with `jax.ShapeDtypeStruct`s.
+    without: implementations that must not serve it, with reasons; `xla` cannot be among them.
     """
-    reasons = {name: implementation.unsupported_reason(problem) for name, implementation in IMPLEMENTATIONS.items()}
-    name = next(name for name, reason in reasons.items() if reason is None)
+    reasons = {name: implementation.unsupported_reason(problem) for name, implementation in IMPLEMENTATIONS.items()} | dict(without or {})
+    name = next(name for name in preferred(problem) if reasons[name] is None)
     return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def choose_trusted_attention(problem: AttentionProblem) -> Choice:
+    """The implementation that serves `problem` on this process's GPUs: as `choose_attention`, but `mosaic` only if it passed its self-test.
+
+    The first call for a kind of problem may run that self-test (`pallas_kernels.trust`), which takes about a minute.
+    """
+    choice = choose_attention(problem)
+    if choice.name != "mosaic":
+        return choice
+    from pallas_kernels.attention.self_test import kind_of  # here, so that no other platform loads Mosaic
+
+    verdict = trusted(kind_of(problem))
+    return choice if verdict.passed else choose_attention(problem, without={"mosaic": verdict.reason})
 
 
 class Features(TypedDict, total=False):
@@ -87,8 +108,8 @@ def flash_attention(
       deterministic: the gradients have the same bits in every run on the same device. `mosaic` then adds in a fixed order,
         with seven matmuls in its backward pass instead of five; `xla` always does; `cudnn` does what XLA's flag says. None:
         whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
-      implementation: None lets `choose_attention` decide.
-      platform, capability: as in `describe_attention`.
+      implementation: None lets `choose_attention` decide, and `choose_trusted_attention` on this process's own GPUs.
+      platform, capability: as in `describe_attention`. If both are None, the call is for this process's own devices.
 
     Returns:
       out [B, S, N, Hv] in q's dtype; with `return_lse` also the log-sum-exp of all logits of a query, its sink included,
@@ -106,7 +127,8 @@ def flash_attention(
     )  # fmt: skip
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    choice = choose_attention(problem)
+    here = implementation is None and platform is None and capability is None
+    choice = choose_trusted_attention(problem) if here else choose_attention(problem)
     name = implementation or choice.name
     if name in choice.rejected:
         raise Unsupported(f"flash_attention: implementation={name!r} cannot serve this call: {choice.rejected[name]}")

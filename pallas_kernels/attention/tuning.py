@@ -57,7 +57,7 @@ class TuningEntry:
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
         """An entry from the file's JSON."""
-        fused = FusedTiles(**row["fused"]) if "fused" in row else None
+        fused = FusedTiles(**row["fused"]) if row.get("fused") else None
         of_pair = {name: Tiles(**row[name]) for name in ("dq", "dkv")}
         tiling = Tiling(forward=ForwardTiles(**row["forward"]), **of_pair, fused=fused)
         about = {name: row[name] for name in ("device", "dtype", "causal", "length", "plain") if name in row}

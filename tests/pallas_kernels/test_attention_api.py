@@ -1,6 +1,7 @@
 """The public function: the choice of an implementation, the reasons against others, and errors for wrong arguments."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels
-from pallas_kernels import AttentionProblem, BlockMask, Unsupported, capability_of, choose_attention, describe_attention, flash_attention
-from pallas_kernels.attention.api import IMPLEMENTATIONS
+from pallas_kernels import (
+    AttentionProblem,
+    BlockMask,
+    Unsupported,
+    capability_of,
+    choose_attention,
+    describe_attention,
+    flash_attention,
+    reference_attention,
+)
+from pallas_kernels.attention import mosaic
+from pallas_kernels.attention.api import IMPLEMENTATIONS, preferred
 
-COMPILE_BUDGET = 0
+COMPILE_BUDGET = 5
 
 
 def shapes(S: int = 256, T: int = 256, N: int = 8, K: int = 2, H: int = 64, Hv: int | None = None, B: int = 2, dtype="bfloat16"):
@@ -71,7 +82,9 @@ def test_choice_is_the_first_that_can_and_names_the_reasons_of_the_rest(problem:
     assert choice == choose_attention(problem)
     assert choice.name not in choice.rejected
     assert all(reason for reason in choice.rejected.values())
-    before = list(IMPLEMENTATIONS)[: list(IMPLEMENTATIONS).index(choice.name)]
+    order = preferred(problem)
+    assert sorted(order) == sorted(IMPLEMENTATIONS)
+    before = order[: order.index(choice.name)]
     assert set(before) <= set(choice.rejected)
 
 
@@ -96,12 +109,46 @@ def test_cudnn_serves_exactly_what_it_can(problem: AttentionProblem) -> None:
 @given(problems)
 def test_mosaic_serves_exactly_what_it_can(problem: AttentionProblem) -> None:
     widths = (problem.q_shape[3], problem.v_shape[3])
-    can = (
-        (problem.platform, problem.capability) == ("gpu", (9, 0))
-        and problem.dtype in ("bfloat16", "float16")
-        and widths in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
-    )
-    assert (choose_attention(problem).name == "mosaic") == can
+    can = (problem.platform, problem.capability) == ("gpu", (9, 0)) and problem.dtype in ("bfloat16", "float16") and max(widths) <= 256
+    choice = choose_attention(problem)
+    assert ("mosaic" not in choice.rejected) == can
+    exact = widths in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+    assert (choice.name == "mosaic") == (can and (exact or "cudnn" in choice.rejected)), "cudnn needs no padding"
+
+
+@pytest.mark.parametrize(
+    ("widths", "padded"),
+    [
+        ((80, 80), (96, 96)),
+        ((64, 64),) * 2,
+        ((160, 160), (256, 256)),
+        ((192, 192), (256, 256)),
+        ((160, 96), (192, 128)),
+        ((20, 64), (64, 64)),
+    ],
+)
+def test_heads_are_padded_to_the_narrowest_that_the_kernel_has(widths: tuple[int, int], padded: tuple[int, int]) -> None:
+    assert mosaic.padded_head_dims(*widths) == padded
+
+
+def test_padded_heads_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the formula in place of the kernel, which sees wide heads."""
+    seen = []
+
+    def kernel(q, k, v, problem, tiling, **sides):
+        seen.append((q.shape, v.shape, problem.q_shape, problem.v_shape))
+        out, lse = reference_attention(q, k, v, scale=problem.scale, **sides)
+        return out.astype(q.dtype), lse
+
+    monkeypatch.setattr("pallas_kernels.attention.hopper.attention", kernel)
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((1, 64, 2, width)), jnp.bfloat16) for width in (80, 80, 72)]
+    on = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
+    out, lse = jax.jit(partial(flash_attention, return_lse=True, **on))(*arrays)
+    wanted = jax.jit(reference_attention)(*arrays)
+    assert seen == [((1, 64, 2, 96), (1, 64, 2, 96)) * 2] and out.shape == (1, 64, 2, 72)
+    np.testing.assert_allclose(out.astype(np.float32), wanted[0], atol=0.02)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-4)
 
 
 class Device:
@@ -123,13 +170,13 @@ def test_capability_of_a_device(device: Device, capability: tuple[int, int]) -> 
         ({"platform": "cpu"}, "needs a Hopper GPU, and the platform is cpu$"),
         ({"capability": (8, 0)}, "needs compute capability 9.0, and this GPU has 8.0$"),
         ({"capability": (10, 0)}, "this GPU has 10.0$"),
-        ({}, "head dims are 64, 96, 128, 192 with values of 128, 256, not 80 with values of 80$"),
+        ({}, "head dims are at most 256, not 264 with values of 264$"),
         ({"block_mask": BlockMask.sliding(256, size=192, blocks=1)}, "block masks come in multiples of 128, not 192"),
     ],
 )
 def test_mosaic_says_why_it_cannot(kwargs: dict, reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
-        flash_attention(*shapes(H=64 if kwargs else 80), implementation="mosaic", **{"platform": "gpu", "capability": (9, 0)} | kwargs)
+        flash_attention(*shapes(H=64 if kwargs else 264), implementation="mosaic", **{"platform": "gpu", "capability": (9, 0)} | kwargs)
 
 
 @pytest.mark.parametrize(

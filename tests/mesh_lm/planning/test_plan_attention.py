@@ -37,6 +37,7 @@ def with_model(documents: str = "joined", **changes) -> TrainConfig:
         ("h100", {"documents": "packed"}, {"mosaic"}),
         ("h100", {"dtype": "float32"}, {"xla"}),
         ("h100", {"head_dim": 80}, {"cudnn"}),
+        *[("h100", {"head_dim": width, "documents": "packed"}, {"mosaic"}) for width in (80, 160, 192)],
         ("a100", {}, {"cudnn"}),
         ("a100", {"documents": "packed"}, {"xla"}),
         ("b200", {"softcap": 30.0}, {"xla"}),
@@ -54,7 +55,7 @@ def test_what_cannot_be_compiled_here_is_compiled_as_xla(monkeypatch: pytest.Mon
     assert with_compilable_attention(config, "a100").model.attention == "xla"
     report = lab_report.report()
     assert report_facts(config, report, "a100") == (("attention", "xla, no kernel: cuDNN is not installed here; the run will use cudnn"),)
-    assert report_facts(config, report, "h100") == (("attention", "xla, no kernel"),)
+    assert report_facts(config, report, "h100") == (("attention", "xla, no kernel; own kernel, self-tested at first use"),)
     monkeypatch.setattr("mesh_lm.planning.attention._installed", lambda *_: True)
     assert with_compilable_attention(config, "a100") is config
 
@@ -69,7 +70,8 @@ def test_a_line_says_the_kernel_and_what_it_sees() -> None:
         ("mosaic_gpu_v2: norm", ("bf16[8,8]",), where),
     )
     said = report_facts(with_model(attention="mosaic"), lab_report.report(kernels=kernels), "h100")
-    assert said == (("attention", "mosaic kernel, q [1, 2048, 12, 128] k [1, 2048, 4, 128] on each device"),)
+    shapes = "mosaic kernel, q [1, 2048, 12, 128] k [1, 2048, 4, 128] on each device"
+    assert said == (("attention", f"{shapes}; own kernel, self-tested at first use"),)
 
 
 @functools.cache
@@ -104,7 +106,8 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
     gathered = [shape for one in report.select("all-gather") for shape in one.shapes if shape.endswith(",64]") and "1024," in shape]
     assert not gathered
     assert not [finding for finding in lint(report, config.rules) if finding.severity == "error"]
-    assert report_facts(config, report, "h100")[0][1] == f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
+    seen = f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
+    assert report_facts(config, report, "h100")[0][1] == f"{seen}; own kernel, self-tested at first use"
 
 
 @pytest.mark.slow
