@@ -15,9 +15,11 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,8 @@ from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 
 Kernel = Literal["forward", "dq", "dkv", "fused"]
+Case = tuple[tuple[int, int], bool, int]
+"""Head dims, whether causal, length."""
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv", "fused")
 CANDIDATES = Path(__file__).with_name("candidates.json")
 LENGTHS = (2048, 16384)
@@ -152,13 +156,17 @@ def compile_all(cache: str | None) -> None:
 
 
 def passing(kernel: Kernel, head_dims: tuple[int, int]) -> list[Candidate]:
-    """The candidates that passed, from candidates.json."""
-    lines = json.loads(CANDIDATES.read_text())["candidates"]
-    return [
-        Candidate(kernel, head_dims, tiles_of(kernel, **{name: line[name] for name in FIELDS if name in line}))
-        for line in lines
-        if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims
-    ]
+    """The candidates that passed, from candidates.json.
+
+    Where memory limits the stages, several candidates are the same kernel. Only the first of them is in the list.
+    """
+    found: dict[str, Candidate] = {}
+    for line in json.loads(CANDIDATES.read_text())["candidates"]:
+        if line["passes"] and line["kernel"] == kernel and tuple(line["head_dims"]) == head_dims:
+            fields = {name: line[name] for name in FIELDS if name in line}
+            same = json.dumps([line["plain"], line["everything"], {name: x for name, x in fields.items() if name != "stages"}])
+            found.setdefault(same, Candidate(kernel, head_dims, tiles_of(kernel, **fields)))
+    return list(found.values())
 
 
 FIELDS = tuple({field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)})
@@ -199,29 +207,41 @@ def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls
     return 1e3 * statistics.median(times)
 
 
-def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[Case] | None = None) -> list[dict[str, Any]]:
     """Times every candidate that passed on this process's GPU, for at most `seconds`. Returns entries for tuning.json, and writes them.
 
-    An entry replaces an older one of the same device and shape; all others stay.
+    cases: what to time; None: all head dims and both masks, at these lengths. The candidates of a case compile in parallel, and are timed
+    when all have. One that does not compile or run here is left out, with a line that says so. An entry replaces an older one of the same
+    device and shape; all others stay.
     """
     device, started = jax.local_devices()[0].device_kind, time.monotonic()
     new: list[dict[str, Any]] = []
     before = json.loads(tuning.PATH.read_text())["rows"]
-    for head_dims, causal, length in order(lengths):
+    cases = list(order(lengths)) if cases is None else cases
+    shortest = min(length for _, _, length in cases)
+    for head_dims, causal, length in cases:
+        if time.monotonic() - started > seconds:
+            return new
         best: dict[str, Any] = {}
+        programs = compiled([one for kernel in KERNELS for one in passing(kernel, head_dims)], length, causal)
         for kernel in KERNELS:
             timed = []
             for candidate in passing(kernel, head_dims):
                 if time.monotonic() - started > seconds:
                     return new
-                timed.append((time_of(candidate, length, causal), candidate))
-                print(f"{candidate} causal={causal} length {length}: {timed[-1][0]:.3f} ms", flush=True)
+                try:
+                    timed.append((time_of(candidate, length, causal, programs[candidate]), candidate))
+                    print(f"{candidate} causal={causal} length {length}: {timed[-1][0]:.3f} ms", flush=True)
+                except Exception as error:
+                    print(f"{candidate} causal={causal} length {length}: {type(error).__name__}: {error}"[:300], flush=True)
+            if not timed:
+                return new
             best[kernel] = min(timed, key=lambda pair: pair[0])
         row = {
             "device": device,
             "head_dims": head_dims,
             "causal": causal,
-            "length": 0 if length == min(lengths) else length,
+            "length": 0 if length == shortest else length,
             **{kernel: as_data(candidate.tiles) for kernel, (_, candidate) in best.items()},
             "measured": {
                 "date": datetime.date.today().isoformat(),
@@ -255,15 +275,28 @@ def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int
                 yield head_dims, causal, length
 
 
-def time_of(candidate: Candidate, length: int, causal: bool) -> float:
-    """The milliseconds of a kernel on random data."""
-    H, V = candidate.head_dims
-    N, B = max(1, 2048 // V), max(1, 32768 // length)
-    spec = Spec(length, length, 1 / math.sqrt(H), causal=causal)
-    wanted = shapes(candidate, length, B, N, N, "bfloat16")
+def arguments(candidate: Candidate, length: int) -> list[jax.ShapeDtypeStruct]:
+    """The shapes that a candidate is timed at, as of `shapes`."""
+    N, B = max(1, 2048 // candidate.head_dims[1]), max(1, 32768 // length)
+    return shapes(candidate, length, B, N, N, "bfloat16")
+
+
+def compiled(candidates: Sequence[Candidate], length: int, causal: bool) -> dict[Candidate, Future[Any]]:
+    """The kernels at a length, compiled for this process's GPU in parallel. All are done, or failed."""
+
+    def program(candidate: Candidate) -> Any:
+        spec = Spec(length, length, 1 / math.sqrt(candidate.head_dims[0]), causal=causal)
+        return jax.jit(lambda *x: run(spec, candidate, {}, *x)).lower(*arguments(candidate, length)).compile()
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        return {candidate: pool.submit(program, candidate) for candidate in candidates}
+
+
+def time_of(candidate: Candidate, length: int, causal: bool, program: Future[Any]) -> float:
+    """The milliseconds of a kernel on random data. program: of `compiled`, whose errors it raises."""
+    wanted = arguments(candidate, length)
     keys = jax.random.split(jax.random.key(0), len(wanted))
-    arrays = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)]
-    return milliseconds(jax.jit(lambda *x: run(spec, candidate, {}, *x)), *arrays)
+    return milliseconds(program.result(), *(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)))
 
 
 def main() -> None:

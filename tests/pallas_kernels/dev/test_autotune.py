@@ -5,13 +5,14 @@ import shutil
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 from pallas_kernels.dev import autotune
 
-COMPILE_BUDGET = 0
+COMPILE_BUDGET = 8
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the table replaces it; each timing advances a fake clock by a second."""
     clock = [0.0]
 
-    def time_of(candidate: autotune.Candidate, length: int, causal: bool) -> float:
+    def time_of(candidate: autotune.Candidate, length: int, causal: bool, program: None) -> float:
         clock[0] += 1
         return candidate.tiles.block + candidate.tiles.stages
 
@@ -28,6 +29,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuning, "PATH", path)
     monkeypatch.setattr(autotune, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(autotune, "time_of", time_of)
+    monkeypatch.setattr(autotune, "compiled", lambda candidates, length, causal: dict.fromkeys(candidates))
     return path
 
 
@@ -66,3 +68,41 @@ def test_a_new_row_takes_the_place_of_the_old() -> None:
     new = {**old, "head_dims": (64, 64), "dq": "new"}
     kept = [old | {"head_dims": [96, 96]}, old | {"causal": False}, old | {"device": None}, old | {"length": 5}]
     assert autotune.merged([new], [old, *kept]) == [kept[3], new, kept[0], kept[1], kept[2]]
+
+
+def test_only_the_named_cases_are_timed(table: Path) -> None:
+    found = autotune.measure(seconds=1e9, cases=[((128, 128), False, 16384)])
+    assert [(row["head_dims"], row["causal"], row["length"]) for row in found] == [((128, 128), False, 0)]
+
+
+def test_a_candidate_that_fails_is_left_out(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_of(candidate: autotune.Candidate, length: int, causal: bool, program: None) -> float:
+        if candidate.tiles.block == 128:
+            raise RuntimeError("illegal instruction")
+        return 1.0
+
+    monkeypatch.setattr(autotune, "time_of", time_of)
+    (row,) = autotune.measure(seconds=1e9, cases=[((128, 128), False, 16384)])
+    assert row["forward"]["block"] == 64 and row["dq"]["block"] == 64
+
+
+def test_kernels_that_are_the_same_are_timed_once() -> None:
+    """Three stages and four fill the same shared memory."""
+    tiles = [one.tiles for one in autotune.passing("forward", (128, 128)) if one.tiles.block == 128]
+    assert len(tiles) < 3 and tiles[0].stages == 4
+
+
+def test_candidates_compile_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the kernels compile in the interpreter only, but in the threads that a GPU's would use."""
+    (first, second) = autotune.passing("dq", (64, 64))[:2]
+
+    def run(spec: object, candidate: autotune.Candidate, sides: dict, q: jax.Array, *rest: jax.Array) -> jax.Array:
+        if candidate == second:
+            raise ValueError("no such tiles")
+        return 2 * q
+
+    monkeypatch.setattr(autotune, "run", run)
+    programs = autotune.compiled([first, second], 128, causal=True)
+    assert autotune.time_of(first, 128, True, programs[first]) > 0
+    with pytest.raises(ValueError, match="no such tiles"):
+        autotune.time_of(second, 128, True, programs[second])
