@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ def smoke_of_grouped(dry_run: bool) -> Row:
         return y, *pull(dy)
 
     began = time.perf_counter()
-    found = jax.block_until_ready(jax.jit(lambda *a: products(*a, {"implementation": "mosaic", **HOPPER}))(x, w, dy))
+    found = jax.block_until_ready(jax.jit(partial(products, how={"implementation": "mosaic", **HOPPER}))(x, w, dy))
     seconds = time.perf_counter() - began
-    wanted = jax.jit(lambda *a: products(*a, {"implementation": "xla"}))(*(a.astype(jnp.float32) for a in (x, w, dy)))
+    wanted = jax.jit(partial(products, how={"implementation": "xla"}))(*(a.astype(jnp.float32) for a in (x, w, dy)))
     errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(found, wanted, strict=True)]
     bad = not float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"]
     return {"first_run_s": seconds, "rel": float(np.max(errors))} | ({"error": f"too far from a loop: {errors}"} if bad else {})
