@@ -73,9 +73,9 @@ def peers(lab: Lab) -> Iterator[Table]:
 
 def correct(lab: Lab) -> Iterator[Table]:
     """Compares our attention with the formula in fp32 on random data: rel_x is |x - reference| / |reference| of result and gradients.
-    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. Of the backward pass with
-    deterministic=True and the one without, the larger error. reruns_differ: the number of results that differ in any bit in three more
-    runs with deterministic=True."""
+    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. The errors of gradients are the larger
+    ones of the backward passes with deterministic=True and without. reruns_differ: the number of results that differ in any bit in three
+    more runs with deterministic=True."""
     names = CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
     how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run, "reruns": 1 if lab.dry_run else 3}
     table = {"title": "Correctness", "note": note_of(correct)}

@@ -103,7 +103,7 @@ def grouped(lab: Lab) -> Iterator[Table]:
          "least": DENSE, "ours": row[f"{way}_ratio"], "met": row[f"{way}_ratio"] >= DENSE}
         for row in rows if row.get("chosen") for way in ("fwd", "bwd")
     ]  # fmt: skip
-    yield "Goals of the grouped matmul", goals, "Of the implementation that a model takes; shares of the dense matmul's rate."
+    yield "Goals of the grouped matmul", goals, "Shares of the dense matmul's rate, for the implementation that a model takes."
 
 
 # Under NVIDIA's tools.

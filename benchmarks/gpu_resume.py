@@ -1,6 +1,6 @@
 """What an earlier run of a GPU suite measured in the same directory, so that a later run need not measure it again.
 
-Complete parts are taken over with their tables. Of a part that was cut short, the rows without an error are. Both only if the device, the
+Complete parts are taken over with their tables, incomplete parts with their rows that have no error. Both require that the device, the
 versions and the kernels' source are the same.
 """
 
