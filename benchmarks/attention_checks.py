@@ -28,11 +28,13 @@ def compared(case: Case, dry_run: bool, reruns: int) -> Row:
     wanted = _values(lambda **x: reference_attention(**{**static, **x}), case, exact, still, weights)
 
     def ours(deterministic: bool) -> Callable[..., dict[str, jax.Array]]:
-        return _jitted(lambda **x: _door(case, **{**static, **x, **there}, implementation="mosaic", deterministic=deterministic), case)
+        return with_gradients(
+            lambda **x: _door(case, **{**static, **x, **there}, implementation="mosaic", deterministic=deterministic), case
+        )
 
     fixed = ours(deterministic=True)
     runs = [fixed(moving, still, weights) for _ in range(1 + reruns)]
-    errors, others = (_errors(found, wanted) for found in (runs[0], ours(deterministic=False)(moving, still, weights)))
+    errors, others = (array_errors(found, wanted) for found in (runs[0], ours(deterministic=False)(moving, still, weights)))
     errors = {name: float(np.maximum(error, others[name])) for name, error in errors.items()}  # nan if either is
     row: Row = {"dtype": case.dtype}
     try:
@@ -61,7 +63,7 @@ def _door(case: Case, **keywords: Any) -> tuple[jax.Array, jax.Array | None]:
     return flash_attention(**keywords, return_lse=True) if case.lse else (flash_attention(**keywords), None)
 
 
-def _jitted(attend: Callable[..., tuple[jax.Array, jax.Array | None]], case: Case) -> Callable[..., dict[str, jax.Array]]:
+def with_gradients(attend: Callable[..., tuple[jax.Array, jax.Array | None]], case: Case) -> Callable[..., dict[str, jax.Array]]:
     """Returns (arrays with gradients, the others, weights) -> out, lse if the case has it, and gradients of a loss of both."""
 
     def loss(moving: dict[str, jax.Array], still: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
@@ -81,10 +83,10 @@ def _jitted(attend: Callable[..., tuple[jax.Array, jax.Array | None]], case: Cas
 
 
 def _values(attend: Callable[..., Any], case: Case, *arrays: Any) -> dict[str, jax.Array]:
-    return _jitted(attend, case)(*arrays)
+    return with_gradients(attend, case)(*arrays)
 
 
-def _errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[str, float]:
+def array_errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[str, float]:
     return {name: relative(np.asarray(found[name], np.float32), np.asarray(x, np.float32)) for name, x in wanted.items()}
 
 
@@ -100,4 +102,4 @@ def _cudnn_errors(case: Case, static: dict[str, Any], moving: Any, still: Any, w
     """Returns cuDNN's errors by array; empty if it does not support the case."""
     if "cudnn" in choose_attention(describe_attention(**moving, **{**static, **still}, return_lse=case.lse)).rejected:
         return {}
-    return _errors(_values(lambda **x: _door(case, **{**static, **x}, implementation="cudnn"), case, moving, still, weights), wanted)
+    return array_errors(_values(lambda **x: _door(case, **{**static, **x}, implementation="cudnn"), case, moving, still, weights), wanted)

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 
 import jax
+from attention_variants import VARIANTS, variant_attention
 from record import Row
 
 from pallas_kernels import flash_attention
@@ -33,8 +34,10 @@ def forward_only(peer: str, mask: str) -> bool:
 def attention(peer: str, static: Row, dry_run: bool = False) -> Callable[..., jax.Array]:
     """Returns f(q, k, v, **arrays) of a peer: mosaic, cudnn and xla by our own API, mgpu (jax's example, without softmax scale), tokamax.
 
-    static: keywords of `flash_attention` that are not arrays.
+    Also one of our kernels' variants, by its name in attention_variants.py. static: keywords of `flash_attention` that are not arrays.
     """
+    if peer in VARIANTS:
+        return variant_attention(peer, static)
     if peer == "mgpu":
         return _mgpu(static["causal"])
     if peer == "tokamax":

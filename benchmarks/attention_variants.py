@@ -1,74 +1,84 @@
-"""Variants of our forward against each other, in a process of its own: python benchmarks/attention_variants.py variants '{...}'
+"""Variants of our attention kernels that only a GPU can rank, as functions of the same arrays. Importing this file does not import JAX.
 
-Needs jax and numpy. Results are printed as in gpu_worker.py.
+A variant of the forward states its tiles, of those in candidates.json that compile without spills. A variant of the backward changes the
+tiles that the table names for a shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from attention_cases import forward_flops, timed_case
-from attention_worker import interpreting
-from gpu_lock import measuring
 from record import Row
-from worker import emit, rounds, serve
 
-from pallas_kernels import describe_attention
-from pallas_kernels.attention import tuning
-from pallas_kernels.attention.hopper import ForwardTiles, attention
-from pallas_kernels.dev.autotune import as_data, passing
-
-DRY = (ForwardTiles(64, 2), ForwardTiles(64, 2, named_barriers=True), ForwardTiles(64, 2, height=128))
+if TYPE_CHECKING:
+    import jax
 
 
-def variants(shapes: list[Row], dry_run: bool) -> None:
-    """Times the forward with every schedule and tile size that compiles well, in turns. differs: its largest difference to the first's
-    result, as a share of the largest number: another order of sums, so some roundings.
-    """
-    for shape in shapes:
-        case = timed_case(shape, "bfloat16", tiny=dry_run)
-        keys = jax.random.split(jax.random.key(case.S), 3)
-        q, k, v = (
-            jax.random.normal(key, (case.B, case.S, n, case.H), jnp.bfloat16) for key, n in zip(keys, (case.N, case.K, case.K), strict=True)
-        )
-        plain = "causal" if case.static["causal"] else "full"
-        tried = (
-            DRY if dry_run else [one.tiles for one in passing("forward", (case.H, case.H), plain) if isinstance(one.tiles, ForwardTiles)]
-        )
-        with interpreting(dry_run), ThreadPoolExecutor(8) as pool:
-            build = partial(_built, q, k, v, case.static)
-            started: list[Any] = [partial(build, tiles) if dry_run else pool.submit(build, tiles).result for tiles in tried]
-            calls: dict[str, Callable[[], jax.Array]] = {}
-            for tiles, result in zip(tried, started, strict=True):
-                name = " ".join(f"{field} {value}" for field, value in as_data(tiles).items())
-                try:
-                    calls[name] = partial(result(), q, k, v)
-                    calls[name]().block_until_ready()
-                except Exception as error:
-                    emit(**shape, variant=name, error=f"{type(error).__name__}: {error}"[:600])
-                    calls.pop(name, None)
-            with measuring():
-                times = rounds(calls, 1 if dry_run else 0)
-            first = next(iter(calls.values()))().astype(jnp.float32)
-            for name, call in calls.items():
-                differs = float(jnp.abs(call().astype(jnp.float32) - first).max() / jnp.abs(first).max())
-                ms, tflops = 1e3 * times[name].median, forward_flops(case, None) / times[name].median / 1e12
-                wrong = {} if differs < 0.01 else {"error": f"differs from the first by {differs:.1e}"}
-                emit(**shape, variant=name, fwd_ms=ms, fwd_tflops=tflops, fwd_spread=times[name].spread, differs=differs, **wrong)
+class Variant(NamedTuple):
+    """A variant of one kernel. The others have the tiles of the table."""
+
+    kernel: str = ""
+    """forward or fused; empty: none has other tiles."""
+    tiles: Row = {}  # noqa: RUF012 - never changed
+    """All tiles of the forward, or what differs from the table's tiles of the fused backward."""
+    head_dims: tuple[int, ...] = (64, 128)
+    masks: tuple[str, ...] = ("causal", "full")
+    """The masks for which it compiles without spills."""
 
 
-def _built(q: jax.Array, k: jax.Array, v: jax.Array, static: Row, tiles: ForwardTiles) -> Callable[..., jax.Array]:
-    """The forward with these tiles, compiled."""
-    problem = describe_attention(q, k, v, platform="gpu", capability=(9, 0), **static)
-    with_tiles = dataclasses.replace(tuning.tiling(problem), forward=tiles)
-    return jax.jit(lambda q, k, v: attention(q, k, v, problem, with_tiles)[0]).lower(q, k, v).compile()
+USUAL: Row = {"block": 128, "stages": 4}
+TALL: Row = {"block": 64, "stages": 4, "height": 128}
+WIDE: Row = {"block": 192, "stages": 3}
+NAMED: Row = {"named_barriers": True, "automatic_barriers": False}
+NARROW = (64,)
+
+VARIANTS = {
+    "bwd red": Variant("fused", {"add": "red"}),
+    "bwd tma": Variant("fused", {"add": "tma"}),
+    "bwd pair": Variant(),
+    "fwd as tuned": Variant(),
+    "fwd overlapped": Variant("forward", USUAL),
+    "fwd alternating": Variant("forward", USUAL | {"overlapped": False}),
+    "fwd named barriers": Variant("forward", USUAL | {"named_barriers": True}),
+    "fwd no automatic barriers": Variant("forward", USUAL | {"automatic_barriers": False}),
+    "fwd named barriers alone": Variant("forward", USUAL | NAMED),
+    "fwd 3 warpgroups": Variant("forward", USUAL | {"warpgroups": 3}, NARROW, ("full",)),
+    "fwd 3 warpgroups, named barriers alone": Variant("forward", USUAL | {"warpgroups": 3} | NAMED, NARROW, ("full",)),
+    "fwd 128 rows": Variant("forward", TALL, NARROW),
+    "fwd 128 rows, named barriers alone": Variant("forward", TALL | NAMED, NARROW),
+    "fwd blocks of 192": Variant("forward", WIDE, NARROW),
+    "fwd blocks of 192, named barriers alone": Variant("forward", WIDE | NAMED, NARROW),
+    "fwd blocks of 256, alternating": Variant("forward", {"block": 256, "stages": 2, "overlapped": False}, NARROW),
+}
+"""Name, which begins with the direction -> variant. The pair of backward kernels has a fixed order of sums."""
 
 
-if __name__ == "__main__":
-    serve({"variants": variants})
+def names_for(head_dim: int, mask: str) -> list[str]:
+    """Returns the variants for a head dim and a mask, in the order of the table."""
+    return [name for name, variant in VARIANTS.items() if head_dim in variant.head_dims and mask in variant.masks]
+
+
+def variant_attention(name: str, static: Row) -> Callable[..., jax.Array]:
+    """Returns f(q, k, v, **arrays) of a variant, for a Hopper GPU or the interpreter. static: as in `attention_peers.attention`."""
+    kernel, changes, *_ = VARIANTS[name]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, **arrays: jax.Array) -> jax.Array:
+        from pallas_kernels import describe_attention
+        from pallas_kernels.attention.hopper import ForwardTiles, attention  # Mosaic needs a GPU's packages
+        from pallas_kernels.attention.tuning import tiling
+
+        features: Row = {**static, **arrays, "platform": "gpu", "capability": (9, 0), "deterministic": name == "bwd pair"}
+        problem = describe_attention(q, k, v, **features)
+        tiles: Any = tiling(problem)
+        if kernel == "forward":
+            tiles = dataclasses.replace(tiles, forward=ForwardTiles(**changes))
+        elif kernel == "fused":
+            tiles = dataclasses.replace(tiles, fused=dataclasses.replace(tiles.fused, **changes))
+        sides: Row = {side: x for side, x in arrays.items() if side in ("q_offset", "sinks")}
+        if (ids := arrays.get("segment_ids")) is not None:
+            sides |= {"segment_ids": ids, "kv_segment_ids": arrays.get("kv_segment_ids", ids)}
+        return attention(q, k, v, problem, tiles, **sides)[0]
+
+    return attend

@@ -6,9 +6,7 @@ Needs jax and numpy. Results are printed as in gpu_worker.py. After a CUDA error
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from attention_checks import TOLERANCES, compared, relative
 from gpu_lab import RESTART
 from gpu_lock import compiling, measuring
 from record import Row
+from tuned import use_tuned
 from worker import emit, rounds, serve
 
 from pallas_kernels import flash_attention, reference_attention
@@ -129,7 +128,7 @@ def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
 
 
 def speed(variants: list[Row], dry_run: bool) -> None:
-    """Times each variant, which is a shape and a peer."""
+    """Times each variant, which is a shape and a peer, and perhaps a way, fwd or bwd; else both."""
 
     def measure(variant: Row) -> Row:
         with interpreting(dry_run):
@@ -137,7 +136,7 @@ def speed(variants: list[Row], dry_run: bool) -> None:
             with compiling() if variant["peer"] == "xla" else contextlib.nullcontext():
                 timed = Timed(variant["peer"], variant, dry_run)
             with measuring():
-                return timed.row(rounds(timed.warm(), 1 if dry_run else 0))
+                return timed.row(rounds(timed.warm(variant.get("way", "")), 1 if dry_run else 0))
 
     emit_each(variants, measure, lambda variant: "error" if variant["peer"] == peers.OURS else "unserved")
 
@@ -328,31 +327,6 @@ def load(path: str, tiny: bool) -> None:
     emit(**row, rel_difference=max(errors), **({"error": f"differs from the program compiled here by {max(errors):.1e}"} if bad else {}))
 
 
-def autotune(seconds: float, table: str, dry_run: bool) -> None:
-    """Runs `pallas_kernels.dev.autotune.measure` for `seconds`, and writes its table of tiles to the path `table`.
-
-    dry_run: times no candidate.
-    """
-    try:
-        tuner: Any = importlib.import_module("pallas_kernels.dev.autotune")
-        tuning: Any = importlib.import_module("pallas_kernels.attention.tuning")
-    except ImportError as error:
-        emit(autotune=f"not available: {error}")
-        return
-    if not tuner.CANDIDATES.exists():
-        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")
-        return
-    shutil.copy(tuning.PATH, table)
-    tuning.PATH = Path(table)  # a benchmark must not change the package's own table
-    with measuring():
-        rows = tuner.measure(0 if dry_run else seconds)
-    emit(autotune=f"{len(rows)} shapes measured", table=Path(table).name)
-    for row in rows:
-        tiles = {kernel: " ".join(f"{name} {n}" for name, n in row[kernel].items()) for kernel in tuner.KERNELS}
-        about = {name: row[name] for name in ("device", "causal", "length")}
-        times = {f"{name}_ms": ms for name, ms in row["measured"]["ms"].items()}
-        emit(head_dims=" ".join(map(str, row["head_dims"])), **about, **tiles, **times)
-
-
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (plan, headline, speed, smoke, cases, correct, deviceless, load, autotune)})
+    use_tuned()
+    serve({f.__name__: f for f in (plan, headline, speed, smoke, cases, correct, deviceless, load)})

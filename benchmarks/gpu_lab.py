@@ -20,7 +20,9 @@ from typing import Any
 
 from gpu_lock import VARIABLE
 from gpu_power import Power
+from gpu_resume import Earlier
 from record import ROOT, Record, Row, options, versions
+from tuned import VARIABLE as TUNED
 
 Table = tuple[str, list[Row], str]
 """Title, rows, note."""
@@ -48,7 +50,7 @@ class Lab:
         self.implementations = ["xla", "auto"]
         self.device: Row = {}
         self.output = directory
-        """The directory of the results."""
+        """The directory of the results. If it has a tuning.json, every process takes its tiles from that."""
         self.found: dict[str, Any] = {}
         """Values that a part passes on to later parts."""
         self.power = Power()
@@ -56,6 +58,8 @@ class Lab:
         """Environment variables added to those of every process."""
         self.progress: Callable[[str, list[Row], str], None] = lambda *table: None
         """Receives a table that is not complete yet, so that its rows survive the loss of the machine."""
+        self.known: Callable[[str, Row], Row | None] = lambda title, variant: None
+        """The row of a variant that an earlier run measured, by the table's title."""
         self.n = itertools.count(1)
         self._telling = threading.Lock()
 
@@ -107,13 +111,18 @@ class Lab:
         return rows
 
     def spread(
-        self, task: str, variants: Sequence[Row], *, lanes: int, title: str, note: str = "", before: Sequence[Row] = (), **how: Any
-    ) -> list[Row]:
+        self, task: str, variants: Sequence[Row], *, lanes: int, title: str, note: str = "", before: Sequence[Row] = (),
+        alone: bool = False, **how: Any,
+    ) -> list[Row]:  # fmt: skip
         """As `each`, in several processes, which compile in parallel and measure one at a time (gpu_lock).
 
         They take variants in turn, so that the first ones are done first. title, note: the table that grows with each row; before: rows
-        that it already has. The rows are in the order of the variants.
+        that it already has. alone: each variant has a process of its own. The rows are in the order of the variants, after those that an
+        earlier run measured.
         """
+        measured = [self.known(title, variant) for variant in variants]
+        variants = [variant for variant, row in zip(variants, measured, strict=True) if row is None]
+        before = [*before, *(earlier := [row for row in measured if row is not None])]
         lanes = min(lanes, len(variants)) or 1
         found: list[list[Row]] = [[] for _ in range(lanes)]
 
@@ -121,16 +130,20 @@ class Lab:
             return [row for group in itertools.zip_longest(*found) for row in group if row is not None]
 
         def lane(i: int) -> None:
-            def tell(rows: list[Row]) -> None:
-                with self._telling:
-                    found[i] = rows
-                    self.progress(title, [*before, *so_far()], note)
+            mine = list(variants[i::lanes])
+            for some in [[variant] for variant in mine] if alone else [mine]:
+                done = found[i]
 
-            found[i] = self.each(task, list(variants[i::lanes]), tell=tell, **how)
+                def tell(rows: list[Row], done: list[Row] = done) -> None:
+                    with self._telling:
+                        found[i] = [*done, *rows]
+                        self.progress(title, [*before, *so_far()], note)
+
+                found[i] = [*done, *self.each(task, some, tell=tell, **how)]
 
         with ThreadPoolExecutor(lanes) as pool:
             list(pool.map(lane, range(lanes)))
-        return so_far()
+        return [*earlier, *so_far()]
 
     def _wait(
         self, process: subprocess.Popen[bytes], out: Path, patience: float = math.inf, more: Callable[[], None] = lambda: None
@@ -148,7 +161,7 @@ class Lab:
                 if self.left() < 0:
                     return "stopped at the time limit"
                 if time.monotonic() - since > patience:
-                    return f"nothing for {patience:g} s, stopped"
+                    return f"hangs: nothing for {patience:g} s, stopped"
                 time.sleep(0.05)
             return f"exit status {process.returncode}" if process.returncode else ""
         finally:
@@ -172,11 +185,13 @@ class Lab:
         self.logs[f"{problem} ({len(self.logs) + 1})"] = log[-4000:]
 
     def start(
-        self, task: str, *, flags: str = "", platform: str = "", cache: str = "", worker: str = "", hidden: bool = False, **arguments: Any
-    ) -> tuple[subprocess.Popen[bytes], Path, Path]:
+        self, task: str, *, flags: str = "", platform: str = "", cache: str = "", worker: str = "", hidden: bool = False,
+        under: Sequence[str] = (), **arguments: Any,
+    ) -> tuple[subprocess.Popen[bytes], Path, Path]:  # fmt: skip
         """Starts a task. Returns (process, its stdout, its stderr).
 
         worker: another file of this directory; torch_peers.py runs with the Python that TORCH_PYTHON names, if any. hidden: hides the GPU.
+        under: a command that runs the process, such as a profiler's.
 
         flags: added to XLA_FLAGS. platform: JAX_PLATFORMS. cache: name of a compilation cache, shared by processes that give the same name;
         "tuned" also keeps the fastest matmul algorithms; empty: none.
@@ -195,10 +210,12 @@ class Lab:
             environment["JAX_PLATFORMS"] = platform
         environment |= {VARIABLE: str(self.directory / "gpu"), **self.environment}
         environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # has ptxas, if no wheel does
+        if (table := self.output / "tuning.json").exists():
+            environment[TUNED] = str(table.resolve())
         if hidden:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
-        command = [python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
+        command = [*under, python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
@@ -236,11 +253,12 @@ def probed(lab: Lab, rehearsal: str) -> Row | int:
 
 
 def measure(
-    name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float, finish: Callable[[Record], None] | None = None
-) -> int:
+    name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float,
+    finish: Callable[[Record], None] | None = None, resume: bool = False,
+) -> int:  # fmt: skip
     """Runs all parts, and writes the results under this name after each. Returns the exit status, 1 if a part had a problem.
 
-    finish: called with all tables, before they are written for the last time.
+    finish: called with all tables, before they are written for the last time. resume: take over what an earlier run measured.
     """
     driver, installed = nvidia_driver(), versions()
     many = f"{lab.devices} x " if lab.devices > 1 else ""
@@ -248,24 +266,37 @@ def measure(
     kind = f"{many}{device['device_kind']} {packages} driver{driver}"
     record = Record(name, output, kind=kind, device=device, driver=driver)
     summary: list[Row] = []
+    earlier = Earlier(output / f"{name}.parts.json", kind, resume)
 
     def progress(title: str, rows: list[Row], note: str) -> None:
         record.table(title, rows, note, show=False)
         record.write()
+        earlier.progress(title, rows)
 
-    lab.deadline, lab.device, lab.output, lab.progress = began, device, output, progress
+    lab.deadline, lab.device, lab.output, lab.progress, lab.known = began, device, output, progress, earlier.row
+    for part in earlier.parts.values():
+        summary.append(part["summary"])
+        lab.found |= part["found"]
+        for title, table in part["tables"].items():
+            record.table(title, table["rows"], table["note"], show=False)
     for part in parts:
+        if part.run.__name__ in earlier.parts:
+            continue
+        tables: dict[str, Any] = {}
         start, lab.problems, lab.left_out = time.monotonic(), [], []
         lab.deadline += part.seconds
         try:
             for table in part.run(lab):
                 record.table(*table)
                 record.write()
+                tables[table[0]] = {"rows": table[1], "note": table[2]}
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
         seconds, status = round(time.monotonic() - start, 1), "FAILED" if lab.problems else "ok"
         status_columns = {"problems": "; ".join(lab.problems)} | ({"left_out": "; ".join(lab.left_out)} if lab.left_out else {})
         summary.append({"part": part.run.__name__, "status": status, "seconds": seconds, **status_columns})
+        if not lab.problems and not any("no time left" in reason for reason in lab.left_out):
+            earlier.complete(part.run.__name__, summary[-1], tables, lab.found)
         record.table("Parts", summary)
         record.data |= {"not_needed_but_imported": sorted(lab.modules), "logs": lab.logs}
         record.write()
@@ -288,6 +319,7 @@ def suite(
     parser = options(description, quick="--dry-run", quick_help="the same on a CPU, with tiny shapes, as a rehearsal")
     names = [part.run.__name__ for part in (*parts, *by_name)]
     parser.add_argument("--parts", default="", help=f"which, with commas: {', '.join(names)} (default: up to {parts[-1].run.__name__})")
+    parser.add_argument("--resume", action="store_true", help="take over what an earlier run measured with the same --output")
     parser.add_argument("--seconds", type=float, default=0.0, help="time for the parts in all, shared out as usual (default: theirs)")
     arguments = parser.parse_args()
     chosen = arguments.parts.split(",") if arguments.parts else [part.run.__name__ for part in parts]
@@ -305,7 +337,7 @@ def suite(
             lab.implementations = sorted(device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name))
         with lab.power:
             scaled = [Part(part.run, part.seconds * scale) for part in picked]
-            return measure(f"{name}{'-dry-run' * lab.dry_run}", scaled, lab, device, arguments.output, began, finish)
+            return measure(f"{name}{'-dry-run' * lab.dry_run}", scaled, lab, device, arguments.output, began, finish, arguments.resume)
 
 
 def compiler_there() -> bool:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from gpu_lock import compiling, measuring
 from record import Row
+from tuned import use_tuned
 from worker import emit, reported, serve
 
 from mesh_lm.config import TrainConfig
@@ -282,4 +283,5 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
 
 
 if __name__ == "__main__":
+    use_tuned()
     serve({f.__name__: f for f in (shapes, prefix, speed, predicted, stepped, losses, rerun, train)})

@@ -15,10 +15,12 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 
 Kernel = Literal["forward", "dq", "dkv", "fused"]
+Case = tuple[tuple[int, int], bool, int]
+"""Head dims, whether causal, length."""
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv", "fused")
 CANDIDATES = Path(__file__).with_name("candidates.json")
 LENGTHS = (2048, 16384)
@@ -254,24 +258,35 @@ def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls
     return 1e3 * statistics.median(times)
 
 
-def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[Case] | None = None) -> list[dict[str, Any]]:
     """Times every candidate that passed on this process's GPU, for at most `seconds`. Returns entries for tuning.json, and writes them.
 
-    An entry replaces an older one of the same device and shape; all others stay.
+    cases: what to time; None: all head dims and both masks, at these lengths. The candidates of a case compile in parallel, and are timed
+    when all have. One that does not compile or run here is left out, with a line that says so. An entry replaces an older one of the same
+    device and shape; all others stay.
     """
     device, started = jax.local_devices()[0].device_kind, time.monotonic()
     new: list[dict[str, Any]] = []
     before = json.loads(tuning.PATH.read_text())["rows"]
-    for head_dims, causal, length in order(lengths):
+    cases = list(order(lengths)) if cases is None else cases
+    shortest = min(length for _, _, length in cases)
+    for head_dims, causal, length in cases:
         timed: dict[str, list[tuple[float, Candidate]]] = {kernel: [] for kernel in KERNELS}
-        for kernel in KERNELS:
-            for candidate in passing(kernel, head_dims, "causal" if causal else "full"):
-                if time.monotonic() - started > seconds:
-                    return new
-                timed[kernel].append((time_of(candidate, length, causal), candidate))
-                print(f"{candidate} causal={causal} length {length}: {timed[kernel][-1][0]:.3f} ms", flush=True)
+        plain = "causal" if causal else "full"
+        programs = compiled([one for kernel in KERNELS for one in passing(kernel, head_dims, plain)], length, causal)
+        for candidate, program in programs.items():
+            if time.monotonic() - started > seconds:
+                return new
+            about = f"{candidate} causal={causal} length {length}"
+            try:
+                timed[candidate.kernel].append((time_of(candidate, length, causal, program), candidate))
+                print(f"{about}: {timed[candidate.kernel][-1][0]:.3f} ms", flush=True)
+            except Exception as error:
+                print(f"{about}: {type(error).__name__}: {error}"[:300], flush=True)
         general = {kernel: [pair for pair in timed[kernel] if pair[1] in passing(kernel, head_dims)] for kernel in KERNELS}
-        conditions = {"device": device, "head_dims": head_dims, "causal": causal, "length": 0 if length == min(lengths) else length}
+        if not all(general.values()):
+            return new
+        conditions = {"device": device, "head_dims": head_dims, "causal": causal, "length": 0 if length == shortest else length}
         rows = [{**conditions, **fastest(pairs)} for pairs in (timed, general)]
         new += rows[1:] if rows[0] == rows[1] else [{"plain": True, **rows[0]}, rows[1]]
         write(tuning.PATH, {"rows": merged(new, before)})
@@ -313,15 +328,28 @@ def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int
                 yield head_dims, causal, length
 
 
-def time_of(candidate: Candidate, length: int, causal: bool) -> float:
-    """The milliseconds of a kernel on random data."""
-    H, V = candidate.head_dims
-    N, B = max(1, 2048 // V), max(1, 32768 // length)
-    spec = Spec(length, length, 1 / math.sqrt(H), causal=causal)
-    wanted = shapes(candidate, length, B, N, N, "bfloat16")
+def arguments(candidate: Candidate, length: int) -> list[jax.ShapeDtypeStruct]:
+    """The shapes that a candidate is timed at, as of `shapes`."""
+    N, B = max(1, 2048 // candidate.head_dims[1]), max(1, 32768 // length)
+    return shapes(candidate, length, B, N, N, "bfloat16")
+
+
+def compiled(candidates: Sequence[Candidate], length: int, causal: bool) -> dict[Candidate, Future[Any]]:
+    """The kernels at a length, compiled for this process's GPU in parallel. All are done, or failed."""
+
+    def program(candidate: Candidate) -> Any:
+        spec = Spec(length, length, 1 / math.sqrt(candidate.head_dims[0]), causal=causal)
+        return jax.jit(lambda *x: run(spec, candidate, {}, *x)).lower(*arguments(candidate, length)).compile()
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        return {candidate: pool.submit(program, candidate) for candidate in candidates}
+
+
+def time_of(candidate: Candidate, length: int, causal: bool, program: Future[Any]) -> float:
+    """The milliseconds of a kernel on random data. program: of `compiled`, whose errors it raises."""
+    wanted = arguments(candidate, length)
     keys = jax.random.split(jax.random.key(0), len(wanted))
-    arrays = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)]
-    return milliseconds(jax.jit(lambda *x: run(spec, candidate, {}, *x)), *arrays)
+    return milliseconds(program.result(), *(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)))
 
 
 def main() -> None:

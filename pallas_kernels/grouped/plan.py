@@ -34,7 +34,7 @@ class Plan:
     """Sizes of one kernel. blocks: persistent blocks of threads, one for each SM, some of which may find no tile."""
 
     columns: int
-    """Of a tile of the result."""
+    """Columns of a tile of the result."""
     blocks: int = SMS
 
     def __post_init__(self) -> None:
@@ -100,9 +100,9 @@ def plan_weights(sizes: Sequence[int], d_in: int, d_out: int) -> tuple[Plan, Occ
 def row_table(sizes_E: Array | np.ndarray, T: int, steps: int) -> tuple[Array, Array]:
     """(int32 [tiles, 6], int32 [1]): the tiles of rows, see `GROUP`, and how many there are; further ones are not valid.
 
-    steps: of the contraction. The tokens after the last group are a group without steps, whose result is 0. Of a group with at least 64
-    rows, the last rows of a tile are computed together with some of the rows before them, twice then, so that a warpgroup has 64; the bits
-    are the same. Only a smaller group has fewer. Tiles with work for both warpgroups come first.
+    steps: of the contraction. The tokens after the last group are a group without steps, whose result is 0. In a group with at
+    least 64 rows, the last rows of a tile are computed together with some of the rows before them, twice then, so that a warpgroup has 64;
+    the bits are the same. Only a smaller group has fewer. Tiles with work for both warpgroups come first.
     """
     E = len(sizes_E)
     sizes = jnp.append(jnp.asarray(sizes_E, jnp.int32), jnp.int32(T) - jnp.asarray(sizes_E, jnp.int32).sum())

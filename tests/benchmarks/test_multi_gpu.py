@@ -161,7 +161,7 @@ def test_a_strategy_that_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> Non
     found = lab.each("task", [{"name": name, "changes": {}} for name in names], patience=3)
     assert [row["name"] for row in found] == names
     assert [row.get("error", "") for row in found] == [lab.problems[0], "", lab.problems[1], ""]
-    assert lab.problems == ["task aborts: exit status -6: terrible", "task hangs: nothing for 3 s, stopped: no message"]
+    assert lab.problems == ["task aborts: exit status -6: terrible", "task hangs: hangs: nothing for 3 s, stopped: no message"]
     lab.deadline = time.monotonic()
     assert lab.each("task", [{"name": "a"}], patience=3) == [] and lab.problems[2:] == ["task: no time left for 1 of 1 variants"]
 

@@ -16,7 +16,7 @@ from pallas_kernels.attention.hopper import ForwardTiles
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 from pallas_kernels.dev import autotune
 
-COMPILE_BUDGET = 0
+COMPILE_BUDGET = 8
 
 THREE = autotune.Candidate("forward", (64, 64), ForwardTiles(128, 4, warpgroups=3))
 favoured: list[autotune.Candidate] = []
@@ -29,7 +29,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     clock = [0.0]
     favoured.clear()
 
-    def time_of(candidate: autotune.Candidate, length: int, causal: bool) -> float:
+    def time_of(candidate: autotune.Candidate, length: int, causal: bool, program: None) -> float:
         clock[0] += 1
         return candidate.tiles.block + candidate.tiles.stages - 1000 * (candidate in favoured)
 
@@ -38,6 +38,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuning, "PATH", path)
     monkeypatch.setattr(autotune, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(autotune, "time_of", time_of)
+    monkeypatch.setattr(autotune, "compiled", lambda candidates, length, causal: dict.fromkeys(candidates))
     return path
 
 
@@ -111,3 +112,36 @@ def test_a_new_row_takes_the_place_of_the_old() -> None:
     new = {**old, "head_dims": (64, 64), "dq": "new"}
     kept = [old | {"head_dims": [96, 96]}, old | {"causal": False}, old | {"device": None}, old | {"length": 5}]
     assert autotune.merged([new], [old, *kept]) == [kept[3], new, kept[0], kept[1], kept[2]]
+
+
+def test_only_the_named_cases_are_timed(table: Path) -> None:
+    found = autotune.measure(seconds=1e9, cases=[((128, 128), False, 16384)])
+    assert [(row["head_dims"], row["causal"], row["length"]) for row in found] == [((128, 128), False, 0)]
+
+
+def test_a_candidate_that_fails_is_left_out(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_of(candidate: autotune.Candidate, length: int, causal: bool, program: None) -> float:
+        if candidate.tiles.block == 128:
+            raise RuntimeError("illegal instruction")
+        return 1.0
+
+    monkeypatch.setattr(autotune, "time_of", time_of)
+    (row,) = autotune.measure(seconds=1e9, cases=[((128, 128), False, 16384)])
+    assert row["forward"]["block"] == 64 and row["dq"]["block"] == 64
+
+
+def test_candidates_compile_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the kernels compile in the interpreter only, but in the threads that a GPU's would use."""
+    (first, second) = autotune.passing("dq", (64, 64))[:2]
+
+    def run(spec: object, candidate: autotune.Candidate, sides: dict, q: jax.Array, *rest: jax.Array) -> jax.Array:
+        if candidate == second:
+            raise ValueError("no such tiles")
+        return 2 * q
+
+    monkeypatch.setattr(autotune, "run", run)
+    monkeypatch.setattr(autotune, "arguments", lambda candidate, length: autotune.shapes(candidate, length, 1, 1, 1, "bfloat16"))
+    programs = autotune.compiled([first, second], 128, causal=True)
+    assert autotune.time_of(first, 128, True, programs[first]) > 0
+    with pytest.raises(ValueError, match="no such tiles"):
+        autotune.time_of(second, 128, True, programs[second])

@@ -1,0 +1,254 @@
+"""The parts of gpu_suite.py about our own kernels alone. Each yields tables as soon as they are measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attention_variants import names_for
+from gpu_attention import ALIKE, HEADLINE, TINY_SHAPES, lanes, note_of, shape
+from gpu_lab import Lab, Table
+from record import Row
+
+KERNELS = "kernel_worker.py"
+ATTENTION = "attention_worker.py"
+PATIENCE = 60
+"""Seconds in which a kernel of the smoke part must compile and run. One that takes longer hangs."""
+AB_SHAPES = [*HEADLINE, shape("causal", 64, 16_384), shape("full", 64, 16_384)]
+DRY_VARIANTS = ("bwd red", "bwd tma", "fwd as tuned", "fwd 128 rows, named barriers alone")
+TUNED_SHAPES = [*HEADLINE, *AB_SHAPES[2:], shape("causal", 128, 4096), shape("full", 128, 4096)]
+EXPERTS: tuple[Row, ...] = (
+    {"tokens": 8192, "groups": 64, "d_in": 2048, "d_out": 1408, "spread": 1.5},
+    {"tokens": 32_768, "groups": 8, "d_in": 4096, "d_out": 14_336, "spread": 1.25},
+    {"tokens": 8192, "groups": 64, "d_in": 2048, "d_out": 1408, "spread": 1.0},
+)
+"""Fine-grained experts; those of Mixtral 8x7B; even groups."""
+TINY_EXPERTS: Row = {"tokens": 256, "groups": 4, "d_in": 64, "d_out": 64, "spread": 1.5}
+DENSE = 0.85
+"""The goal of the grouped matmul: the share of the dense matmul's rate at the same FLOPs."""
+
+
+def smoke(lab: Lab) -> Iterator[Table]:
+    """Each kernel for the first time, at a small shape, in a process of its own with 60 s: a kernel that hangs costs itself alone, and is
+    named. rel: the largest |x - formula| / |formula|, in fp32; rerun: the largest difference of a rerun (the fused backward's sums have no
+    fixed order)."""
+    variants = [{"kernel": name} for name in lab.run("kernels", worker=KERNELS, platform="cpu", dry_run=lab.dry_run)[0]["names"]]
+    how: dict[str, Any] = {"patience": 4 * PATIENCE if lab.dry_run else PATIENCE, "reruns": 1 if lab.dry_run else 20, "alone": True}
+    table = {"title": "Smoke", "note": note_of(smoke)}
+    rows = lab.spread("smoke", variants, worker=KERNELS, lanes=min(4, lanes(lab)), dry_run=lab.dry_run, **table, **how)
+    yield table["title"], rows, table["note"]
+
+
+def autotune(lab: Lab) -> Iterator[Table]:
+    """Times candidates for the table of tiles at the headline's shapes. The parts after this one use the table, tuning.json, which is next
+    to these results."""
+    path = lab.output / "tuning.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shapes = [{name: row[name] for name in ("head_dim", "mask", "seq")} for row in TUNED_SHAPES]
+    options: Row = {"seconds": max(1.0, lab.left() - 15), "table": str(path), "shapes": shapes, "dry_run": lab.dry_run}
+    rows = lab.run("autotune", worker=KERNELS, **options)
+    if lab.dry_run:
+        path.unlink(missing_ok=True)
+    yield "Autotuning", rows, note_of(autotune)
+
+
+def variants(lab: Lab) -> Iterator[Table]:
+    """Variants of our kernels beside each other. red and tma: how the fused backward adds dQ, by atomic additions from registers or by a
+    reducing copy; pair: the deterministic backward, seven matmuls. The forward's variants are schedules and tiles that compile without
+    spills. norms: equal data gives equal ones."""
+    shapes = TINY_SHAPES[:1] if lab.dry_run else AB_SHAPES
+    wanted = [row | {"peer": name, "way": name[:3]} for row in shapes for name in names_for(row["head_dim"], row["mask"])]
+    wanted = [row for row in wanted if row["peer"] in DRY_VARIANTS] if lab.dry_run else wanted
+    how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
+    table = {"title": "Variants", "note": note_of(variants)}
+    rows = lab.spread("speed", wanted, worker=ATTENTION, lanes=lanes(lab), **table, **how)
+    yield table["title"], rows, table["note"]
+    lab.problems += odd_norms(rows)
+    yield "Variants, ranked", ranked(rows), "vs_first: its rate over that of the first variant of the same direction and shape."
+
+
+def odd_norms(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each norm in which a variant differs from the first that ran of the same direction and shape."""
+    first: dict[tuple[Any, ...], Row] = {}
+    wrong = []
+    for row in rows:
+        norms = {name: x for name, x in row.items() if name.endswith("_norm")}
+        other = first.setdefault(tuple(row[name] for name in ("mask", "head_dim", "seq", "way")), row) if norms else row
+        for name, x in norms.items():
+            if not abs(x / other[name] - 1) <= ALIKE:
+                about = f"{row['peer']}, {row['mask']} {row['head_dim']} {row['seq']}"
+                wrong.append(f"{about}: {name} is {x:.6g}, of {other['peer']} {other[name]:.6g}")
+    return wrong
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Returns a row for each variant that ran: the fastest first, for each shape and direction."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if rate := row.get(f"{row['way']}_tflops"):
+            about = {name: row[name] for name in ("mask", "head_dim", "seq", "way")}
+            found.setdefault(tuple(about.values()), []).append({**about, "variant": row["peer"], "tflops": rate})
+    for group in found.values():
+        first = group[0]["tflops"]
+        group[:] = sorted(({**row, "vs_first": row["tflops"] / first} for row in group), key=lambda row: -row["tflops"])
+    return [row for group in found.values() for row in group]
+
+
+def grouped(lab: Lab) -> Iterator[Table]:
+    """The grouped matmul of a mixture of experts, bf16, beside a dense matmul of as many tokens and the same FLOPs, in turns. spread: the
+    largest group over the mean. ratio: the dense matmul's time over this one's. chosen: what a model takes. bwd: both gradients."""
+    names = lab.run("implementations", worker=KERNELS, platform="cpu")[0]["names"]
+    shapes = [TINY_EXPERTS] if lab.dry_run else EXPERTS
+    wanted = [row | {"peer": name} for row in shapes for name in names]
+    how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
+    table = {"title": "Grouped matmul", "note": note_of(grouped)}
+    rows = lab.spread("groups", wanted, worker=KERNELS, lanes=lanes(lab), **table, **how)
+    yield table["title"], rows, table["note"]
+    goals = [
+        {"goal": f"grouped {way}, {row['tokens']} tokens, {row['groups']} groups, spread {row['spread']:g}", "peer": row["peer"],
+         "least": DENSE, "ours": row[f"{way}_ratio"], "met": row[f"{way}_ratio"] >= DENSE}
+        for row in rows if row.get("chosen") for way in ("fwd", "bwd")
+    ]  # fmt: skip
+    yield "Goals of the grouped matmul", goals, "Shares of the dense matmul's rate, for the implementation that a model takes."
+
+
+# Under NVIDIA's tools.
+
+SANITIZED = ("memcheck", "synccheck", "racecheck")
+"""Tools of compute-sanitizer, the most important first. It knows little of TMA's asynchronous copies: racecheck may raise false alarms."""
+
+
+def sanitizer(lab: Lab) -> Iterator[Table]:
+    """The smoke part's kernels under NVIDIA's compute-sanitizer, which looks for accesses out of bounds, misused barriers, and races in
+    shared memory. errors: as it counts them; those of racecheck are not counted as problems, because it does not follow TMA's copies."""
+    if not (tool := found_tool("compute-sanitizer")):
+        lab.left_out.append("compute-sanitizer is not installed")
+        return
+    names = lab.run("kernels", worker=KERNELS, platform="cpu", dry_run=lab.dry_run)[0]["names"]
+    rows: list[Row] = []
+    for check in SANITIZED:
+        for name in names:
+            about = {"tool": check, "kernel": name}
+            if known := lab.known("Sanitizer", about):
+                rows.append(known)
+                continue
+            if lab.left() < 10:
+                lab.left_out.append(f"{check} of {name}: no time left")
+                continue
+            rows.append(about | sanitized(lab, [tool, "--tool", check], name))
+            lab.progress("Sanitizer", rows, note_of(sanitizer))
+    yield "Sanitizer", rows, note_of(sanitizer)
+
+
+def sanitized(lab: Lab, command: list[str], kernel: str) -> Row:
+    """Returns the columns of one kernel under one tool."""
+    log = lab.directory / f"sanitizer-{next(lab.n)}.log"
+    under = [*command, "--target-processes", "all", "--print-limit", "3", "--log-file", str(log)]
+    options: Row = {"variants": [{"kernel": kernel}], "dry_run": lab.dry_run, "reruns": 0}
+    ran = lab.run("smoke", worker=KERNELS, under=under, **options)
+    text = log.read_text() if log.exists() else ""
+    total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
+    if not ran or not total:
+        return {"error": f"no result: {' '.join(text.split())[-200:] or 'no message'}"}
+    errors = int(total[1])
+    row: Row = {"errors": errors, "rel": ran[0].get("rel")}
+    if errors:
+        row["first"] = next((line.strip("= ") for line in text.splitlines() if "Invalid" in line or "error" in line.lower()), "")[:200]
+        if command[-1] != "racecheck":
+            lab.problems.append(f"{command[-1]} of {kernel}: {errors} errors, first {row['first']}")
+    return row
+
+
+METRICS = {
+    "ms": "gpu__time_duration.sum",
+    "tensor_active": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "tensor_issued": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    "issue_active": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "shared_memory": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "registers": "launch__registers_per_thread",
+    "local_bytes": "smsp__inst_executed_op_local.sum",
+}
+"""Column -> metric of Nsight Compute; percents of the peak, except ms and registers. Those that an installation lacks are left out."""
+STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active")
+PROFILED = {
+    "fwd": ("mosaic", "flash_attention_forward"),
+    "bwd": ("mosaic", "flash_attention_bwd"),
+}
+"""Direction -> (peer, the beginning of the names of its kernels)."""
+
+
+def ncu(lab: Lab) -> Iterator[Table]:
+    """Counters of our kernels at the headline's shapes by NVIDIA's Nsight Compute, one kernel launch each, at the clocks of the moment.
+    Percents of the peak; registers: of a thread at launch; stalls: the three most frequent reasons why a warp waits, in warps."""
+    if not (tool := found_tool("ncu")):
+        lab.left_out.append("ncu is not installed")
+        return
+    metrics = known_metrics(tool)
+    if not metrics:
+        lab.left_out.append("ncu knows none of the metrics, or may not read them")
+        return
+    rows: list[Row] = []
+    for row in TINY_SHAPES[:1] if lab.dry_run else AB_SHAPES:
+        for way, (peer, kernel) in PROFILED.items():
+            about = row | {"way": way}
+            if known := lab.known("Counters", about):
+                rows.append(known)
+                continue
+            if lab.left() < 10:
+                lab.left_out.append(f"counters of {row['mask']} {row['head_dim']} {way}: no time left")
+                continue
+            rows.append(about | counted(lab, [tool], metrics, about, peer, kernel))
+            lab.progress("Counters", rows, note_of(ncu))
+    yield "Counters", rows, note_of(ncu)
+
+
+def counted(lab: Lab, command: list[str], metrics: Sequence[str], about: Row, peer: str, kernel: str) -> Row:
+    """Returns the columns of one direction at one shape."""
+    log = lab.directory / f"ncu-{next(lab.n)}.csv"
+    under = [*command, "--clock-control", "none", "--kernel-name", f"regex:{kernel}", "--launch-skip", "1", "--launch-count", "1"]
+    under += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(metrics)]
+    shape = {name: x for name, x in about.items() if name != "way"}
+    lab.run("profile", worker=KERNELS, under=under, shape=shape, peer=peer, way=about["way"], dry_run=lab.dry_run)
+    row = counters(log.read_text() if log.exists() else "")
+    if "error" in row:
+        lab.problems.append(f"ncu, {about['mask']} {about['head_dim']} {about['way']}: {row['error']}")
+    return row
+
+
+def counters(text: str) -> Row:
+    """Returns the columns of what ncu wrote: messages, then CSV with a line of names, a line of units, and a line for each launch."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    table = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    if len(table) < 2:
+        return {"error": " ".join(text.split())[-200:] or "no counters"}
+    values = {name: float(x.replace(",", "")) for name, x in table[1].items() if re.fullmatch(r"[\d.,]+(e[+-]?\d+)?", x or "")}
+    row: Row = {"kernel": table[1].get("Kernel Name", "")[:60]}
+    row |= {column: values[metric] for column, metric in METRICS.items() if metric in values}
+    if "ms" in row:
+        row["ms"] /= 1e6  # the base unit is ns
+    stalls = {found[1]: x for name, x in values.items() if (found := STALLS.match(name))}
+    most = sorted(stalls, key=lambda name: -stalls[name])[:3]
+    return row | {"stalls": ", ".join(f"{name} {stalls[name]:.2f}" for name in most)}
+
+
+def known_metrics(tool: str) -> list[str]:
+    """Returns the metrics that this ncu knows of those that we want: METRICS, and all reasons of stalls."""
+    try:
+        done = subprocess.run([tool, "--query-metrics", "--chips", "gh100"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    bases = {line.split()[0] for line in done.stdout.splitlines() if "__" in line}
+    wanted = [name for name in METRICS.values() if name.partition(".")[0] in bases or name.startswith("launch__")]
+    return [*wanted, *sorted(f"{name}.ratio" for name in bases if STALLS.match(name))] if bases else []
+
+
+def found_tool(name: str) -> str | None:
+    """Returns the path of one of CUDA's tools."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin:/opt/nvidia/nsight-compute")
