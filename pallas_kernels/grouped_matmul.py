@@ -21,6 +21,7 @@ from pallas_kernels.attention.api import Choice, Unsupported
 from pallas_kernels.attention.problem import DTYPES, target_of
 from pallas_kernels.grouped import xla
 from pallas_kernels.grouped.plan import balanced, plan_rows, plan_weights
+from pallas_kernels.trust.verdict import trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 KNOWN = ("0.10.", "0.11.")
@@ -84,13 +85,26 @@ def unsupported_reason(problem: GroupedMatmulProblem) -> str | None:
 
 
 def choose_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
-    """The implementation that `implementation=None` takes, with the reason against the other. Pure.
+    """The implementation that serves a problem best, with the reason against the other. Pure.
 
     On Hopper this is `mosaic` where it can serve the call, and `xla` everywhere else.
     """
     if reason := unsupported_reason(problem):
         return Choice("xla", {"mosaic": reason})
     return Choice("mosaic", {"xla": "its loop multiplies one block of tokens at a time, which leaves most of a GPU idle"})
+
+
+def choose_trusted_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
+    """The implementation that serves `problem` on this process's GPUs: as `choose_grouped_matmul`, but `mosaic` only if it passed its
+    self-test, which the first call for a kind of problem may run (`pallas_kernels.trust`).
+    """
+    choice = choose_grouped_matmul(problem)
+    if choice.name != "mosaic":
+        return choice
+    from pallas_kernels.grouped.self_test import kind_of  # here: no other platform loads Mosaic
+
+    verdict = trusted(kind_of(problem))
+    return choice if verdict.passed else Choice("xla", {"mosaic": verdict.reason})
 
 
 def grouped_matmul(
@@ -109,7 +123,7 @@ def grouped_matmul(
         finite, including those that belong to no group.
       w: [E, D, F] in x's dtype.
       group_sizes: integers [E] of at least 0; their sum is at most T.
-      implementation: None lets `choose_grouped_matmul` decide.
+      implementation: None lets `choose_grouped_matmul` decide, and `choose_trusted_grouped_matmul` on this process's own GPUs.
       platform, capability: of the target device; None: this process's. See `pallas_kernels.describe_attention`.
 
     Returns [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient with respect to x and w.
@@ -121,7 +135,8 @@ def grouped_matmul(
     problem = describe_grouped_matmul(x, w, group_sizes, platform=platform, capability=capability)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"grouped_matmul: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    name = implementation or choose_grouped_matmul(problem).name
+    here = platform is None and capability is None
+    name = implementation or (choose_trusted_grouped_matmul if here else choose_grouped_matmul)(problem).name
     if name == "mosaic" and (reason := unsupported_reason(problem)):
         raise Unsupported(f"grouped_matmul: implementation={name!r} cannot serve this call: {reason}")
     return _product(x, w, group_sizes.astype(jnp.int32), name)
