@@ -66,7 +66,7 @@ def _launch(plan: Plan, body: Callable[[Refs], None], inputs: dict[str, Array], 
         "here": plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=plan.stages),
         "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=plan.stages),
     }
-    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), **about).out
+    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
 
 
 class Tile(NamedTuple):
