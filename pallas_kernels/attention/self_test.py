@@ -44,7 +44,7 @@ def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
     grouped = N > K
     shapes = [[2, _length(S, 512), _length(T, 512), 8 if grouped else 2, 2]]
     if grouped and not problem.deterministic:
-        shapes.append([132, _length(S, 256), _length(T, 256), 8, 2])  # 528 tiles of keys or more: four for each SM
+        shapes.append([264, _length(S, 256), _length(T, 256), 4, 2])  # 528 tiles of keys or more: four for each SM
     return Kind.of(
         "attention",
         {

@@ -230,10 +230,11 @@ def test_a_kind_has_what_decides_the_code_and_nothing_else() -> None:
     assert len({base, *kinds}) == 1 + len(kinds)
 
 
-def test_both_grids_of_the_backward_pass_are_tested() -> None:
+@pytest.mark.parametrize("S", [1024, 1000])
+def test_both_grids_of_the_backward_pass_are_tested(S: int) -> None:
     from pallas_kernels.attention.occupancy import by_query_head
 
-    split = [by_query_head(B, N, K, T) for B, _, T, N, K in kind_of(problem(N=8)).values["shapes"]]
+    split = [by_query_head(B, N, K, T) for B, _, T, N, K in kind_of(problem(S=S, N=8)).values["shapes"]]
     assert split == [True, False]
 
 
