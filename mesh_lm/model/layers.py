@@ -66,54 +66,12 @@ class Norm(nnx.Module):
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
-_FEW = 64
-"""Columns whose mean stands for a row's, roughly: enough of them that one large value in a fixed column does no harm."""
-
-
-def _normalise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> jax.Array:
-    return (_layer_norm if config.norm == "layernorm" else _rms_norm)(x_BSD, scale_D, bias_D, config)
-
-
 @partial(recomputed, static_argnums=3)
-def _rms_norm(x_BSD: jax.Array, scale_D: jax.Array, bias_D: None, config: DecoderConfig) -> jax.Array:
+def _normalise(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> jax.Array:
     x = x_BSD.astype(jnp.float32)
-    return (x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + config.norm_eps) * scale_D).astype(config.dtype)
-
-
-def layer_norm(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> jax.Array:
-    """The formula: each row of x minus its mean, divided by its standard deviation, times the scale, plus the bias."""
-    x = x_BSD.astype(jnp.float32)
-    x = x - x.mean(-1, keepdims=True)
+    x = x - x.mean(-1, keepdims=True) if config.norm == "layernorm" else x
     x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + config.norm_eps) * scale_D
     return (x if bias_D is None else x + bias_D).astype(config.dtype)
-
-
-_layer_norm = jax.custom_vjp(layer_norm, nondiff_argnums=(3,))
-
-
-def _layer_norm_forward(x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig) -> tuple[jax.Array, tuple]:
-    return layer_norm(x_BSD, scale_D, bias_D, config), (x_BSD, scale_D, bias_D)
-
-
-def _layer_norm_backward(config: DecoderConfig, residuals: tuple, dy_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The gradients, with one pass over x and dy for all sums over a row, where JAX's own makes a pass for each (docs/kernels.md).
-
-    A variance as a difference of two sums loses digits if the mean is large, so the mean of a few columns is subtracted before.
-    """
-    x_BSD, scale_D, bias_D = residuals
-    x, dy = x_BSD.astype(jnp.float32), dy_BSD.astype(jnp.float32)
-    x = x - x_BSD[..., :_FEW].astype(jnp.float32).mean(-1, keepdims=True)
-    g = dy * scale_D
-    mean, mean_g = x.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
-    inverse = lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean) + config.norm_eps)
-    along = inverse * ((g * x).mean(-1, keepdims=True) - mean * mean_g)
-    normal = (x - mean) * inverse
-    dx = inverse * (g - mean_g - normal * along)
-    rows = tuple(range(dy.ndim - 1))
-    return dx.astype(x_BSD.dtype), (dy * normal).sum(rows), None if bias_D is None else dy.sum(rows)
-
-
-_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

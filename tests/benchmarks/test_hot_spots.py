@@ -3,10 +3,13 @@
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mesh_lm.config import load
+from mesh_lm.model import layers
 from tests.benchmarks.test_benchmarks import run
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +51,20 @@ def test_it_runs(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0.99 for row in tables["Bytes of a call"])
 
 
-@pytest.mark.deviceless
-def test_layer_norm_moves_less_than_with_the_gradient_of_jax() -> None:
-    spots = hot_spots.spots(GPT, hot_spots.TOKENS)
-    ours, jaxs = (hot_spots.traffic(*spots[name].backward) for name in ("residual and norm", "residual and norm, JAX's gradient"))
-    assert ours.least == jaxs.least
-    assert ours.moved / ours.least < 1.6 < 2.7 < jaxs.moved / jaxs.least
+def test_the_other_gradient_is_the_same() -> None:
+    """LayerNorm's gradient in one pass, on rows whose mean is 100 standard deviations, is as accurate as fp32 allows."""
+    random = np.random.default_rng(0)
+    h, dh, dn = (random.standard_normal((2, 8, 64)).astype(np.float32) for _ in range(3))
+    scale, bias = random.standard_normal((2, 64)).astype(np.float32)
+    h += 100 * random.standard_normal((2, 8, 1)).astype(np.float32)
+
+    class Config:
+        norm, norm_eps, dtype = "layernorm", 1e-5, "float32"
+
+    @jax.jit
+    def both(h, scale, bias, dh, dn):
+        dx, *vectors = jax.vjp(lambda *x: layers._normalise(*x, Config), h, scale, bias)[1](dn)
+        return (dh + dx, *vectors), hot_spots.one_pass(1e-5)(h, scale, (dh, dn))
+
+    for wanted, found in zip(*both(h, scale, bias, dh, dn), strict=True):
+        assert np.abs(found - wanted).max() <= 2e-4 * np.abs(wanted).max()

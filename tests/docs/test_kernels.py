@@ -44,5 +44,5 @@ def test_its_numbers(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_verdict() -> None:
     """What the page says of kernels is what the threshold says."""
     needed = {(row["model"], row["part"]) for row in TABLES["Share of a layer"] if row["kernel"] and row["part"] != "norm"}
-    assert needed == {("gpt_1_3b", "residual and norm, JAX's gradient")} and not any(row["kernel"] for row in TABLES["Loss"])
+    assert needed == {("gpt_1_3b", "residual and norm")} and not any(row["kernel"] for row in TABLES["Loss"])
     assert all(f"`{name}`" in TEXT for name in IMPLEMENTATIONS) and json.loads(RESULTS.read_text())["versions"]["jax"] in TEXT
