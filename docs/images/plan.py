@@ -1,6 +1,6 @@
 """Draws plan_NAME.svg (the report on one screen) and plan_NAME.png (its page, without the long tables; needs Chromium) beside this file.
 
-python train.py --config=configs/gpt_175b.py --plan=report.json --target=h100 --devices=1024
+mesh-lm plan gpt_175b --devices=1024 --output=report.json
 python docs/images/plan.py report.json
 """
 
