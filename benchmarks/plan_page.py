@@ -69,7 +69,7 @@ that a GPU sends in a step along each mesh axis (`tensor` is NVLink; `fsdp+tenso
 both), and their sum divided by the minimum that the strategy must send ([closed forms](closed_forms.md)); with stages,
 each collective counts on the stage that runs it most. FLOPs of the program's matmuls divided by the model's own:
 `remat=full` repeats each layer's forward pass except for its last matmul, and the attention kernel's backward pass
-makes seven matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
+makes five matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
 configs, not a promise. *MFU* is the model's own
 FLOPs over what the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of
 the step during which compute waits for the network. All three assume that our attention kernel reaches

@@ -19,7 +19,7 @@ from mesh_lm.state import MASTER, State, loss_statistics, masters, parts, state_
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
 
-_STEPS = 0x73746570  # "step": larger than any parameter's number, that initialisation passes to fold_in with the same key
+_STEPS = 0x73746570  # "step": larger than the number of any parameter, which initialisation passes to fold_in with the same key
 
 
 def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
