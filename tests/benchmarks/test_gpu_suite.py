@@ -36,18 +36,6 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
 
 
-@pytest.mark.slow
-def test_dry_run_of_the_variants(tmp_path: Path) -> None:
-    tables, _ = rehearsed("gpu_suite", tmp_path, ["variants"], "--parts=variants")
-    rows = tables["Variants of the forward, causal, head dim 64, 256 tokens"]
-    assert [row["variant"] for row in rows] == [
-        "block 64 stages 2",
-        "block 64 stages 2 named_barriers True",
-        "block 64 stages 2 height 128",
-    ]
-    assert all(row["differs"] < 0.01 and row["fwd_ms"] > 0 for row in rows)
-
-
 @pytest.mark.exhaustive
 def test_dry_run_of_the_parts_that_are_run_by_name(tmp_path: Path) -> None:
     tables, _ = rehearsed("gpu_suite", tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
