@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers, and processes that t
 import hypothesis
 import jax
 import pytest
+
+# A job in the background ignores SIGINT, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Objects from imports are permanent; without this the collector would visit them again and again during tracing.
 gc.freeze()
