@@ -100,8 +100,6 @@ class PipelineConfig:
     stash: Literal["input", "residuals"] = expert("input")
     """What a stage stores of a microbatch until its backward pass. input: its input, and the forward pass is recomputed; residuals:
     everything that the backward pass needs."""
-    idle: Literal["skip", "mask"] = expert("skip")
-    """What an idle stage does. skip: nothing; mask: it computes and discards the result (forced if layers use collective-permutes)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,16 +28,16 @@ def forward(
     Args:
       bind: makes the module from its parameters and buffers, a dict by name.
       segments: those of the model, in order.
-      sinks: zeros that receive the gradients of stacked parameters, see `run_segment`.
+      sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
-    sink_model = bind({**params, **sinks}) if sinks else None
+    sunk = Sinks(bind({**params, **sinks})) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = run_segment(model, segment, x, ctx, first, sinks=sink_model)
+        x, _, sums = run_segment(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -98,10 +98,24 @@ class RowRange:
     """The number of layers after those; remaining rows are skipped. None: all rows are layers."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    """Float32 zeros, in memory like the stacked parameters, that are differentiated in their place.
+
+    They make gradients float32 whatever type the parameters have. Each layer reads its own row of them, so the transpose of that read
+    adds the layer's gradient in place, if the caller keeps the sum in a `jax.Ref` (`VJP.with_refs`). The zeros themselves are never used.
+    """
+
+    model: Model
+    """The model with the zeros in place of its stacked parameters."""
+    working: jax.Array | None = None
+    """False where the pass has no work, as in an idle slot of a pipeline: its gradients, finite or not, count as zero."""
+
+
 @jax.named_scope("layers")
 def run_segment(
     model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: RowRange | None = None,
-    sinks: Model | None = None,
+    sinks: Sinks | None = None,
 ) -> tuple[jax.Array, Any, Sums]:  # fmt: skip
     """(x, cache, sums) after a segment: applies its layers, whose parameters the model holds, one after another.
 
@@ -109,8 +123,7 @@ def run_segment(
       x: [B, S, D], sharded like the residual stream.
       first: the number of the first of these layers in the whole model.
       rows: the rows of the stacked parameters to read; None: all, and all are layers.
-      sinks: the model with float32 zeros, [rows.size, ...], in place of the segment's parameters. The gradients of the parameters go
-        to these zeros, in float32 whatever type the parameters have; the parameters themselves then have no gradient.
+      sinks: what receives the gradients of the segment's parameters, which themselves then have none.
     """
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
@@ -120,19 +133,16 @@ def run_segment(
     by_row, stacks, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
     if not by_row:
         stacks = _by_period(period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
-    sink_stacks = _by_period(period, nnx.split(getattr(sinks, segment.name), nnx.Param, ...)[1]) if sinks else None
+    zeros, working = (nnx.split(getattr(sinks.model, segment.name), nnx.Param, ...)[1], sinks.working) if sinks else (None, None)
 
     # The conditional is inside the rematerialised function for the same reason.
-    def layer(x: jax.Array, cache: Any, stack: Any, sunk: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
+    def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
         def of_layer(tree: Any) -> Any:
             return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, rows.start + row + i, keepdims=False), tree)
 
-        def in_period(tree: Any) -> Any:
-            return tree if period == 1 else jax.tree.map(lambda w: w[i], tree)
-
-        weights = of_layer(stack) if by_row else in_period(stack)
-        if sunk is not None:
-            weights = jax.tree.map(partial(_with_sink, wide=wide), weights, in_period(sunk))
+        weights = of_layer(stack) if by_row else stack if period == 1 else jax.tree.map(lambda w: w[i], stack)
+        if sinks is not None:
+            weights = jax.tree.map(lambda w, sink: _with_sink(w, sink, working, wide), weights, of_layer(zeros))
         layer_ctx = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
         module = partial(nnx.merge, graph, weights, of_layer(buffers))
         if rows.count is None:
@@ -149,15 +159,15 @@ def run_segment(
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, "batch", "seq_resid", "embed"), cache, sums
 
-    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
-        (x, cache), (own, sunk, row), of_layers = carry, scanned, []
+    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
+        (x, cache), (own, row), of_layers = carry, scanned, []
         for i in range(period):
-            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, sunk, row)
+            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, row)
             of_layers.append(sums)
         like = {name: jnp.zeros_like(value) for sums in of_layers for name, value in sums.items()}
         return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
 
-    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, sink_stacks, jnp.arange(0, n, period)))
+    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, jnp.arange(0, n, period)))
     return x, cache, _totals(segment.name, by_layer)
 
 
@@ -172,13 +182,14 @@ def _totals(segment: str, by_layer: Sums) -> Sums:
     return scalars | {f"{segment}/{name}": values.reshape(-1, *values.shape[2:]) for name, values in by_layer.items() if values.ndim > 2}
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _with_sink(weight: jax.Array, sink: jax.Array, wide: bool) -> jax.Array:
-    """The weight, as float32 if `wide`. Its gradient goes to the sink."""
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _with_sink(weight: jax.Array, sink: jax.Array, working: jax.Array | None, wide: bool) -> jax.Array:
+    """The weight, as float32 if `wide`. Its gradient goes to the sink, or nowhere if `working` is False."""
     return weight.astype(jnp.float32) if wide else weight
 
 
 @_with_sink.defjvp
-def _(wide: bool, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    out = primals[0].astype(jnp.float32) if wide else primals[0]
-    return out, tangents[1].astype(out.dtype)
+def _(wide: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    (weight, _, working), tangent = primals, tangents[1]
+    out = weight.astype(jnp.float32) if wide else weight
+    return out, (tangent if working is None else jnp.where(working, tangent, 0)).astype(out.dtype)

@@ -82,17 +82,22 @@ def region(
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
             sinks, shared = differentiated(layout, params)
             objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight)
-            (_, sums), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(sinks, shared)
-            return _added(total, (sums, layout.constrain({**grads[0], **grads[1]}, "params"))), None
+            value, pull, sums = jax.vjp(objective, sinks, shared, has_aux=True)
+            grads = pull.with_refs(of_layers, dict.fromkeys(shared, jax.ad.GradValue()))(jnp.ones_like(value))[1]
+            return _added(total, (sums, layout.constrain(grads, "params"))), None
 
         if table is not None:
             program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
             sums, grads = ring.gradients(program, table, _own(columns))
-        elif len(batch["tokens"]) == 1:
-            sums, grads = microbatch(None, _first(batch))[0]
         else:
-            zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
-            sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
+            zeros = layout.constrain(differentiated(layout, params)[0], "params")
+            of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
+            if len(batch["tokens"]) == 1:
+                sums, grads = microbatch(None, _first(batch))[0]
+            else:
+                zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
+                sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
+            grads |= layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
         reduced = _reduced(sums, layout)
         return reduced, _reduced_gradients(grads, specs, layout, flat, reduced)
 

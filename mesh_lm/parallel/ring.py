@@ -1,18 +1,21 @@
 """The tick of a pipeline: a forward slot, a backward slot, and two hops around the ring of stages.
 
-Every stage runs the same program. The microbatch and the chunk of layers that a slot works on, if any, come from the stage's columns of the
-schedule's table. A hop overlaps with a slot that does not need it: gradients are sent during the forward slot, activations during the
-backward slot. XLA starts a hop as late as it can while hiding it, by its own estimate of the network, and would accept a write to a stash
-after the slot as enough to hide it. Barriers make the hop end with the slot, before such writes, so that only the slot can hide it.
+Every stage runs the same program, a loop over ticks in up to three parts: those in which no stage goes backward yet, those in which some
+do, and those in which no stage goes forward any more. In its part of the loop a slot runs on every stage in every tick. Where it has no
+work it computes on the scratch slots of the stashes, and counts as zero. That costs no time, because in each tick some stage works and
+the others wait for it; and there is no conditional around a slot, which would copy in full the sums of gradients that pass through it.
+
+A hop overlaps with a slot that does not need it: gradients are sent during the forward slot, activations during the backward slot. XLA
+starts a hop as late as it can while hiding it, by its own estimate of the network, and would accept a write to a stash after the slot as
+enough to hide it. Barriers make the hop end with the slot, before such writes, so that only the slot can hide it.
 
 Inputs and gradients that wait for their slot are in stashes, which have as many slots as the table says plus one scratch slot for values
-that are not needed. Stashes and sums of gradients are read before a conditional and written after it, because XLA copies in full what
-passes through a conditional.
+that are not needed. The gradients of layers are summed in place, in Refs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +33,11 @@ Columns = Mapping[str, Any]
 
 
 class Carry(NamedTuple):
-    """The state of the scan over ticks.
+    """The state of the loop over ticks.
 
     inputs and upstream (gradients of outputs) are stashes [slots + 1, B, S, D], residuals a tree of [slots + 1, ...]. y and dx, [B, S, D],
-    are the results of the last slots; an idle stage sends them again, and the receiver discards them. grads and arrays are those of this
-    stage, with its layers in the same rows as in its parameters.
+    are the results of the last slots; what an idle stage sends, the receiver discards. grads are those of the parameters outside of the
+    segments; arrays are those of this stage, with its layers in the same rows as in its parameters.
     """
 
     inputs: jax.Array
@@ -49,80 +52,82 @@ class Carry(NamedTuple):
 
 def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Sums, Params]:
     """(sums over this device's sequences, gradients of this stage's layers and of all other parameters), not reduced over devices."""
-    x = program.zero_input
+    x, layout = program.zero_input, program.layout
     saved = jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
-    trained = {name: w for name, w in {**program.layers, **program.shared}.items() if name not in program.layout.buffers}
-    zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in trained.items()}
-    height = {name: program.layout.stack_of(name).rows_per_stage for name in program.zero_arrays}
-    start = Carry(
+    zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in program.shared.items() if name not in layout.buffers}
+    height = {name: layout.stack_of(name).rows_per_stage for name in program.zero_arrays}
+    carry = Carry(
         _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, saved), x, x,
-        program.layout.constrain(zeros, "params"), program.zero_sums,
+        layout.constrain(zeros, "params"), program.zero_sums,
         {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in program.zero_arrays.items()},
     )  # fmt: skip
-    end = lax.scan(partial(_tick, program, table), start, dict(columns))[0]
-    return {**end.sums, **end.arrays}, end.grads
+    of_layers = program.new_sums_of_layers()
+    for slots, ticks in loops(table):
+        tick = partial(_tick, program, table, slots, of_layers)
+        carry = lax.scan(tick, carry, {name: column[ticks] for name, column in columns.items()})[0]
+    layers = {name: jax.freeze(ref) for name, ref in of_layers.items()}
+    return {**carry.sums, **carry.arrays}, {**carry.grads, **layout.constrain(layers, "params")}
+
+
+def loops(table: Table) -> list[tuple[str, slice]]:
+    """The loops that run a table's ticks, in order: the slots that each has, "F", "FB" or "B", and its ticks."""
+    forward, backward = ((table.columns[f"{slot}_microbatch"] >= 0).any(axis=1) for slot in ("forward", "backward"))
+    first = int(backward.argmax()) if backward.any() else table.ticks
+    end = max(first, table.ticks - int(forward[::-1].argmax()))
+    parts = ("F", slice(0, first)), ("FB", slice(first, end)), ("B", slice(end, table.ticks))
+    return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
 
 
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
     """Scalar sums over this device's sequences, by a table with forward slots only."""
-    slot = _slot(program)
 
     def tick(carry: tuple[jax.Array, jax.Array, Sums], row: Columns) -> tuple[Any, None]:
-        inputs, y, total = carry
-        work, stashed = _work(row, "forward"), _read(inputs, row["forward_input"])
+        inputs, total = carry
         with jax.named_scope("forward_slot"):
-            y, more = slot(work.microbatch >= 0, partial(program.evaluate, work, stashed), lambda: (y, program.zero_sums))
-        return (_write(inputs, _hop(table, y, 1), row["receive_input"]), y, jax.tree.map(jnp.add, total, more)), None
+            y, more = program.evaluate(_work(row, "forward"), _read(inputs, row["forward_input"]))
+        return (_write(inputs, _hop(table, y, 1), row["receive_input"]), jax.tree.map(jnp.add, total, more)), None
 
-    x = program.zero_input
-    return lax.scan(tick, (_stash(table.n_inputs, x), x, program.zero_sums), dict(columns))[0][-1]
+    return lax.scan(tick, (_stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns))[0][-1]
 
 
-def _tick(program: StageProgram, table: Table, carry: Carry, row: Columns) -> tuple[Carry, None]:
-    forward, backward, slot = _work(row, "forward"), _work(row, "backward"), _slot(program)
-    x_forward, x_backward = _read(carry.inputs, row["forward_input"]), _read(carry.inputs, row["backward_input"])
-
-    arrived = _hop(table, carry.dx, -1)
-    with jax.named_scope("forward_slot"):
-        run, idle = partial(program.forward, forward, x_forward), lambda: (carry.y, _blank(carry.residuals))
-        y, saved = slot(forward.microbatch >= 0, run, idle)
-    arrived, y, saved = lax.optimization_barrier((arrived, y, saved))
-    # The last virtual stage reads what was just written. Without the barrier XLA reads the old stash, and copies it for that.
-    residuals = lax.optimization_barrier(_write(carry.residuals, saved, row["forward_residual"]))
-
-    onward = _hop(table, y, 1)
-    upstream = _write(carry.upstream, arrived, row["receive_grad"])
-    dy, saved = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
-    with jax.named_scope("backward_slot"):
-        run, idle = partial(program.backward, backward, x_backward, saved, dy), lambda: program.zero_gradients(carry.dx)
-        result: Gradients = slot(backward.microbatch >= 0, run, idle)
-    onward, result = lax.optimization_barrier((onward, result))
-    with jax.named_scope("accumulate"):
-        grads, arrays = _accumulate(program, carry, result, backward)
-    inputs = _write(carry.inputs, onward, row["receive_input"])
-    return Carry(inputs, upstream, residuals, y, result.x, grads, jax.tree.map(jnp.add, carry.sums, result.sums), arrays), None
+def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
+    inputs, upstream, residuals, y, dx, grads, total, arrays = carry
+    forward, backward = _work(row, "forward"), _work(row, "backward")
+    x_forward, x_backward = _read(inputs, row["forward_input"]), _read(inputs, row["backward_input"])
+    arrived = _hop(table, dx, -1) if "B" in slots else dx
+    if "F" in slots:
+        with jax.named_scope("forward_slot"):
+            y, saved = program.forward(forward, x_forward)
+        arrived, y, saved = lax.optimization_barrier((arrived, y, saved))
+        # The last virtual stage reads what was just written. Without the barrier XLA reads the old stash, and copies it for that.
+        residuals = lax.optimization_barrier(_write(residuals, saved, row["forward_residual"]))
+    onward = _hop(table, y, 1) if "F" in slots else y
+    if "B" in slots:
+        upstream = _write(upstream, arrived, row["receive_grad"])
+        dy, saved = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
+        with jax.named_scope("backward_slot"):
+            result = program.backward(backward, x_backward, saved, dy, of_layers)
+        onward, result = lax.optimization_barrier((onward, result))
+        with jax.named_scope("accumulate"):
+            grads, arrays = _accumulate(program, carry, result, backward)
+        dx, total = result.x, jax.tree.map(jnp.add, total, result.sums)
+    if "F" in slots:
+        inputs = _write(inputs, onward, row["receive_input"])
+    return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays), None
 
 
 def _accumulate(program: StageProgram, carry: Carry, result: Gradients, work: Work) -> tuple[Params, Sums]:
     def rows(name: str, held: jax.Array, more: jax.Array) -> jax.Array:
         if held.shape == more.shape:
             return held + more
-        return lax.dynamic_update_slice_in_dim(held, program.rows(work, name, held) + more, program.at(segment_of(name), "start", work), 0)
+        start = program.at(segment_of(name), "start", work)
+        return lax.dynamic_update_slice_in_dim(held, lax.dynamic_slice_in_dim(held, start, len(more)) + more, start, 0)
 
-    total = carry.grads | {name: rows(name, carry.grads[name], g) for name, g in result.layers.items()}
+    total = carry.grads
     for more in (result.shared, result.loss, result.embed):
         total = total | {name: total[name] + g for name, g in more.items()}
     arrays = {name: rows(name, carry.arrays[name], x) for name, x in result.arrays.items()}
     return program.layout.constrain(total, "params"), arrays
-
-
-def _slot(program: StageProgram) -> Callable[[jax.Array, Callable[[], Any], Callable[[], Any]], Any]:
-    """A function f(has_work, run, idle) that returns `run()` if this stage has work, else `idle()`."""
-    return _run_both if program.permutes or program.layout.pipeline.idle == "mask" else lax.cond
-
-
-def _run_both(working: jax.Array, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(working, x, y), run(), idle())
 
 
 def _work(row: Columns, slot: str) -> Work:
@@ -137,11 +142,6 @@ def _hop(table: Table, x: jax.Array, step: int) -> jax.Array:
 def _stash(slots: int, like: Any) -> Any:
     """A stash of `slots` arrays like these and one scratch slot."""
     return jax.tree.map(lambda x: jnp.zeros((slots + 1, *x.shape), x.dtype), like)
-
-
-def _blank(stash: Any) -> Any:
-    """Zeros like one slot of a stash. Reading them from the stash would make it an operand of the conditional."""
-    return jax.tree.map(lambda held: jnp.broadcast_to(lax.optimization_barrier(jnp.zeros((), held.dtype)), held.shape[1:]), stash)
 
 
 def _read(stash: Any, slot: jax.Array) -> Any:

@@ -18,8 +18,8 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import RowRange, add_sums, loss_sums, run_segment
-from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
+from mesh_lm.model.stack import RowRange, Sinks, add_sums, loss_sums, run_segment
+from mesh_lm.parallel.layout import ModelLayout, Params
 
 
 class Work(NamedTuple):
@@ -30,14 +30,15 @@ class Work(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The results of the backward pass of one microbatch through one virtual stage."""
+    """The results of the backward pass of one microbatch through one virtual stage, besides the gradients of its layers.
+
+    In an idle slot all are zero but x, which nothing reads.
+    """
 
     sums: Sums
     """Scalar sums."""
     arrays: Sums
     """Arrays of sums, with one row for each row of parameters that the pass reads: [rows_per_pass, ...]."""
-    layers: Params
-    """Gradients of those layers' parameters."""
     shared: Params
     """Gradients of the other parameters that layers use."""
     loss: Params
@@ -77,7 +78,7 @@ class StageProgram:
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
         self.of_layers, self.of_loss, self.of_embed = (self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed))
-        self.permutes = _permutes(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
+        _require_no_permutes_in_branches(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
         self.saved = self._depends_on_x(any_work) if layout.pipeline.stash == "residuals" and key is not None else []
 
     def _used_and_trained(self, jaxpr: Any) -> Params:
@@ -85,6 +86,8 @@ class StageProgram:
         return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.layout.buffers}
 
     # Forward.
+
+    # Where a slot is idle, its microbatch and its chunk are -1, and these methods compute with the last microbatch and the first chunk.
 
     def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
         """(the chunk's output [B, S, D], what is saved for its backward pass).
@@ -103,14 +106,15 @@ class StageProgram:
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
         """(the chunk's output [B, S, D], its scalar sums), without dropout."""
         y, more = self.run(work, None, self.shared, self._input(work, stashed))
+        more = self._unless_idle(work, more)
         with jax.named_scope("loss"):
             sums = lax.cond(self._last(work), lambda: self._full(self._loss(work, self.shared, y)), lambda: self.zero_sums)
         return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
 
     # Backward.
 
-    def backward(self, work: Work, stashed: jax.Array, saved: Any, dy: jax.Array) -> Gradients:
-        """The gradients of a chunk.
+    def backward(self, work: Work, stashed: jax.Array, saved: Any, dy: jax.Array, sums_of_layers: Mapping[str, Any]) -> Gradients:
+        """The gradients of a chunk, whose layers' gradients it adds to `sums_of_layers`: Refs with a row for each row of parameters.
 
         stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on the last virtual stage.
         """
@@ -119,17 +123,17 @@ class StageProgram:
             sums, d_loss, dy = lax.cond(
                 self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
             )
-        d_layers, d_shared, dx = pull((dy, self._seeds(more)))
+        wanted = dict(sums_of_layers), dict.fromkeys(self.of_layers, jax.ad.GradValue()), jax.ad.GradValue()
+        _, d_shared, dx = pull.with_refs(*wanted)((dy, self._seeds(more)))
         with jax.named_scope("embed"):
             d_embed = lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))
+        more, shared = self._unless_idle(work, (more, self._pin_params(d_shared)))
         sums = jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
-        layers, shared = self._pin_params(d_layers), self._pin_params(d_shared)
-        return Gradients(sums, _arrays(more), layers, shared, d_loss, d_embed, self._pin(dx))
+        return Gradients(sums, _arrays(more), shared, d_loss, d_embed, self._pin(dx))
 
-    def zero_gradients(self, dx: jax.Array) -> Gradients:
-        """The gradients of an idle slot: zeros, and dx unchanged."""
-        layers, shared, loss, embed = map(self._zeros, (jax.eval_shape(self._sinks), self.of_layers, self.of_loss, self.of_embed))
-        return Gradients(self.zero_sums, self.zero_arrays, layers, shared, loss, embed, self._pin(dx))
+    def _unless_idle(self, work: Work, tree: Any) -> Any:
+        """The tree, or zeros in an idle slot."""
+        return jax.tree.map(lambda x: jnp.where(work.microbatch >= 0, x, jnp.zeros_like(x)), tree)
 
     def _forward_vjp(self, work: Work, x: jax.Array, saved: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
         """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or restored from what `forward` saved.
@@ -150,10 +154,13 @@ class StageProgram:
         """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and the other parameters they use."""
         return self._sinks(), _wide(self.of_layers)
 
+    def new_sums_of_layers(self) -> dict[str, Any]:
+        """Refs to the sums of the gradients of this stage's layers, at zero, with a row for each row of the parameters."""
+        return {name: jax.new_ref(zero) for name, zero in self._pin_params(self._sinks()).items()}
+
     def _sinks(self) -> Params:
-        """Zeros that receive the gradients of the layers that a pass reads (see `mesh_lm.model.stack.run_segment`)."""
-        trained = {name: x for name, x in self.layers.items() if name not in self.layout.buffers}
-        return {name: jnp.zeros((self.layout.stack_of(name).rows_per_pass, *x.shape[1:]), jnp.float32) for name, x in trained.items()}
+        """Zeros that receive the gradients of this stage's layers (see `mesh_lm.model.stack.Sinks`)."""
+        return {name: jnp.zeros(x.shape, jnp.float32) for name, x in self.layers.items() if name not in self.layout.buffers}
 
     def _depends_on_x(self, any_work: Work) -> list[bool]:
         """For each residual of a pass, whether it depends on x."""
@@ -182,21 +189,16 @@ class StageProgram:
         """(output, sums) of the chunk's layers: those of each segment, in order, that this virtual stage has."""
         params = {**self.shared, **used, **self.layers}
         model, (batch, dropout) = self._module(params), self._microbatch(work)
-        sink_model = self._module({**params, **sinks}) if sinks else None
+        sunk = Sinks(self._module({**params, **sinks}), work.microbatch >= 0) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.layout.segments:
             stack = self.layout.stacks[segment.name]
             first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
             start = start if stack.rows_per_stage > stack.rows_per_pass else 0
             rows = RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
-            x, _, sums = run_segment(model, segment, x, ctx, first, rows, sink_model)
+            x, _, sums = run_segment(model, segment, x, ctx, first, rows, sunk)
             total = add_sums(total, sums)
         return x, total
-
-    def rows(self, work: Work, name: str, x: jax.Array) -> jax.Array:
-        """The rows that a pass writes in a gradient or array of sums: [rows_per_stage, ...] -> [rows_per_pass, ...]."""
-        width = self.layout.stack_of(name).rows_per_pass
-        return x if len(x) == width else lax.dynamic_slice_in_dim(x, self.at(segment_of(name), "start", work), width)
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:
         """One of this stage's numbers for the current chunk (see __init__)."""
@@ -266,19 +268,17 @@ def _used(jaxpr: Any, params: Params) -> Params:
     return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=False) if id(taken) in used}
 
 
-def _permutes(stage: Any, ends: Sequence[Any], model: str) -> bool:
-    """Whether a stage permutes arrays among devices. Raises ConfigError if it does so inside a branch, in its embedding or in its loss.
+def _require_no_permutes_in_branches(stage: Any, ends: Sequence[Any], model: str) -> None:
+    """Raises ConfigError if a stage permutes arrays among devices inside a branch, in its embedding or in its loss.
 
     For a collective-permute XLA:CPU waits for every device, including those of stages that are idle or have fewer layers.
     """
-    always, in_branches = _primitives(stage)
-    if "ppermute" in in_branches:
+    if "ppermute" in _primitives(stage)[1]:
         fix = "it would deadlock on stages that do not take the branch; give all stages the same number of layers"
         raise ConfigError(f"{model} permutes arrays inside a conditional: {fix}")
     if any("ppermute" in set.union(*_primitives(end)) for end in ends):
         fix = "only the first stage embeds and only the last computes the loss, so it would deadlock; gather instead"
         raise ConfigError(f"{model} permutes arrays in its embed or loss: {fix}")
-    return "ppermute" in always
 
 
 def _primitives(jaxpr: Any) -> tuple[set[str], set[str]]:

@@ -21,15 +21,11 @@ def pipeline_slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     table = training_table(layout, microbatches)
     stage, forward, backward = np.arange(table.stages), table.columns["forward_chunk"], table.columns["backward_chunk"]
     active = {
-        "forward_slot": forward >= 0,
         "forward_slot/embed": (stage == 0) & (forward == 0),
-        "backward_slot": backward >= 0,
         "backward_slot/embed": (stage == 0) & (backward == 0),
         "backward_slot/loss": (stage == table.stages - 1) & (backward == table.chunks - 1),
     }
-    # Masked slots run in every tick.
-    skipped = {scope: runs for scope, runs in active.items() if "/" in scope or layout.pipeline.idle == "skip"}
-    return tuple(Slot.of(scope, runs) for scope, runs in skipped.items())
+    return tuple(Slot.of(scope, runs) for scope, runs in active.items())
 
 
 def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[tuple[str, str], ...]:
@@ -60,7 +56,7 @@ def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tu
         rows, layers = rows + stack.padded_rows, layers + stack.n_layers
     if rows != layers:
         lines.append(("padding", f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} GiB in all"))
-    if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.conditional):
+    if gathered := sum(one.times * one.wire for one in report.collectives if "fsdp" in one.axes and one.times >= config.train.microbatches):
         fix = "zero1 or zero2 would send none of it, where the replicas divide a dimension"
         lines.append(("FSDP in stages", f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent a step; {fix}"))
     return tuple(lines)

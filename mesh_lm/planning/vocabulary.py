@@ -18,7 +18,7 @@ VOCABULARY = Vocabulary(
     fixes={
         "abort-lookup": _LOOKUP,
         "abort-manual": "pin the operands of the operation to rows of rules.activations: shard(x, 'batch', ...)",
-        "branch-collective": "run both branches and select the result (pipeline.idle='mask'), or move it out of the conditional",
+        "branch-collective": "run both branches and select the result, or move it out of the conditional",
         "exposed-hop": (
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; --plan --flags=pipeline); where the "
             "peak is above XLA's limit, 76 % of the memory, it saves memory instead: raise xla_gpu_memory_limit_slop_factor"

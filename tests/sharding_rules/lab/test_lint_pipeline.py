@@ -65,7 +65,7 @@ def test_a_lawful_pipeline_is_clean(axes: Any) -> None:
 def test_a_collective_in_a_branch_waits_for_ever(changes: dict[str, Any], text: str) -> None:
     one = dataclasses.replace(HOP, loops=(M,), conditional=True, wire=1.0, **changes)
     found = only(findings(one))
-    assert (found.check, found.severity) == ("branch-collective", "error") and text in found.text and "idle='mask'" in found.fix
+    assert (found.check, found.severity) == ("branch-collective", "error") and text in found.text and "run both branches" in found.fix
     outside = dataclasses.replace(one, conditional=False)
     assert findings(outside) == ()
     alone = flat.report(one)
