@@ -1,4 +1,7 @@
-"""Causal self-attention of a decoder, and rotary positions. Sizes: B batch, S sequence, D embed, N heads, K kv heads, H head dim."""
+"""Causal self-attention of a decoder, and rotary positions. Sizes: B batch, S sequence, D embed, N heads, K kv heads, H head dim.
+
+Activations are [B, S, ...], or [S, B, ...] where the context says so; T stands for both dimensions.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +42,27 @@ class Attention(nnx.Module):
             self.sinks = weights((n,), ("heads",), fill=0.0)
 
     def __call__(
-        self, x_BSD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, past: Past | None = None
-    ) -> tuple[jax.Array, Past | None]:
-        """(output [B, S, D], `past` with the keys and values of these tokens). Tokens see each other and what `past` holds."""
+        self, x_TD: jax.Array, rope: jax.Array | None, segment_ids: jax.Array | None, window: int | None, past: Past | None = None,
+        tokens: tuple[str, str] = ("batch", "seq"),
+    ) -> tuple[jax.Array, Past | None]:  # fmt: skip
+        """(output [T, D], `past` with the keys and values of these tokens). Tokens see each other and what `past` holds.
+
+        rope: angles [B or 1, S, H/2]. segment_ids: [B, S]. tokens: as in `Context`; with a `past`, the batch comes first.
+        """
         shard = self.shard
         if self.config.n_heads == self.config.kv_heads:
-            fused = shard(self.qkv(x_BSD), "batch", "seq", "fused", "heads", "head_dim")
+            fused = shard(self.qkv(x_TD, tokens), *tokens, "fused", "heads", "head_dim")
             q, k, v = fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
         else:
-            q = shard(self.q(x_BSD), "batch", "seq", "heads", "head_dim")
-            kv = shard(self.kv(x_BSD), "batch", "seq", "fused", "kv_heads", "head_dim")
+            q = shard(self.q(x_TD, tokens), *tokens, "heads", "head_dim")
+            kv = shard(self.kv(x_TD, tokens), *tokens, "fused", "kv_heads", "head_dim")
             k, v = kv[:, :, 0], kv[:, :, 1]
         if self.config.qk_norm:
             # The backward of a norm needs its input, so save_names saves q and k before the norm.
             q, k = self.q_norm(checkpoint_name(q, "q")), self.k_norm(checkpoint_name(k, "k"))
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            angles = rope if tokens[0] == "batch" else rope.swapaxes(0, 1)
+            q, k = rotate(q, angles), rotate(k, angles)
         if not self.config.qk_norm:
             q, k = checkpoint_name(q, "q"), checkpoint_name(k, "k")
         v = checkpoint_name(v, "v")
@@ -66,14 +74,18 @@ class Attention(nnx.Module):
                 k, v = k.astype(q.dtype), v.astype(q.dtype)
         # The implementation that was named for training may not support decoding.
         implementation = None if self.config.attention == "auto" or past is not None else self.config.attention
-        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, implementation)
-        return self.out(shard(y, "batch", "seq", "heads", "head_dim")), past
+        y = self._attend(q, k, v, segment_ids, window, kv_segment_ids, start, implementation, tokens)
+        return self.out(shard(y, *tokens, "heads", "head_dim"), tokens), past
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: int | None,
         kv_segment_ids: jax.Array | None, start: jax.Array | None, implementation: Literal["mosaic", "cudnn", "xla"] | None,
+        tokens: tuple[str, str],
     ) -> jax.Array:  # fmt: skip
         """Runs the kernel on each device's own sequences and heads. start: the position of query 0 among the keys, if it is not 0.
+
+        Of [S, B, N, H] the kernel sees one sequence with B N heads, which is the same memory, unless documents are separate: these differ
+        from sequence to sequence, and the arrays are transposed.
 
         Raises ConfigError if the implementation cannot serve the call.
         """
@@ -96,17 +108,24 @@ class Attention(nnx.Module):
                 # There are more devices than kv heads: these are replicated, and each device takes those of its query heads.
                 first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
+            shape = q.shape
+            if tokens[0] == "seq" and segment_ids is None:
+                sinks = None if sinks is None else jnp.tile(sinks, shape[1])
+                q, k, v = (x.reshape(1, x.shape[0], -1, x.shape[3]) for x in (q, k, v))
+            elif tokens[0] == "seq":
+                q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
             try:
-                return flash_attention(
+                y = flash_attention(
                     q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
                     sinks=sinks, q_offset=0 if start is None else start, implementation=implementation,
                     **target,
                 )  # fmt: skip
             except Unsupported as error:
                 raise ConfigError(f"model.attention={config.attention}: {error}") from error
+            return y.swapaxes(0, 1) if tokens[0] == "seq" and segment_ids is not None else y.reshape(shape)
 
-        q_spec = shard.spec("activations", ("batch", "seq", "heads", "head_dim"))
-        kv_spec = shard.spec("activations", ("batch", "seq", "kv_heads", "head_dim"))
+        q_spec = shard.spec("activations", (*tokens, "heads", "head_dim"))
+        kv_spec = shard.spec("activations", (*tokens, "kv_heads", "head_dim"))
         row_spec, sink_spec = shard.spec("activations", ("batch", "seq")), shard.spec("activations", ("heads",))
         sinks = self.sinks[...] if config.sinks else None
         in_specs = (q_spec, kv_spec, kv_spec, row_spec, row_spec, sink_spec, jax.P())
@@ -125,8 +144,8 @@ def rope_table(config: DecoderConfig, positions: jax.Array) -> jax.Array:
     return positions[..., None].astype(jnp.float32) * frequency
 
 
-def rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
-    """x rotated by RoPE, on the two halves of H, as Llama stores them. angles: [S, H/2] or [B, S, H/2]."""
+def rotate(x_TNH: jax.Array, angles: jax.Array) -> jax.Array:
+    """x rotated by RoPE, on the two halves of H, as Llama stores them. angles: as x, without N; a dimension may be 1."""
     sin, cos = jnp.sin(angles)[..., None, :], jnp.cos(angles)[..., None, :]
-    a, b = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSNH.dtype)
+    a, b = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_TNH.dtype)

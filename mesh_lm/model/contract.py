@@ -58,10 +58,22 @@ class Context:
     """In generation, the cache of earlier tokens. The layer returns it with the current tokens added."""
     start: int | jax.Array = 0
     """The slot of the cache for the first of the current tokens."""
+    tokens: tuple[str, str] = ("batch", "seq")
+    """The logical axes of the first two dimensions of the layer's input and output: see `Layer.sequence_first`."""
+
+    @property
+    def residual(self) -> tuple[str, str, str]:
+        """The logical axes of the layer's input and output, as the residual stream is sharded."""
+        first, second = ("seq_resid" if axis == "seq" else axis for axis in self.tokens)
+        return first, second, "embed"
 
 
 class Layer(Protocol):
-    """A module for one layer of a segment. It is built once, with parameters whose leading dimension is the segment's layers."""
+    """A module for one layer of a segment. It is built once, with parameters whose leading dimension is the segment's layers.
+
+    A class with `sequence_first = True` gets and returns [S, B, D], with `ctx.tokens == ("seq", "batch")`, where the rules shard the
+    sequence of the residual stream. XLA gathers along the major dimension only, and would transpose [B, S, D] around each gather.
+    """
 
     def __call__(self, x: jax.Array, ctx: Context, /) -> tuple[jax.Array, Any, Sums]:
         """Returns (output, cache, sums). x and the output are [B, S, D], sharded like the residual stream, of one dtype."""

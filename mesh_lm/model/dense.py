@@ -1,4 +1,7 @@
-"""The layer of a dense transformer: pre-norm attention, then an MLP. Sizes: B batch, S sequence, D embed."""
+"""The layer of a dense transformer: pre-norm attention, then an MLP. Sizes: B batch, S sequence, D embed.
+
+Activations are [B, S, ...] or, where the residual stream's sequence is sharded, [S, B, ...] (`Context.tokens`); T stands for both.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +24,28 @@ from sharding_rules import Shard
 class DenseLayer(nnx.Module):
     """Attention and MLP, each after a norm and added to the residual stream; implements `mesh_lm.model.Layer`."""
 
+    sequence_first = True
+
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         self.shard, self.rate, self.windows = shard, config.dropout, config.windows()
         self.attention_norm, self.attention = Norm(config, weights), Attention(config, weights, shard)
         self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
 
-    def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
-        """Returns the residual sequence [B, S, D] after this layer, the layer's cache (None in training), and no sums."""
+    def __call__(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+        """Returns the residual stream [T, D] after this layer, the layer's cache (None in training), and no sums."""
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):
-            h_BSD = self._enter(self.attention_norm(x_BSD))
-            y_BSD, past = self.attention(h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past)
-            x_BSD = checkpoint_name(self._add(x_BSD, y_BSD, dropout, 0), "mid_residual")
+            h_TD = self.shard(self.attention_norm(x_TD), *ctx.tokens, "embed")
+            y_TD, past = self.attention(h_TD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past, ctx.tokens)
+            x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
-            y_BSD = self.mlp(self._enter(self.mlp_norm(x_BSD)))
-            return self._add(x_BSD, y_BSD, dropout, 1), past and past.cache, {}
+            h_TD = self.shard(self.mlp_norm(x_TD), *ctx.tokens, "embed")
+            return self._add(x_TD, self.mlp(h_TD, ctx.tokens), dropout, 1, ctx), past and past.cache, {}
 
-    def _enter(self, x_BSD: jax.Array) -> jax.Array:
-        return self.shard(x_BSD, "batch", "seq", "embed")
-
-    def _add(self, x_BSD: jax.Array, y_BSD: jax.Array, dropout: Dropout | None, site: int) -> jax.Array:
-        y_BSD = self.shard(y_BSD.astype(x_BSD.dtype), "batch", "seq_resid", "embed")
-        return x_BSD + (dropout.fold(site)(y_BSD, self.rate) if dropout and self.rate else y_BSD)
+    def _add(self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context) -> jax.Array:
+        y_TD = self.shard(y_TD.astype(x_TD.dtype), *ctx.residual)
+        return x_TD + (dropout.fold(site)(y_TD, self.rate, ctx.tokens.index("batch")) if dropout and self.rate else y_TD)
 
 
 Layer = DenseLayer

@@ -25,17 +25,20 @@ class Dropout:
         """Keys for one layer, or for one site in it; layers are numbered through the whole model."""
         return dataclasses.replace(self, keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
 
-    def __call__(self, x_BSD: jax.Array, rate: float) -> jax.Array:
-        """x with a fraction `rate` of its entries zeroed and the others scaled by 1 / (1 - rate)."""
+    def __call__(self, x: jax.Array, rate: float, batch_dim: int = 0) -> jax.Array:
+        """x with a fraction `rate` of its entries zeroed and the others scaled by 1 / (1 - rate).
+
+        x: [B, S, ...], or [S, B, ...] if batch_dim is 1.
+        """
         if rate == 0:
-            return x_BSD
+            return x
 
         def mask(key: jax.Array, index: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - rate, x_BSD.shape[2:])
+            return jax.random.bernoulli(jax.random.fold_in(key, index), 1 - rate, x.shape[2:])
 
         of_sequence = jax.vmap(mask, (None, 0))
         if len(self.indices) == 1:
-            keep = jax.vmap(of_sequence, (0, None))(self.keys, self.indices[0])
+            keep = jax.vmap(of_sequence, (0, None), batch_dim)(self.keys, self.indices[0])
         else:
-            keep = jax.vmap(of_sequence)(self.keys, self.indices)
-        return jnp.where(keep, x_BSD / (1 - rate), 0).astype(x_BSD.dtype)
+            keep = jax.vmap(of_sequence, out_axes=batch_dim)(self.keys, self.indices)
+        return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

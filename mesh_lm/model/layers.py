@@ -79,18 +79,18 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered_once(y_BSD: jax.Array, shard: Shard) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered_once(y: jax.Array, shard: Shard, tokens: tuple[str, str]) -> jax.Array:
     """y. Its gradient, sharded along the sequence, is gathered here once; XLA would gather it for each of the two matmuls that read it."""
-    return y_BSD
+    return y
 
 
-def _forward(y_BSD: jax.Array, shard: Shard) -> tuple[jax.Array, None]:
-    return y_BSD, None
+def _forward(y: jax.Array, shard: Shard, tokens: tuple[str, str]) -> tuple[jax.Array, None]:
+    return y, None
 
 
-def _backward(shard: Shard, _: None, dy_BSD: jax.Array) -> tuple[jax.Array]:
-    return (shard(dy_BSD, "batch", "seq", "embed"),)
+def _backward(shard: Shard, tokens: tuple[str, str], _: None, dy: jax.Array) -> tuple[jax.Array]:
+    return (shard(dy, *tokens, "embed"),)
 
 
 _gathered_once.defvjp(_forward, _backward)
@@ -117,18 +117,19 @@ class Linear(nnx.Module):
         if self.has_bias:
             self.bias = weights(shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0)
 
-    def __call__(self, x_BS: jax.Array) -> jax.Array:
-        """The product of x and the weight, as the einsum formula says, plus the bias if there is one."""
+    def __call__(self, x_BS: jax.Array, tokens: tuple[str, str] = ("batch", "seq")) -> jax.Array:
+        """The product of x and the weight, as the einsum formula says, plus the bias if there is one. tokens: as in `Context`."""
         # Without remat, the backward casts (and under FSDP gathers) the weights again. If they were saved, each device would hold the
         # gathered weights of all layers at the end of the forward.
-        y_BS = (recomputed(self._matmul) if self.remat == "none" else self._matmul)(x_BS, self.weight[...])
+        matmul = partial(self._matmul, tokens=tokens)
+        y_BS = (recomputed(matmul) if self.remat == "none" else matmul)(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
-    def _matmul(self, x_BS: jax.Array, weight: jax.Array) -> jax.Array:
+    def _matmul(self, x_BS: jax.Array, weight: jax.Array, tokens: tuple[str, str]) -> jax.Array:
         einsum, weight = self.shard.einsum_of(weight, self.dtype, self.axes)
         if self.shard.axes_for("seq_resid"):
             y = einsum(self.equation, x_BS, weight)
-            return _gathered_once(y, self.shard) if self.into_residual else y
+            return _gathered_once(y, self.shard, tokens) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two. Not if the sequence is about
         # to be sharded: the sharding would no longer be that of a dimension.
         y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)

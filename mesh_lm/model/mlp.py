@@ -32,8 +32,8 @@ class Mlp(nnx.Module):
             self.up = Linear("bsd,df->bsf", weights, (d, f), ("embed", "mlp"), shard)
         self.down = Linear("bsf,df->bsd", weights, (d, f), ("embed", "mlp"), shard, std=weights.residual_std, bias_axes=("norm",))
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Returns [B, S, D]: down(activation(up(x)))."""
-        up = checkpoint_name(self.up(x_BSD), "mlp_up")
+    def __call__(self, x_BSD: jax.Array, tokens: tuple[str, str] = ("batch", "seq")) -> jax.Array:
+        """Returns down(activation(up(x))), like x. tokens: as in `Context`."""
+        up = checkpoint_name(self.up(x_BSD, tokens), "mlp_up")
         h = swiglu(up) if self.config.activation == "swiglu" else gelu(up)
-        return self.down(self.shard(h, "batch", "seq", "mlp"))
+        return self.down(self.shard(h, *tokens, "mlp"), tokens)

@@ -125,6 +125,8 @@ def run_segment(
       rows: the rows of the stacked parameters to read; None: all, and all are layers.
       sinks: what receives the gradients of the segment's parameters, which themselves then have none.
     """
+    if _is_sequence_first(model, segment, ctx):
+        x, ctx = x.swapaxes(0, 1), dataclasses.replace(ctx, tokens=("seq", "batch"))
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
     n, period = rows.size, segment.period
@@ -157,7 +159,7 @@ def run_segment(
         return lax.cond((row + i >= rows.skip) & (row + i < rows.skip + rows.count), run, idle)
 
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
-        return model.shard(x, "batch", "seq_resid", "embed"), cache, sums
+        return model.shard(x, *ctx.residual), cache, sums
 
     def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
         (x, cache), (own, row), of_layers = carry, scanned, []
@@ -168,7 +170,13 @@ def run_segment(
         return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
 
     (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, jnp.arange(0, n, period)))
-    return x, cache, _totals(segment.name, by_layer)
+    return x.swapaxes(0, 1) if ctx.tokens[0] == "seq" else x, cache, _totals(segment.name, by_layer)
+
+
+def _is_sequence_first(model: Model, segment: Segment, ctx: Context) -> bool:
+    """Whether the segment's layers get [S, B, D] (see `Layer`)."""
+    supported = getattr(type(getattr(model, segment.name)), "sequence_first", False)
+    return supported and ctx.cache is None and bool(model.shard.axes_for("seq_resid"))
 
 
 def _by_period(period: int, tree: Any) -> Any:

@@ -20,7 +20,7 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.Mon
     layout = ModelLayout.of(GPT, shard_on("ddp"))
     batch = {name: x[0] for name, x in host_batch(1).items()}
 
-    def noted(self: Dropout, x: jax.Array, rate: float) -> jax.Array:
+    def noted(self: Dropout, x: jax.Array, rate: float, batch_dim: int = 0) -> jax.Array:
         jax.debug.callback(lambda data: keys.update(row.tobytes() for row in np.asarray(data)), jax.random.key_data(self.keys))
         return x
 
