@@ -106,6 +106,9 @@ class DecoderConfig(ModelConfig):
     remat: Remat = "none"
     """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
     host."""
+    unroll: bool = expert(False)
+    """Whether XLA compiles each layer by itself, instead of one body of a loop over the layers of a segment. Without a loop nothing is
+    stacked for the backward pass, which makes small models faster; compilation takes as many times longer as there are layers."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
     loss_chunk: int = expert(1024)
@@ -215,7 +218,7 @@ class DecoderConfig(ModelConfig):
     def stack(self) -> Stack:
         """The segments with their costs in FLOPs per token and layer."""
         segments = (
-            Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own))
+            Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own), self.unroll)
             for run in self.runs()
             for own in [self.within(run)]
         )

@@ -112,6 +112,10 @@ class Sinks:
     """False where the pass has no work, as in an idle slot of a pipeline: its gradients, finite or not, count as zero."""
 
 
+RETURNED = jax.ad.GradValue()  # pyright: ignore[reportPrivateImportUsage]
+"""An argument of `VJP.with_refs`, in place of a Ref: the gradient is returned."""
+
+
 @jax.named_scope("layers")
 def run_segment(
     model: Model, segment: Segment, x: jax.Array, ctx: Context, first: int | jax.Array = 0, rows: RowRange | None = None,
@@ -169,7 +173,8 @@ def run_segment(
         like = {name: jnp.zeros_like(value) for sums in of_layers for name, value in sums.items()}
         return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
 
-    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (None if by_row else stacks, jnp.arange(0, n, period)))
+    each = (None if by_row else stacks, jnp.arange(0, n, period))
+    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), each, unroll=segment.unroll)
     return x.swapaxes(0, 1) if ctx.tokens[0] == "seq" else x, cache, _totals(segment.name, by_layer)
 
 

@@ -25,7 +25,7 @@ from mesh_lm.config import PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import forward, used_outside
+from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel import ring
@@ -83,7 +83,7 @@ def region(
             sinks, shared = differentiated(layout, params)
             objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight)
             value, pull, sums = jax.vjp(objective, sinks, shared, has_aux=True)
-            grads = pull.with_refs(of_layers, dict.fromkeys(shared, jax.ad.GradValue()))(jnp.ones_like(value))[1]
+            grads = pull.with_refs(of_layers, dict.fromkeys(shared, RETURNED))(jnp.ones_like(value))[1]
             return _added(total, (sums, layout.constrain(grads, "params"))), None
 
         if table is not None:

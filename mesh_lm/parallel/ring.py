@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mesh_lm.model import Sums
@@ -71,9 +72,9 @@ def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Su
 
 def loops(table: Table) -> list[tuple[str, slice]]:
     """The loops that run a table's ticks, in order: the slots that each has, "F", "FB" or "B", and its ticks."""
-    forward, backward = ((table.columns[f"{slot}_microbatch"] >= 0).any(axis=1) for slot in ("forward", "backward"))
-    first = int(backward.argmax()) if backward.any() else table.ticks
-    end = max(first, table.ticks - int(forward[::-1].argmax()))
+    forward, backward = (np.flatnonzero(np.any(table.columns[f"{slot}_microbatch"] >= 0, axis=1)) for slot in ("forward", "backward"))
+    first = int(backward[0]) if len(backward) else table.ticks
+    end = max(first, int(forward[-1]) + 1)
     parts = ("F", slice(0, first)), ("FB", slice(first, end)), ("B", slice(end, table.ticks))
     return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
 
@@ -81,7 +82,7 @@ def loops(table: Table) -> list[tuple[str, slice]]:
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
     """Scalar sums over this device's sequences, by a table with forward slots only."""
 
-    def tick(carry: tuple[jax.Array, jax.Array, Sums], row: Columns) -> tuple[Any, None]:
+    def tick(carry: tuple[jax.Array, Sums], row: Columns) -> tuple[Any, None]:
         inputs, total = carry
         with jax.named_scope("forward_slot"):
             y, more = program.evaluate(_work(row, "forward"), _read(inputs, row["forward_input"]))

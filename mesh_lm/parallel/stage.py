@@ -18,7 +18,7 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import RowRange, Sinks, add_sums, loss_sums, run_segment
+from mesh_lm.model.stack import RETURNED, RowRange, Sinks, add_sums, loss_sums, run_segment
 from mesh_lm.parallel.layout import ModelLayout, Params
 
 
@@ -123,7 +123,7 @@ class StageProgram:
             sums, d_loss, dy = lax.cond(
                 self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
             )
-        wanted = dict(sums_of_layers), dict.fromkeys(self.of_layers, jax.ad.GradValue()), jax.ad.GradValue()
+        wanted = dict(sums_of_layers), dict.fromkeys(self.of_layers, RETURNED), RETURNED
         _, d_shared, dx = pull.with_refs(*wanted)((dy, self._seeds(more)))
         with jax.named_scope("embed"):
             d_embed = lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))

@@ -24,6 +24,8 @@ class Segment:
     """What the backward pass of a layer recomputes (`mesh_lm.model.remat`)."""
     cost: float = 1.0
     """Matmul FLOPs of one token in one layer. Any other unit works: only ratios matter."""
+    unroll: bool = False
+    """Whether the loop over the layers is unrolled."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ MODELS: dict[str, ModelConfig] = {
     "tied": dataclasses.replace(GPT, **_SMALL),
     "untied": dataclasses.replace(LLAMA, **_SMALL, n_kv_heads=2, window=(), remat="none"),
     # Sequences sharded over a mesh axis, an auxiliary loss.
+    "unrolled": dataclasses.replace(GPT, **_SMALL, unroll=True),
     "toy": ToyConfig(),
 }
 AXES: dict[str, Rules | str] = {
@@ -45,9 +46,9 @@ CASES = [
     ("1f1b", 4, 1, 8, "data", "tied", "input"),
     ("1f1b", 4, 2, 4, "tensor", "untied", "residuals"),
     ("1f1b", 2, 2, 8, "sequence", "toy", "input"),
-    ("1f1b", 2, 1, 4, "data+fsdp", "untied", "residuals"),
+    ("1f1b", 2, 1, 4, "data+fsdp", "unrolled", "residuals"),
     ("1f1b", 2, 2, 4, "fsdp", "tied", "input"),
-    ("1f1b", 1, 1, 4, "data+fsdp+tensor", "tied", "input"),
+    ("1f1b", 1, 1, 4, "data+fsdp+tensor", "unrolled", "input"),
     ("1f1b", 1, 1, 8, "sequence", "toy", "input"),
     ("gpipe", 4, 1, 4, "fsdp", "tied", "residuals"),
     ("gpipe", 2, 2, 8, "data+tensor", "untied", "input"),
