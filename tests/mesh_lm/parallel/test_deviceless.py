@@ -8,6 +8,7 @@ import pytest
 
 from mesh_lm.config import DataConfig, LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
+from mesh_lm.parallel import ring
 from mesh_lm.parallel.engine import training_table
 from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
@@ -78,16 +79,17 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
     report = report_of(reports, "1f1b", chunks, FEW, rules, fsdp, residuals)
     program = compiled(reports, "1f1b", chunks, FEW, rules, fsdp, residuals)
     moved = INPUT * WIDE.d_model // MODEL.d_model if residuals else INPUT
-    ticks = training_table(program.layout, FEW).ticks
-    assert ticks <= FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
+    table = training_table(program.layout, FEW)
+    assert table.ticks <= FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
+    trips = {slots: ticks.stop - ticks.start for slots, ticks in ring.loops(table)}
     hops = travels(report, "collective-permute", "pipeline")
-    assert [hop.loops for hop in hops] == [(ticks,)] * 2
+    assert [hop.loops for hop in hops] == [(trips[slots],) for slots in ("F", "FB", "FB", "B")]
     assert all(hop.payload == moved and hop.axes == ("pipeline",) and not hop.conditional for hop in hops)
-    assert all(hop.asynchronous and hop.flops_hidden_behind > 0 for hop in hops), "a hop that spans no slot"
-    whole = [one for one in report.copies if one.bytes > moved and one.times >= hops[0].times]
+    assert all(hop.asynchronous and hop.flops_hidden_behind > 0 for hop in hops[1:3]), "a hop that spans no slot"
+    whole = [one for one in report.copies if one.bytes > moved and one.times >= min(trips.values())]
     assert not whole, f"stash or gradients are copied in each tick: {whole}"
     in_branches = [one for one in report.collectives if one.conditional]
-    assert len(in_branches) > 8
+    assert in_branches, "the embedding and the loss"
     for one in in_branches:
         assert not {"pipeline", "data"} & {*one.axes} and one.kind != "collective-permute", f"{one.kind} over {one.axes} in a branch"
     assert not [finding for finding in lint(report, preset(rules), program.layout.axes) if finding.severity == "error"]
@@ -95,7 +97,10 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
 
 @pytest.mark.slow
 def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
-    """Stages of 3, 4, 4 and 5 layers need a quarter more than equal ones: a conditional outside of remat would save the weights."""
+    """Besides a row of gradients, stages of 3, 4, 4 and 5 layers need what leaves the conditional around a layer: all its gradients at once.
+
+    A conditional outside of remat would save the weights; a Ref that passes through it would be copied.
+    """
 
     def temporaries(layers: tuple[int, ...]) -> int:
         config = TrainConfig(
@@ -110,7 +115,8 @@ def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
         )
         return Program.of(config, "h100", STAGES * DATA * 2).compile(options("pipeline")).memory.temporaries
 
-    assert temporaries((3, 4, 4, 5)) <= 1.3 * temporaries((4, 4, 4, 4))
+    of_layer = 12 * WIDE.d_model**2 * 4 // 2
+    assert temporaries((3, 4, 4, 5)) <= 1.1 * (temporaries((4, 4, 4, 4)) + 2 * of_layer)
 
 
 def test_the_data_reduction_happens_once(reports: str) -> None:
