@@ -1,4 +1,7 @@
-"""Llama 3 8B (arXiv 2407.21783): grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of eight GPUs or more."""
+"""Llama 3 8B (arXiv 2407.21783): grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of eight GPUs or more.
+
+The layers are unrolled, so that no activation is stacked for the backward pass.
+"""
 
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
@@ -22,6 +25,7 @@ def get_config() -> TrainConfig:
             biases=False,
             tied=False,
             remat="save_names",
+            unroll=True,
         ),
         output="runs/llama3_8b",
         mesh=MeshConfig(data=-1, fsdp=8),

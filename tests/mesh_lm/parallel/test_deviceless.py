@@ -97,7 +97,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
 
 @pytest.mark.slow
 def test_padded_layers_keep_no_second_copy_of_the_weights(reports: str) -> None:
-    """Besides a row of gradients, stages of 3, 4, 4 and 5 layers need what leaves the conditional around a layer: all its gradients at once.
+    """Stages of 3, 4, 4 and 5 layers need a row of gradients more, and what leaves the conditional around a layer: all its gradients.
 
     A conditional outside of remat would save the weights; a Ref that passes through it would be copied.
     """
