@@ -28,8 +28,8 @@ class Qkv(nnx.Module):
         shape = (config.d_model, 3 * config.n_heads, config.d_head)
         self.linear = Linear("bsd,dnh->bsnh", weights, shape, ("embed", "heads", "head_dim"), shard)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        y = self.linear(x_BSD)
+    def __call__(self, x_BSD: jax.Array, tokens: tuple[str, str]) -> jax.Array:
+        y = self.linear(x_BSD, tokens)
         return y.reshape(*y.shape[:2], 3, -1, y.shape[-1])
 
 

@@ -53,10 +53,10 @@ class Layer(dense_kind.Layer):
         self.down_experts = weights((e, d, f), ("experts", "embed", "mlp"), weights.residual_std)
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
-        h_BSD = self._enter(self.mlp_norm(x_BSD))
+        h_BSD = self._enter(self.mlp_norm(x_BSD), ctx)
         y_BSD, sums = self.experts(jnp.tanh(h_BSD @ ctx.shared), ctx.batch["weights"])
         x_BSD, cache, _ = super().__call__(x_BSD, dataclasses.replace(ctx, shared=None))
-        return self._add(x_BSD, y_BSD, ctx.dropout.fold(ctx.number) if ctx.dropout else None, 2), cache, sums
+        return self._add(x_BSD, y_BSD, ctx.dropout.fold(ctx.number) if ctx.dropout else None, 2, ctx), cache, sums
 
     def experts(self, x_BSD: jax.Array, weights_BS: jax.Array) -> tuple[jax.Array, Sums]:
         shard, dtype = self.shard, x_BSD.dtype

@@ -15,6 +15,8 @@ from mesh_lm.model.dense import n_params as n_params
 
 
 class Layer(dense_kind.Layer):
-    def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
-        x_BSD = x_BSD + self.shard(0.1 * jnp.tanh(self._enter(x_BSD) @ ctx.shared), "batch", "seq_resid", "embed")
-        return super().__call__(x_BSD, dataclasses.replace(ctx, shared=None))
+    sequence_first = True
+
+    def __call__(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+        x_TD = x_TD + self.shard(0.1 * jnp.tanh(self._enter(x_TD, ctx) @ ctx.shared), *ctx.residual)
+        return super().__call__(x_TD, dataclasses.replace(ctx, shared=None))

@@ -36,12 +36,15 @@ class DenseLayer(nnx.Module):
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):
-            h_TD = self.shard(self.attention_norm(x_TD), *ctx.tokens, "embed")
+            h_TD = self._enter(self.attention_norm(x_TD), ctx)
             y_TD, past = self.attention(h_TD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past, ctx.tokens)
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
-            h_TD = self.shard(self.mlp_norm(x_TD), *ctx.tokens, "embed")
-            return self._add(x_TD, self.mlp(h_TD, ctx.tokens), dropout, 1, ctx), past and past.cache, {}
+            y_TD = self.mlp(self._enter(self.mlp_norm(x_TD), ctx), ctx.tokens)
+            return self._add(x_TD, y_TD, dropout, 1, ctx), past and past.cache, {}
+
+    def _enter(self, x_TD: jax.Array, ctx: Context) -> jax.Array:
+        return self.shard(x_TD, *ctx.tokens, "embed")
 
     def _add(self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context) -> jax.Array:
         y_TD = self.shard(y_TD.astype(x_TD.dtype), *ctx.residual)

@@ -180,7 +180,7 @@ def run_segment(
 
 def _is_sequence_first(model: Model, segment: Segment, ctx: Context) -> bool:
     """Whether the segment's layers get [S, B, D] (see `Layer`)."""
-    supported = getattr(type(getattr(model, segment.name)), "sequence_first", False)
+    supported = vars(type(getattr(model, segment.name))).get("sequence_first", False)
     return supported and ctx.cache is None and bool(model.shard.axes_for("seq_resid"))
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mesh_lm.model import Sums
@@ -63,20 +62,11 @@ def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Su
         {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in program.zero_arrays.items()},
     )  # fmt: skip
     of_layers = program.new_sums_of_layers()
-    for slots, ticks in loops(table):
+    for slots, ticks in table.loops():
         tick = partial(_tick, program, table, slots, of_layers)
         carry = lax.scan(tick, carry, {name: column[ticks] for name, column in columns.items()})[0]
     layers = {name: jax.freeze(ref) for name, ref in of_layers.items()}
     return {**carry.sums, **carry.arrays}, {**carry.grads, **layout.constrain(layers, "params")}
-
-
-def loops(table: Table) -> list[tuple[str, slice]]:
-    """The loops that run a table's ticks, in order: the slots that each has, "F", "FB" or "B", and its ticks."""
-    forward, backward = (np.flatnonzero(np.any(table.columns[f"{slot}_microbatch"] >= 0, axis=1)) for slot in ("forward", "backward"))
-    first = int(backward[0]) if len(backward) else table.ticks
-    end = max(first, int(forward[-1]) + 1)
-    parts = ("F", slice(0, first)), ("FB", slice(first, end)), ("B", slice(end, table.ticks))
-    return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
 
 
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:

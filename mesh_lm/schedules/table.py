@@ -44,6 +44,17 @@ class Table:
     columns: Mapping[str, np.ndarray]
     """`COLUMNS`, each int32 [ticks, stages]. An input of -1 comes from the embedding, a backward_grad of -1 from the head."""
 
+    def loops(self) -> list[tuple[str, slice]]:
+        """The loops that run the ticks, in order: the slots that each has, "F", "FB" or "B", and its ticks.
+
+        A loop has the slots that some stage needs between its first and its last tick.
+        """
+        forward, backward = (np.flatnonzero(np.any(self.columns[f"{slot}_microbatch"] >= 0, axis=1)) for slot in ("forward", "backward"))
+        first = int(backward[0]) if len(backward) else self.ticks
+        end = max(first, int(forward[-1]) + 1)
+        parts = ("F", slice(0, first)), ("FB", slice(first, end)), ("B", slice(end, self.ticks))
+        return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
+
 
 def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     """The table of a valid schedule, with the fewest slots that its ticks allow.

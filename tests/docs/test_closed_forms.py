@@ -77,7 +77,7 @@ def layer_table() -> str:
     for preset, remat in itertools.product(PRESETS, REMATS):
         found = terms(preset, remat)
         cells = tuple(
-            run_counts(t for t in found if t.axes == axes and t.per in (("step", "row") if axes == ("data",) else ("layer",)))
+            run_counts(t for t in found if t.axes == axes and t.per in (("step", "row") if axes == ("data",) else ("forward", "backward")))
             for axes in AXES
         )
         alike.setdefault(cells, {}).setdefault(preset, []).append(remat)
@@ -103,12 +103,13 @@ def stage_table() -> str:
 
 def term_table(preset: str, axis: str) -> str:
     """Each collective along an axis, with its reason."""
-    times = {"layer": "L M", "microbatch": "M", "chunk": "M x chunks", "tick": "ticks", "row": "L", "step": "1"}
+    times = {"forward": "L M", "backward": "L M", "microbatch": "M", "chunk": "M x chunks", "row": "L", "step": "1"}
+    times |= {"forward tick": "F ticks", "backward tick": "B ticks"}
     rows = []
     for t in staged(preset) if axis == "pipeline" else terms(preset):
         if axis in t.axes:
             runs = f"{t.count} {times[t.per]}" if t.count > 1 else times[t.per]
-            share = "M V / ticks" if t.part == "hop" else f"{t.needed:.3g}"
+            share = f"M V / {times[t.per]}" if t.part == "hop" else f"{t.needed:.3g}"
             least = "" if t.needed == 1 else f"; least: {share} of it ({t.excess})"
             rows.append([t.part, f"{SHORT[t.kind]} {t.dtype}", " x ".join(t.axes), t.size, runs, t.why + least])
     return table(["part", "kind", "over", "payload", "runs", "why"], rows)
@@ -134,7 +135,7 @@ def reduction_table() -> str:
     for preset, reduction in itertools.product(("ddp", "zero2", "distributed", "hsdp"), ("auto", "float32", "bfloat16")):
         axes = [axis for axis in ("data", "fsdp") if _cuts(preset, axis)]
         found = expected(gpt(), dataclasses.replace(Strategy(preset, reduction=reduction), **dict.fromkeys(axes, 4)), 2, 4)
-        often = (("data", ("step", "row")), ("fsdp", ("layer",)))
+        often = (("data", ("step", "row")), ("fsdp", ("forward", "backward")))
         cells = (run_counts(t for t in found if t.axes == (axis,) and t.per in per) for axis, per in often)
         rows.append([f"`{preset}`", reduction, *cells])
     return table(["preset", "reduction", "`data`, a step", "`fsdp`, a layer"], rows)

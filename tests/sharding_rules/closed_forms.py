@@ -29,8 +29,9 @@ from tests.sharding_rules.subjects import Decoder, Strategy
 
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 BYTES = {"bf16": 2, "f32": 4}
-Per = Literal["layer", "microbatch", "chunk", "tick", "row", "step"]
-"""row: a layer of this stage, once a step."""
+Per = Literal["forward", "backward", "microbatch", "chunk", "forward tick", "backward tick", "row", "step"]
+"""forward, backward: a layer's pass, in each microbatch; with stages, in each tick that has that slot, of the layers of one chunk. row: a
+layer of this stage, once a step."""
 _ALIGNED = 128
 """Elements: a replica's part of a flat vector is a multiple of so many."""
 
@@ -101,12 +102,17 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     if model.layers % (P * strategy.virtual):
         raise ValueError(f"no closed form for {model.layers} layers on {P} x {strategy.virtual} virtual stages: they differ")
     chunks = -(-sequences * model.seq // model.loss_chunk)
+    forward, backward = strategy.ticks(microbatches)
+    of_chunk = model.layers // (P * strategy.virtual)
     runs = {
-        "layer": model.layers // P * microbatches, "microbatch": microbatches, "chunk": chunks * microbatches,
-        "tick": strategy.ticks(microbatches), "row": model.layers // P, "step": 1,
+        "forward": of_chunk * forward, "backward": of_chunk * backward, "microbatch": microbatches, "chunk": chunks * microbatches,
+        "forward tick": forward, "backward tick": backward, "row": model.layers // P, "step": 1,
     }  # fmt: skip
     terms = []
     for part, kind, axes, dtype, symbol, count, per, why, *rest in _terms(model, strategy, sequences, microbatches):
+        if P > 1 and per in ("forward", "backward"):
+            needed = (rest or [1.0])[0] * microbatches * strategy.virtual / (forward if per == "forward" else backward)
+            rest = [needed, *(rest[1:] or ["idle slots compute, too"])]
         axes = tuple(a for a in axes if getattr(strategy, a) > 1)
         if axes and count:
             ways = math.prod(getattr(strategy, a) for a in axes)
@@ -201,15 +207,24 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
     again = {"none": (0, 0), "save_names": (2, 0), "full": (2, 1)}[model.remat]
     t, twice, slot = ("tensor",), strategy.again, "backward slot: the forward pass again, from the stage's input"
     if strategy.sp:
-        yield "layer", AG, t, "bf16", "X", 2, "layer", "forward: attention and the MLP need full sequences"
-        yield "layer", RS, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor, into a sharded sequence"
-        yield "layer", AG, t, "bf16", "X", 2 * twice, "layer", slot
-        yield "layer", RS, t, "bf16", "X", 2 * twice, "layer", slot
-        yield "layer", AG, t, "bf16", "X", again[0], "layer", "recompute: inputs of qkv and up, which their weight gradients need in full"
+        yield "layer", AG, t, "bf16", "X", 2, "forward", "forward: attention and the MLP need full sequences"
+        yield "layer", RS, t, "bf16", "X", 2, "forward", "forward: out and down sum over tensor, into a sharded sequence"
+        yield "layer", AG, t, "bf16", "X", 2 * twice, "backward", slot
+        yield "layer", RS, t, "bf16", "X", 2 * twice, "backward", slot
+        yield (
+            "layer",
+            AG,
+            t,
+            "bf16",
+            "X",
+            again[0],
+            "backward",
+            "recompute: inputs of qkv and up, which their weight gradients need in full",
+        )
         why = "recompute: out, for the residual between the halves; down's result is not needed"
-        yield "layer", RS, t, "bf16", "X", again[1], "layer", why
-        yield "layer", AG, t, "bf16", "X", 2, "layer", "backward: dy of out and of down, once for both of their gradients"
-        yield "layer", RS, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
+        yield "layer", RS, t, "bf16", "X", again[1], "backward", why
+        yield "layer", AG, t, "bf16", "X", 2, "backward", "backward: dy of out and of down, once for both of their gradients"
+        yield "layer", RS, t, "bf16", "X", 2, "backward", "backward: dx of qkv and of up"
         yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a sharded sequence"
         yield "embedding", RS, t, "bf16", "X", int(twice), "microbatch", slot
         yield "embedding", AG, t, "bf16", "X", 1, "microbatch", "backward: the full dx, for the rows that a device holds"
@@ -219,10 +234,10 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
             why = "backward: each device has its part of the sequence, and the table is replicated over tensor"
             yield "positions", AG, t, "f32", "p", 1, "microbatch", why
     else:
-        yield "layer", AR, t, "bf16", "X", 2, "layer", "forward: out and down sum over tensor"
-        yield "layer", AR, t, "bf16", "X", 2 * twice, "layer", slot
-        yield "layer", AR, t, "bf16", "X", again[1], "layer", "recompute: out, for the residual between the halves"
-        yield "layer", AR, t, "bf16", "X", 2, "layer", "backward: dx of qkv and of up"
+        yield "layer", AR, t, "bf16", "X", 2, "forward", "forward: out and down sum over tensor"
+        yield "layer", AR, t, "bf16", "X", 2 * twice, "backward", slot
+        yield "layer", AR, t, "bf16", "X", again[1], "backward", "recompute: out, for the residual between the halves"
+        yield "layer", AR, t, "bf16", "X", 2, "backward", "backward: dx of qkv and of up"
         yield "embedding", AR, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed"
         yield "embedding", AR, t, "bf16", "X", int(twice), "microbatch", slot
         yield "head", AR, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary"
@@ -233,16 +248,16 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     """What a microbatch gathers and reduces where fsdp cuts weights; and vectors, which are whole but see a part of the batch."""
     f, by_batch = ("fsdp",), ("fsdp", "tensor") if strategy.sp else ("fsdp",)
     staged, twice, slot = strategy.pipeline > 1, int(strategy.again), "backward slot: again, for the forward pass from the stage's input"
-    yield "layer", AG, f, "bf16", "W", 1, "layer", "forward: the layer's matrices, cast first"
-    yield "layer", AG, f, "bf16", "W", twice, "layer", slot
-    yield "layer", AG, f, "bf16", "W", 1, "layer", "backward: again, also with remat=none; kept, every device would hold the model"
+    yield "layer", AG, f, "bf16", "W", 1, "forward", "forward: the layer's matrices, cast first"
+    yield "layer", AG, f, "bf16", "W", twice, "backward", slot
+    yield "layer", AG, f, "bf16", "W", 1, "backward", "backward: again, also with remat=none; kept, every device would hold the model"
     if strategy.reduction == "float32":
-        yield "layer", RS, f, "f32", "2W", 1, "layer", "backward: weight gradients, as asked for"
+        yield "layer", RS, f, "f32", "2W", 1, "backward", "backward: weight gradients, as asked for"
     else:
-        yield "layer", RS, f, "bf16", "W", 1, "layer", "backward: weight gradients, in the matmul's type"
+        yield "layer", RS, f, "bf16", "W", 1, "backward", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
-    yield "layer", AR, by_batch, "f32", "u", 1, "layer", why
-    yield "layer", AR, f, "f32", "v", 1, "layer", "backward: biases that tensor shards, which see full sequences"
+    yield "layer", AR, by_batch, "f32", "u", 1, "backward", why
+    yield "layer", AR, f, "f32", "v", 1, "backward", "backward: biases that tensor shards, which see full sequences"
     if staged:
         yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm, in the last stage's branch"
     else:
@@ -264,10 +279,11 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
 def _pipeline(strategy: Strategy, microbatches: int) -> Iterator[tuple]:
     """Hops around the ring of stages; and what every stage has of the model, which is summed over stages and replicas at once."""
     P, D, work = strategy.pipeline, strategy.data, microbatches * strategy.virtual
-    busy = (work if P > 2 else work - microbatches / 2) / strategy.ticks(microbatches)
-    idle = "the program sends in every tick, also while the pipeline fills and drains"
-    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "forward: a stage's output, to the next one", busy, idle
-    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "tick", "backward: the gradient of a stage's input, to the one before", busy, idle
+    forward, backward = ((work if P > 2 else work - microbatches / 2) / ticks for ticks in strategy.ticks(microbatches))
+    idle = "idle stages send, too"
+    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "forward tick", "forward: a stage's output, to the next one", forward, idle
+    why = "backward: the gradient of a stage's input, to the one before"
+    yield "hop", CP, ("pipeline",), "bf16", "H", 1, "backward tick", why, backward, idle
     both, why = ("pipeline", "data"), "gradients of what every stage has, summed once after the last microbatch"
     tables, new = f"{why}: tables and positions", "new tables and positions, on every stage"
     if strategy.distributed:

@@ -111,9 +111,14 @@ class Strategy:
         """Whether a backward slot recomputes the forward pass."""
         return self.pipeline > 1 and self.stash == "input"
 
-    def ticks(self, microbatches: int) -> int:
-        """Ticks of 1F1B: the microbatches of each chunk, the way there and back, and a round of the ring for each additional chunk."""
-        return microbatches * self.virtual + 2 * (self.pipeline - 1) + (self.virtual - 1) * self.pipeline
+    def ticks(self, microbatches: int) -> tuple[int, int]:
+        """Ticks of 1F1B with a forward slot, from the first to the last of any stage, and with a backward slot.
+
+        That is one for each chunk of each microbatch, and one for each further stage. A stage that recomputes has no forward slot for the
+        last chunk of the model. Without stages, microbatches.
+        """
+        slots = microbatches * self.virtual + self.pipeline - 1
+        return slots - self.again, slots
 
     @property
     def zero(self) -> int:

@@ -8,7 +8,6 @@ import pytest
 
 from mesh_lm.config import DataConfig, LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.parallel import ring
 from mesh_lm.parallel.engine import training_table
 from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
@@ -81,7 +80,7 @@ def test_the_loop_over_ticks(reports: str, chunks: int, rules: str, fsdp: int, r
     moved = INPUT * WIDE.d_model // MODEL.d_model if residuals else INPUT
     table = training_table(program.layout, FEW)
     assert table.ticks <= FEW * chunks + 2 * (STAGES - 1) + (chunks - 1) * STAGES
-    trips = {slots: ticks.stop - ticks.start for slots, ticks in ring.loops(table)}
+    trips = {slots: ticks.stop - ticks.start for slots, ticks in table.loops()}
     hops = travels(report, "collective-permute", "pipeline")
     assert [hop.loops for hop in hops] == [(trips[slots],) for slots in ("F", "FB", "FB", "B")]
     assert all(hop.payload == moved and hop.axes == ("pipeline",) and not hop.conditional for hop in hops)

@@ -158,7 +158,10 @@ def mlp_activations_forgotten(patch: pytest.MonkeyPatch) -> Step:
 
 
 def batch_gathered_over_fsdp(patch: pytest.MonkeyPatch) -> Step:
-    patch.setattr(dense.Layer, "_enter", lambda self, x_BSD: self.shard(x_BSD, None, "seq", "embed"))
+    def enter(self: dense.Layer, x_TD: jax.Array, ctx: Any) -> jax.Array:
+        return self.shard(x_TD, *(None if axis == "batch" else axis for axis in ctx.tokens), "embed")
+
+    patch.setattr(dense.Layer, "_enter", enter)
     return HSDP
 
 
@@ -239,8 +242,8 @@ def update_of_whole_weights(patch: pytest.MonkeyPatch) -> Step:
 
 
 def residual_stream_not_sharded(patch: pytest.MonkeyPatch) -> Step:
-    def add(self: dense.Layer, x_BSD: jax.Array, y_BSD: jax.Array, dropout: Any, site: int) -> jax.Array:
-        return self.shard(x_BSD + y_BSD.astype(x_BSD.dtype), "batch", "seq", "embed")
+    def add(self: dense.Layer, x_TD: jax.Array, y_TD: jax.Array, dropout: Any, site: int, ctx: Any) -> jax.Array:
+        return self.shard(x_TD + y_TD.astype(x_TD.dtype), *ctx.tokens, "embed")
 
     patch.setattr(dense.Layer, "_add", add)
     return HSDP
