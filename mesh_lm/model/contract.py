@@ -71,8 +71,9 @@ class Context:
 class Layer(Protocol):
     """A module for one layer of a segment. It is built once, with parameters whose leading dimension is the segment's layers.
 
-    A class with `sequence_first = True` of its own, not inherited, gets and returns [S, B, D], with `ctx.tokens == ("seq", "batch")`, where the rules shard the
-    sequence of the residual stream. XLA gathers along the major dimension only, and would transpose [B, S, D] around each gather.
+    A class with `sequence_first = True` of its own, not inherited, gets and returns [S, B, D], with `ctx.tokens == ("seq", "batch")`,
+    where the rules shard the sequence of the residual stream. XLA gathers along the major dimension only, and would transpose [B, S, D]
+    around each gather.
     """
 
     def __call__(self, x: jax.Array, ctx: Context, /) -> tuple[jax.Array, Any, Sums]:

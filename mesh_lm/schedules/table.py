@@ -50,8 +50,8 @@ class Table:
         A loop has the slots that some stage needs between its first and its last tick.
         """
         forward, backward = (np.flatnonzero(np.any(self.columns[f"{slot}_microbatch"] >= 0, axis=1)) for slot in ("forward", "backward"))
-        first = int(backward[0]) if len(backward) else self.ticks
-        end = max(first, int(forward[-1]) + 1)
+        first = min(backward, default=self.ticks)
+        end = max(first, max(forward, default=-1) + 1)
         parts = ("F", slice(0, first)), ("FB", slice(first, end)), ("B", slice(end, self.ticks))
         return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
 

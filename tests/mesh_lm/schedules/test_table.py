@@ -111,3 +111,18 @@ def test_split_backward_passes_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         compile_table(make_schedule("zb_h1", 4, 8))
     assert str(error.value) == "pipeline schedule zb_h1 computes weight gradients separately (W); the engine runs F and B only"
+
+
+@given(schedules(RUN), st.booleans())
+def test_loops_run_every_tick_with_the_slots_that_it_needs(one: Schedule, drop: bool) -> None:
+    t = compile_table(one, drop_last_forward=drop)
+    found = t.loops()
+    assert [tick for _, ticks in found for tick in range(t.ticks)[ticks]] == list(range(t.ticks))
+    assert [slots for slots, _ in found] == [slots for slots in ("F", "FB", "B") if slots in dict(found)]
+    for slots, ticks in found:
+        for slot, name in (("F", "forward"), ("B", "backward")):
+            busy = (t.columns[f"{name}_microbatch"][ticks] >= 0).any(axis=1)
+            assert slot in slots or not busy.any(), "work in a loop without its slot"
+            assert slot not in slots or len(slots) > 1 or busy[0 if slot == "B" else -1], "a loop that another could be part of"
+    sent = t.columns["receive_grad"][: dict(found).get("F", slice(0)).stop]
+    assert (sent < 0).all(), "the loop of forward slots passes no gradients on"
