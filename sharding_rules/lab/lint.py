@@ -67,15 +67,20 @@ def dead_rules(context: LintContext) -> Iterator[Finding]:
 
 
 def global_kernels(context: LintContext) -> Iterator[Finding]:
-    """A kernel whose operands have the whole batch, or all heads: under plain jit XLA gathers a custom call's operands."""
+    """A kernel whose operands have the whole batch, or all heads: under plain jit XLA gathers a custom call's operands.
+
+    Sequences may be folded into heads: [S, B, N, H] is passed as [1, S, B N, H].
+    """
     (B, _), (b, s) = context.batch, context.local_batch
     sizes = {axis: a.shape[dim] for a in context.params for dim, axis in enumerate(context.logical(a)) if axis}
     N, H = sizes.get("heads", 0), sizes.get("head_dim", 0)
-    cut = context.rules is not None and context.ways(axes_of(context.rules.activations.get("heads"))) > 1
+    ways = context.ways(axes_of(context.rules.activations.get("heads"))) if context.rules is not None else 1
     for target, shapes, where in context.report.kernels:
         held = [array for shape in shapes for array in arrays(shape) if len(array.dims) > 2 and s and s in array.dims]
-        batch = [array for array in held if b < B == array.dims[0]]
-        heads = [array for array in held if cut and N and _left(array.dims, s, H).count(N)]
+        batch = [
+            array for array in held if b < B == array.dims[0] or (array.dims[0] == 1 and b < B and B * N // ways in _left(array.dims, s, H))
+        ]
+        heads = [array for array in held if ways > 1 and N and N * max(1, b // array.dims[0]) in _left(array.dims, s, H)]
         for found, row in ((batch, "batch"), (heads, "heads")):
             if found:
                 text = f"{target} runs on {', '.join(map(str, found))}: the whole {row}, which rules.activations[{row!r}] shards"

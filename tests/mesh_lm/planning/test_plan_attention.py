@@ -99,14 +99,14 @@ def test_the_kernel_sees_local_shards_forward_and_backward(reports: str, mesh: d
     report, config = compiled(reports, **mesh)
     local = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh.get("fsdp", 1))
     ours = [(name, shapes, where) for name, shapes, where in report.kernels if name.startswith("mosaic")]
-    q, k = (f"bf16[{local},1024,{heads // 2},64]" for heads in (8, 4))
+    q, k = (f"bf16[1,1024,{local * heads // 2},64]" for heads in (8, 4))  # sequences are folded into heads
     assert {"forward", "recompute", "backward"} <= {where.phase for *_, where in ours}
     assert all(where.part.endswith("attention") for *_, where in ours), ours
     assert all(q in shapes and k in shapes for _, shapes, _ in ours), ours
     gathered = [shape for one in report.select("all-gather") for shape in one.shapes if shape.endswith(",64]") and "1024," in shape]
     assert not gathered
     assert not [finding for finding in lint(report, config.rules) if finding.severity == "error"]
-    seen = f"mosaic kernel, q [{local}, 1024, 4, 64] k [{local}, 1024, 2, 64] on each device"
+    seen = f"mosaic kernel, q [1, 1024, {4 * local}, 64] k [1, 1024, {2 * local}, 64] on each device"
     assert report_facts(config, report, "h100")[0][1] == f"{seen}; own kernel, self-tested at first use"
 
 
