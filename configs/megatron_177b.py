@@ -1,7 +1,7 @@
 """Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s, 1152 sequences a step.
 
-Tensor 8 x pipeline 6 x data 48 as published, with its distributed optimizer. Each stage has four
-chunks of 4 layers. 24 microbatches of one sequence; stages save the activations of save_names, so that no layer recomputes its matmuls.
+Tensor 8 x pipeline 6 x data 48 as published, with its distributed optimizer. Each stage has eight
+chunks of 2 layers. 12 microbatches of two sequences; stages save the activations of save_names, so that no layer recomputes its matmuls.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
@@ -15,8 +15,8 @@ def get_config() -> TrainConfig:
         output="runs/megatron_177b",
         mesh=MeshConfig(pipeline=6, data=48, tensor=8),
         rules=preset("distributed+megatron_sp"),
-        train=TrainLoop(steps=64_000, global_batch=1152, microbatches=24, eval_every=1000),
-        pipeline=PipelineConfig(chunks=4, stash="residuals"),
+        train=TrainLoop(steps=64_000, global_batch=1152, microbatches=12, eval_every=1000),
+        pipeline=PipelineConfig(chunks=8, stash="residuals"),
         optimizer=OptimizerConfig(learning_rate=6e-5, warmup_steps=500),
         data=DataConfig(tokenizer_vocab=16_384),
     )
