@@ -19,7 +19,7 @@ from record import Row
 from worker import ROUNDS, emit, reported, rounds, serve
 
 from pallas_kernels.attention.api import IMPLEMENTATIONS
-from sharding_rules.lab import timeline
+from sharding_rules.lab import prices
 from sharding_rules.lab.targets import TARGETS, Target
 
 
@@ -51,7 +51,7 @@ def matmul(variants: list[Row]) -> None:
             times, during = sustained(call, variant["seconds"])
             rate = sum(4 * 2 * tokens * D * width for width in widths) / times.median
             peak = target.flops["bf16"] if target else None
-            shares = {"share_of_peak": rate / peak, "lab_assumes": timeline.MATMUL} if peak else {}
+            shares = {"share_of_peak": rate / peak, "lab_assumes": prices.MATMUL} if peak else {}
             emit(**shown, ms=1e3 * times.median, spread=times.spread, tflops=rate / 1e12, **shares, **during)
 
 
@@ -89,7 +89,7 @@ def elementwise(variants: list[Row]) -> None:
                 jax.block_until_ready(call())
             times, during = sustained(call, variant["seconds"])
             rate = 2 * n * dtype.itemsize / times.median
-            shares = {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": timeline.MEMORY} if target else {}
+            shares = {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": prices.MEMORY} if target else {}
             emit(**variant, ms=1e3 * times.median, spread=times.spread, gb_per_s=rate / 1e9, **shares, **during)
 
 

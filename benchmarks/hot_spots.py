@@ -28,8 +28,8 @@ from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
 from sharding_rules.lab import TARGETS, h100, hlo
+from sharding_rules.lab.prices import ATTENTION, ATTENTION_BACKWARD, FREE, MATMUL, MEMORY, Prices
 from sharding_rules.lab.provenance import Provenance
-from sharding_rules.lab.timeline import _FREE, ATTENTION, ATTENTION_BACKWARD, MATMUL, MEMORY, _Prices
 
 TOKENS = 8192
 WORTH = 0.02
@@ -76,7 +76,7 @@ class Traffic:
         return sum(max(0.0, moving_us(size) - multiplying_us(flops)) for flops, size in self.matmuls)
 
 
-class _Bytes(_Prices):
+class _Bytes(Prices):
     """The timeline's model of memory traffic, in bytes."""
 
     def _moving(self, size: int) -> float:
@@ -97,11 +97,11 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
     compiled = jax.jit(function).lower(*placed).compile()
     module = hlo.parse(compiled.as_text() or "")
-    prices = _Bytes(module, Provenance(module), TARGETS["h100"], {})
+    prices = _Bytes(module, Provenance(module), TARGETS["h100"])
     kernels, matmuls = [], []
     for visit in module.visits():
         for one in () if visit.fused else module.computations[visit.computation]:
-            if one.opcode in _FREE or one.opcode in ("while", "conditional", "call"):
+            if one.opcode in FREE or one.opcode in ("while", "conditional", "call"):
                 continue
             times, size = math.prod(visit.loops), int(prices._memory(one))
             if flops := module.flops(one):

@@ -31,7 +31,7 @@ from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.saved import TRACE, content, write
-from sharding_rules.lab.summary import alike, flop, headline, whose
+from sharding_rules.lab.summary import alike, flop, headline, ratios, whose
 from sharding_rules.lab.text import screen
 
 
@@ -127,6 +127,7 @@ def _write(
                 "fixes": [_plain(fix) for fix in fixes],
                 "facts": dict(facts),
                 "state": state,
+                "ratios": ratios(report),
             }
         )
     try:

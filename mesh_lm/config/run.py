@@ -64,6 +64,10 @@ class ModelConfig:
         """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
         return 0.0
 
+    def attention_flops_per_token(self) -> float:
+        """Those of `flops_per_token` that are attention's; they cost more time each. 0: none, or not known."""
+        return 0.0
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainLoop:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from mesh_lm.config import ModelConfig, expert
 from mesh_lm.errors import ConfigError
-from mesh_lm.model.kinds import kind
+from mesh_lm.model.kinds import attention_flops_per_token, kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
 
 if TYPE_CHECKING:
@@ -231,6 +231,10 @@ class DecoderConfig(ModelConfig):
         """
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
+
+    def attention_flops_per_token(self) -> float:
+        """Those of `flops_per_token` that are attention's."""
+        return sum(run.n_layers * attention_flops_per_token(run.kind, self.within(run)) for run in self.runs())
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         """The module, with initial weights."""

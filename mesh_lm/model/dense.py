@@ -67,10 +67,15 @@ def n_params(config: DecoderConfig) -> int:
 
 def flops_per_token(config: DecoderConfig) -> float:
     """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean over a period of windows."""
+    return 6 * _matmul_weights(config) + attention_flops_per_token(config)
+
+
+def attention_flops_per_token(config: DecoderConfig) -> float:
+    """Those of them that are attention's: scores and values of the keys that a query sees on average."""
     S = config.seq_len
     windows = [min(window or S, S) for window in config.windows()]
     seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)
-    return 6 * _matmul_weights(config) + 12 * config.n_heads * config.d_head * seen
+    return 12 * config.n_heads * config.d_head * seen
 
 
 def _matmul_weights(config: DecoderConfig) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 KINDS = {"dense": "mesh_lm.model.dense"}
 """Name -> the module that has what `Kind` asks for; it is imported when a model is measured or built, so that configs load without Flax."""
 
+_COUNTS = ("n_params", "flops_per_token", "attention_flops_per_token")
+
 
 class Kind(Protocol):
     """What a file about a kind of layer offers."""
@@ -42,12 +44,14 @@ class OwnKind:
     Layer: Any
     n_params: Callable[[DecoderConfig], int]
     flops_per_token: Callable[[DecoderConfig], float]
+    attention_flops_per_token: Callable[[DecoderConfig], float]
 
 
 def kind(name: str, where: str = "model.segments") -> Kind:
     """The kind of layer of this name: one of KINDS, or a layer class of the user's own as module:class or FILE.py:class.
 
-    Where such a class has no static methods n_params and flops_per_token, as in `Kind`, the counts are those of a dense layer.
+    Where such a class has no static methods n_params, flops_per_token and attention_flops_per_token, as in `Kind`, the counts are those of
+    a dense layer.
     where: the field that has the name, for errors. Raises ConfigError for a name that leads to no class.
     """
     if name in KINDS:
@@ -60,4 +64,10 @@ def kind(name: str, where: str = "model.segments") -> Kind:
     module, dense = files.imported(path, what), importlib.import_module(KINDS["dense"])
     if not isinstance(layer := getattr(module, own, None), type):
         raise ConfigError(f"{what}: {path!r} has no class {own!r}")
-    return OwnKind(layer, *(getattr(layer, count, getattr(dense, count)) for count in ("n_params", "flops_per_token")))
+    return OwnKind(layer, *(getattr(layer, count, getattr(dense, count)) for count in _COUNTS))
+
+
+def attention_flops_per_token(name: str, config: DecoderConfig) -> float:
+    """FLOPs of attention, of one token in one layer of this kind, forward and backward; a dense layer's where the kind has no such count."""
+    dense = importlib.import_module(KINDS["dense"])
+    return getattr(kind(name), "attention_flops_per_token", dense.attention_flops_per_token)(config)

@@ -70,8 +70,17 @@ class Program:
     @property
     def model_flops(self) -> float:
         """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing computed twice; 0 where unknown."""
-        tokens = self.config.train.global_batch * self.config.model.seq_len
-        return self.config.model.flops_per_token() * tokens / self.mesh.size
+        return self.config.model.flops_per_token() * self._tokens
+
+    @property
+    def attention_flops(self) -> float:
+        """Those of them that are attention's."""
+        return self.config.model.attention_flops_per_token() * self._tokens
+
+    @property
+    def _tokens(self) -> float:
+        """Of a step, per device."""
+        return self.config.train.global_batch * self.config.model.seq_len / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
@@ -81,7 +90,7 @@ class Program:
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
             kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
-            vocabulary=VOCABULARY, model_flops=self.model_flops,
+            vocabulary=VOCABULARY, model_flops=self.model_flops, attention_flops=self.attention_flops,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
 

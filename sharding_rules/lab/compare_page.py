@@ -69,6 +69,8 @@ def _times(before: Report, after: Report) -> str:
         (name, *(percent(value, 1) if value is not None else "not known" for value in (getattr(before, field), getattr(after, field))), "")
         for name, field in (("MFU", "mfu"), ("exposed share", "exposed_share"))
     ]
+    ratios = (f"{one.model_ratio:.2f}" if one.model_ratio is not None else "not known" for one in (before, after))
+    shares.append(("step / the model's matmuls and attention", *ratios, ""))
     return _both("", a, b, duration) + table(["", "before", "after", ""], shares)
 
 

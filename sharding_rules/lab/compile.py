@@ -28,16 +28,18 @@ from sharding_rules.lab.child import Aborted, compile_in_child, server
 from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
 from sharding_rules.lab.memory import memory
 from sharding_rules.lab.origins import used_in_part, with_origins
+from sharding_rules.lab.prices import model_us
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS, request_of
-from sharding_rules.lab.timeline import estimates, priced, replay
+from sharding_rules.lab.timeline import estimates, in_parallel, priced, replay
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
 _MAKERS = (
-    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "report", "targets", "timeline", "vocabulary",
+    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "prices", "report", "targets", "ticks",
+    "timeline", "vocabulary",
 )  # fmt: skip
 """The files that a kept report depends on: all but those that only read reports."""
 _WARNING = "nvoluntary full rematerialization"
@@ -71,6 +73,7 @@ def compile_report(
     vocabulary: Vocabulary = NEUTRAL,
     kwargs: Mapping[str, Any] | None = None,
     model_flops: float = 0.0,
+    attention_flops: float = 0.0,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -78,7 +81,8 @@ def compile_report(
       step: a function, jitted or not. Static arguments are named as always: `jax.jit(step, static_argnames="mode")`.
       args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
       kwargs: its keyword arguments.
-      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU.
+      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU and `Report.model_ratio`.
+      attention_flops: those of them that are attention's.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
@@ -105,6 +109,7 @@ def compile_report(
         "slots": tuple(slots),
         "vocabulary": vocabulary,
         "model_flops": float(model_flops),
+        "attention_flops": float(attention_flops),
     }
     arguments = _arguments(step, args, kwargs, kind_of, names)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
@@ -154,11 +159,12 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
     provenance = Provenance(module, about["vocabulary"])
     sent = with_origins(module, arguments, collectives(module, provenance, mesh))
     target = TARGETS.get(about["target"])
-    line = replay(module, provenance, sent, target) if target else None
+    line = replay(module, provenance, sent, target, parallel=in_parallel(about["options"])) if target else None
     return Report(
         **about,
         hbm=target.usable if target else 0,
         peak_flops=target.flops["bf16"] if target else 0.0,
+        model_us=model_us(about["model_flops"], about["attention_flops"], target) if target else 0.0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=priced(sent, line, target) if line and target else sent,
@@ -191,11 +197,11 @@ def _unknown_loops(module: hlo.Module) -> Iterator[str]:
 
 def _useless_slots(module: hlo.Module) -> Iterator[str]:
     useless = {slot.scope for slot in module.slots}
-    for loop in (one for one in module.by_name.values() if one.opcode == "while"):
-        for name, slot in module.slots_in(loop.body):
+    for name, window in module.windows.items():
+        if slot := module.named_slot(module.by_name[name]):
             useless.discard(slot.scope)
-            if slot.trips != loop.trips:
-                yield f"slot {slot.scope!r} has {slot.trips} trips, and the loop of {name} has {loop.trips}"
+            if sum(window.loops) != slot.trips:
+                yield f"slot {slot.scope!r} has {slot.trips} trips, and the loop of {name} has {window.end - window.begin}"
     yield from (f"slot {scope!r} fits no conditional in a loop, and counts nothing" for scope in sorted(useless))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from sharding_rules.lab.report import Slot
+from sharding_rules.lab.ticks import Window, windows
 
 _BITS = {
     "pred": 8, "token": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
@@ -200,7 +201,17 @@ class Module:
         return dataclasses.replace(inside, stages=tuple(stages))
 
     def slot(self, conditional: Instruction) -> Slot | None:
-        """Returns the slot whose scope a conditional was traced in directly, not within another branch or loop; None if there is none."""
+        """Returns the slot of a conditional, for the trips of the loop that it is in; None if there is none."""
+        slot, window = self.named_slot(conditional), self.windows.get(conditional.name)
+        return slot.within(window.begin, window.end) if slot and window else slot
+
+    @cached_property
+    def windows(self) -> dict[str, Window]:
+        """The ticks that the loop around each conditional with a slot runs, by the conditional's name."""
+        return windows(self)
+
+    def named_slot(self, conditional: Instruction) -> Slot | None:
+        """Returns the slot, of all ticks, whose scope a conditional was traced in directly, not within another branch or loop."""
         path = _SCOPE.findall(conditional.op_name)[:-1]
         begin = max((at + 1 for at, word in enumerate(path) if _INSIDE.fullmatch(word)), default=0)
         result = [(at, len(slot.scope), slot) for slot in self.slots if (at := _innermost(slot.scope.split("/"), path)) >= begin]
@@ -208,11 +219,17 @@ class Module:
 
     def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
         """Conditionals with a slot in a computation and its branches, those in loops of their own left out."""
+        for name, _ in self.named_slots_in(computation):
+            if slot := self.slot(self.by_name[name]):
+                yield name, slot
+
+    def named_slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
+        """The same with the slots of all ticks."""
         for one in self.computations.get(computation, ()):
-            if one.opcode == "conditional" and (slot := self.slot(one)):
+            if one.opcode == "conditional" and (slot := self.named_slot(one)):
                 yield one.name, slot
             for inside in (*one.branches, *(one.called if one.opcode == "call" else ())):
-                yield from self.slots_in(inside)
+                yield from self.named_slots_in(inside)
 
     def dearest(self, conditional: Instruction) -> str:
         """The branch with the most FLOPs, then with the most instructions; of a slot the one that runs."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sharding_rules.lab.lint_context import Finding, LintContext
+from sharding_rules.lab.prices import MEMORY
 from sharding_rules.lab.report import SCALAR, Collective, Copy, Location
 from sharding_rules.lab.targets import TARGETS
-from sharding_rules.lab.timeline import MEMORY
 
 _DEAR = 0.01
 """Share of the predicted step: copies that take less are not worth a finding."""

@@ -22,6 +22,7 @@ from sharding_rules.lab.summary import (
     by_meaning,
     duration,
     efficiency,
+    exposed_words,
     flop,
     link,
     matrix,
@@ -29,6 +30,7 @@ from sharding_rules.lab.summary import (
     over,
     path,
     percent,
+    ratio,
     rows,
     shapes,
     size,
@@ -72,9 +74,10 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
     told = [f"<strong class={'good' if report.fits else 'bad'}>{escape(fits[0].upper() + fits[1:])}.</strong>"]
     told.append(f"The peak is {size(report.peak_bytes)}{of} on each device.")
     if line := report.timeline:
+        rates = efficiency(report), ratio(report)
         told.append(
             f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
-            f"({percent(line.exposed, line.step)}) wait for the network{': ' if efficiency(report) else ''}{efficiency(report)}."
+            f"({percent(line.exposed, line.step)}) wait for the network{': ' * any(rates)}{', '.join(filter(None, rates))}."
         )
     n = len(findings)
     told.append(f'<a href="#findings">{n} finding{"s" * (n > 1)}</a>.' if n else "No findings.")
@@ -219,11 +222,12 @@ def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> 
         )
         shares.append(Share("", piece.waiting, "--wait", f"{tip}\nof it {duration(piece.waiting)} waiting for the network"))
     whole = max(sum(share.value for share in shares), 1e-9)
+    waits = f" By mesh axes and by phase: {exposed_words(report)} of the step." if exposed_words(report) else ""
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step, compute {duration(line.compute)}, "
         f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits for them "
-        f"({swatch('--wait')}). Below, one trip of each piece at its own scale: compute above the axis, matmuls tall; "
+        f"({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: compute above the axis, matmuls tall; "
         f"the network below it.</p>"
     )
     chart = f"<figure>{stack(shares, whole, label='the step, piece by piece', height=18)}</figure>"

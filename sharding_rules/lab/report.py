@@ -45,7 +45,8 @@ class Slot:
     scope: str
     """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`; the innermost that fits counts."""
     stages: tuple[str, ...]
-    """By stage (devices that take the same branches), a letter for each trip of the loop: "1" it runs, "0" it is skipped."""
+    """By stage (devices that take the same branches), a letter for each trip of the loop, or of the loops that run the same table one
+    after another: "1" it runs, "0" it is skipped."""
 
     def __post_init__(self) -> None:
         if len(set(map(len, self.stages))) != 1 or set("".join(self.stages)) - {"0", "1"}:
@@ -60,6 +61,10 @@ class Slot:
     def trips(self) -> int:
         """Trips of the loop around the conditional."""
         return len(self.stages[0])
+
+    def within(self, begin: int, end: int) -> Slot:
+        """The slot of a loop that runs only the trips from `begin` to before `end`."""
+        return self if (begin, end) == (0, self.trips) else Slot(self.scope, tuple(stage[begin:end] for stage in self.stages))
 
     def runs(self, stage: int) -> int:
         """How often it runs there in one execution of the loop."""
@@ -220,7 +225,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The schedule replayed with XLA's own estimates: one compute stream, one network stream. A second opinion, not a measurement.
+    """The schedule replayed with XLA's own estimates: one compute stream, and those of the network. A second opinion, not a measurement.
 
     In a program with Slots each trip of the loop lasts as long as on its slowest stage, and the streams are those of that stage.
     """
@@ -273,6 +278,10 @@ class Report:
     copies: tuple[Copy, ...] = ()
     model_flops: float = 0.0
     """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
+    attention_flops: float = 0.0
+    """Those of `model_flops` that are attention's."""
+    model_us: float = 0.0
+    """Predicted microseconds of `model_flops` alone, at the timeline's rates of matmuls and attention; 0 where unknown."""
     peak_flops: float = 0.0
     """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
@@ -331,6 +340,11 @@ class Report:
         return self.timeline.exposed / self.timeline.step if self.timeline and self.timeline.step > 0 else None
 
     @property
+    def model_ratio(self) -> float | None:
+        """The predicted step over the time of the model's own matmuls and attention: 1 is a step without recomputation, bubble, traffic."""
+        return self.timeline.step / self.model_us if self.timeline and self.timeline.step > 0 and self.model_us > 0 else None
+
+    @property
     def fits(self) -> bool:
         """True if the peak fits into the device's memory, or if that is not known."""
         return not self.hbm or self.peak_bytes <= self.hbm
@@ -343,25 +357,6 @@ class Report:
     def from_json(text: str) -> Report:
         """The reverse of to_json. Raises ValueError for anything else."""
         return _build(Report, json.loads(text))
-
-
-def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes: float) -> None:
-    """Raises LabError where a step sends more bytes along a mesh axis, or needs more memory, than allowed: fsdp=40e9, peak_bytes=72e9.
-
-    A mesh axis that is not named is not limited.
-    """
-    if unknown := wire_bytes.keys() - report.mesh.keys():
-        raise LabError(f"no mesh axis {', '.join(sorted(unknown))}; the mesh has {', '.join(report.mesh)}")
-    over = []
-    for axis, limit in wire_bytes.items():
-        if (sent := report.wire_bytes(axis)) > limit:
-            largest = sorted(report.select(axis=axis), key=lambda one: -one.times * one.wire)[:3]
-            lines = [f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in {location_text(one.where)}" for one in largest]
-            over.append(f"{axis}: {sent:.4g} bytes sent, {limit:.4g} allowed; most of them by{''.join(lines)}")
-    if peak_bytes is not None and report.peak_bytes > peak_bytes:
-        over.append(f"memory: {report.peak_bytes} bytes at the peak, {peak_bytes} allowed")
-    if over:
-        raise LabError(f"{report.name} is over its budget\n" + "\n".join(f"  - {line}" for line in over))
 
 
 def location_text(where: Location) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, location_text
 
@@ -105,12 +106,19 @@ def efficiency(report: Report) -> str:
     return f"matmuls at {percent(report.utilisation, 1)} of the peak" if report.utilisation is not None else ""
 
 
+def ratio(report: Report) -> str:
+    """`1.51 x the model's matmuls and attention`; empty where the model's FLOPs are not known."""
+    return f"{report.model_ratio:.2f} x the model's matmuls and attention" if report.model_ratio is not None else ""
+
+
 def headline(report: Report) -> str:
-    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %."""
+    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %, 2.09 x the
+    model's matmuls and attention.
+    """
     line = report.timeline
     if not line:
         return verdict(report)
-    said = [f"step {duration(line.step)} (predicted)", f"{percent(line.exposed, line.step)} exposed", efficiency(report)]
+    said = [f"step {duration(line.step)} (predicted)", f"{percent(line.exposed, line.step)} exposed", efficiency(report), ratio(report)]
     return f"{verdict(report)}; {', '.join(filter(None, said))}"
 
 
@@ -245,6 +253,44 @@ def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:
     for one in report.collectives:
         total[one.axes] = total.get(one.axes, 0.0) + one.times * one.wire
     return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def exposed_by_axes(report: Report) -> dict[str, float]:
+    """Predicted microseconds in a step during which compute waits, by the mesh axes of what it waits for (data+fsdp), the most first."""
+    return _exposed(report, lambda one: over(one.axes))
+
+
+def exposed_by_phase(report: Report) -> dict[str, float]:
+    """The same by phase: forward, backward (with what it recomputes), optimizer, other."""
+    return _exposed(report, lambda one: "backward" if one.where.phase == "recompute" else one.where.phase or "other")
+
+
+def _exposed(report: Report, key: Callable[[Collective], str]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one in report.collectives:
+        if one.exposed > 0:
+            total[key(one)] = total.get(key(one), 0.0) + one.exposed
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def ratios(report: Report) -> dict[str, Any]:
+    """Returns what of the predicted step is lost, as plain data: mfu, exposed_share and model_ratio as in the report, None where unknown;
+    exposed_us by mesh axes and by phase.
+    """
+    shares = {name: getattr(report, name) for name in ("mfu", "exposed_share", "model_ratio")}
+    return shares | {"exposed_us": {"axes": exposed_by_axes(report), "phase": exposed_by_phase(report)}}
+
+
+def exposed_words(report: Report) -> str:
+    """Returns `data 8 %, tensor 3 %; backward 10 %, forward 1 %`, as shares of the step; empty where nothing is exposed."""
+    if not (report.timeline and report.timeline.step > 0):
+        return ""
+    step = report.timeline.step
+    listed = (
+        ", ".join(f"{name} {percent(us, step)}" for name, us in each.items() if us > _CRUMB / 4 * step)
+        for each in (exposed_by_axes(report), exposed_by_phase(report))
+    )
+    return "; ".join(filter(None, listed))
 
 
 def alike(buffers: Iterable[Buffer]) -> list[tuple[int, Buffer]]:

@@ -24,11 +24,13 @@ from sharding_rules.lab.summary import (
     by_axes,
     duration,
     efficiency,
+    exposed_words,
     flop,
     link,
     mesh_words,
     over,
     percent,
+    ratio,
     rows,
     shapes,
     size,
@@ -209,8 +211,10 @@ def _sums(report: Report) -> RenderableType:
         _add(table, "times", UPPER_BOUND)
     if line := report.timeline:
         said = f"{duration(line.step)} {PREDICTED}: compute {duration(line.compute)}, network {duration(line.network)}"
-        rate = f", {efficiency(report)}" if efficiency(report) else ""
-        _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)}){rate}")
+        rates = "".join(f", {each}" for each in (efficiency(report), ratio(report)) if each)
+        _add(table, "step", f"{said}, {duration(line.exposed)} exposed ({percent(line.exposed, line.step)}){rates}")
+        if waits := exposed_words(report):
+            _add(table, "exposed", f"{waits} of the step")
     return table
 
 

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
+from sharding_rules.lab.prices import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
-from sharding_rules.lab.timeline import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, priced, replay
+from sharding_rules.lab.timeline import priced, replay
 
 H100 = TARGETS["h100"]
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
