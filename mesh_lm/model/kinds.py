@@ -68,6 +68,6 @@ def kind(name: str, where: str = "model.segments") -> Kind:
 
 
 def attention_flops_per_token(name: str, config: DecoderConfig) -> float:
-    """FLOPs of attention, of one token in one layer of this kind, forward and backward; a dense layer's where the kind has no such count."""
+    """Attention's FLOPs of one token in one layer of this kind, both directions; a dense layer's where the kind has no such count."""
     dense = importlib.import_module(KINDS["dense"])
     return getattr(kind(name), "attention_flops_per_token", dense.attention_flops_per_token)(config)

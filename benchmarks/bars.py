@@ -1,0 +1,220 @@
+"""Compiles the shipped configs for H100s that are not here, and compares their predicted steps with this project's bars, and with the base.
+
+The base is benchmarks/results/bars_base_*.json: the same figures of an earlier state of this repository, written by --freeze. Nothing runs
+on a GPU. Rows that are not asked for are kept from the newest results, with their dates. Needs the compiler: pip install 'mesh_lm[aot]'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plan_table import PUBLISHED as DEVICES
+from plan_table import TARGET
+from record import ROOT, Record, Row
+from record import options as arguments
+
+TFLOPS = {
+    "megatron_1_7b": 408.8, "megatron_7_1b": 465.9, "megatron_16b": 489.1, "megatron_32b": 459.6, "megatron_70b": 419.7,
+    "megatron_119b": 420.5, "megatron_177b": 432.8, "megatron_314b": 474.4, "megatron_462b": 459.9,
+}  # fmt: skip
+"""Measured TFLOP/s per H100 by NVIDIA/Megatron-LM, images/model_table.png at commit d98e8a64dd. Ours are predictions: no race is won."""
+PIPELINED, PLAIN, EXPOSED = 1.6, 1.35, 0.15
+"""The most of step / (the model's matmuls and attention), with and without stages, and of the exposed share (of Megatron's nine)."""
+WAITS = 5
+"""How many collectives are listed of a config that waits longer than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """What a config must reach on a number of devices. 0: no such limit."""
+
+    config: str
+    devices: int = 0
+    """0: the number that the config is published for."""
+    step_s: float = 0.0
+    """At most."""
+    step_all_on_s: float = 0.0
+    """The same where all of the config's settings for overlap are on (--on)."""
+    peak_gib: float = 0.0
+    """At most."""
+    mfu: float = 0.0
+    """At least."""
+    of_published: float = 0.0
+    """Share of the published TFLOP/s, at least."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.config}, {self.devices} devices" if self.devices else self.config
+
+    @property
+    def n(self) -> int:
+        return self.devices or DEVICES[self.config]
+
+
+BARS = (
+    Bar("gpt2_124m", mfu=0.32), Bar("gpt_1_3b", mfu=0.57), Bar("gpt_175b", step_s=6.7, step_all_on_s=6.2, peak_gib=50.0),
+    Bar("llama3_8b", mfu=0.60), Bar("llama3_70b", 512, mfu=0.57), Bar("llama3_70b", mfu=0.57), Bar("llama3_405b", mfu=0.30),
+    Bar("megatron_1_7b", of_published=1.0), Bar("megatron_7_1b", of_published=1.0), Bar("megatron_16b", of_published=1.0),
+    Bar("megatron_32b", of_published=0.9), Bar("megatron_70b", of_published=0.9), Bar("megatron_119b", of_published=0.9),
+    Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, of_published=1.0), Bar("megatron_314b", of_published=0.9),
+    Bar("megatron_462b", of_published=1.0),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", quick_help="only gpt2_124m")
+    parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between; the rest is kept")
+    parser.add_argument("--on", default="", help="options of train.py that turn all settings on, for a second figure: '--a.b=c --d.e=f'")
+    parser.add_argument("--freeze", action="store_true", help="write the rows into the base; those that are not asked for stay")
+    parser.add_argument("--row", default="", help="compile this one and print it (internal)")
+    args = parser.parse_args()
+    if args.row:
+        (bar,) = (bar for bar in BARS if bar.name == args.row)
+        print(json.dumps(compiled(bar, args.on.split())))
+        return
+    only = "gpt2_124m" if args.quick else args.only
+    wanted = [bar for bar in BARS if any(word in bar.name for word in only.split(","))]
+    kind = f"{TARGET} jax {importlib.metadata.version('jax')}"
+    record = Record("bars", args.output, kind=kind)
+    if args.freeze:
+        record.stem = record.stem.replace(record.data["date"], "base")
+    done = kept(record)
+    base = {} if args.freeze else rows_of(record.directory / f"{record.stem.replace(record.data['date'], 'base')}.json")
+    for bar in wanted:
+        figures = in_a_process(bar, "")
+        if args.on:
+            figures["all_on_s"] = in_a_process(bar, args.on)["step_s"]
+        done[bar.name] = figures
+        rows = [done[each.name] for each in BARS if each.name in done]
+        note = "Predicted by the lab, never measured."
+        record.table("Compiled", rows, note, show=False)
+        record.table("Bars", [compared(each, done[each.name], base.get(each.name)) for each in BARS if each.name in done], note, show=False)
+        record.write()
+    table = record.data["tables"]["Bars"]
+    record.table("Bars", table["rows"], table["note"])
+    print(f"\nwrote {record.write()}")
+
+
+def kept(record: Record) -> dict[str, Row]:
+    """Returns the rows of the file that is about to be written, else those of the newest results of these versions."""
+    own = record.directory / f"{record.stem}.json"
+    if own.is_file() or "base" in record.stem:
+        return rows_of(own)
+    dated = sorted(record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json"))
+    return rows_of(dated[-1]) if dated else {}
+
+
+def rows_of(path: Path) -> dict[str, Row]:
+    return {row["config"]: row for row in json.loads(path.read_text())["tables"]["Compiled"]["rows"]} if path.is_file() else {}
+
+
+def in_a_process(bar: Bar, on: str) -> Row:
+    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if it fails."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    command = [sys.executable, str(Path(__file__)), f"--row={bar.name}", f"--on={on}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{bar.name}: {done.stderr[-2000:]}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    print(f"{bar.name}{' with all on' * bool(on)}: {row['step_s']:.3f} s, {row['compile_s']:.0f} s to compile", flush=True)
+    return row
+
+
+def compiled(bar: Bar, changes: Sequence[str]) -> Row:
+    """Returns the figures of a config as it is shipped, or with changes, under the XLA flags of a run. The lab keeps its reports."""
+    from mesh_lm.commands import command_line
+    from mesh_lm.planning.program import compile_config, flags_of
+    from sharding_rules.lab.flags import options
+
+    config = command_line.parse([f"--config=configs/{bar.config}.py", *changes])
+    report = compile_config(config, TARGET, bar.n, options(flags_of(config, TARGET)))
+    return {"config": bar.name, "date": datetime.date.today().isoformat(), **figures(config, report)}
+
+
+def figures(config: Any, report: Any) -> Row:
+    """Returns what the bars are about, and what a step waits for."""
+    from sharding_rules.lab.report import location_text
+    from sharding_rules.lab.summary import over, ratios
+
+    line = report.timeline
+    of_step = ratios(report)
+    exposed = of_step.pop("exposed_us")
+    waits = sorted(report.collectives, key=lambda one: -one.exposed)[:WAITS]
+    return {
+        "GPUs": report.n_devices, "pipelined": config.mesh.pipeline != 1, "step_s": line.step / 1e6, "peak_gib": report.peak_bytes / 2**30,
+        "tflops": megatron_flops(config) / report.n_devices / line.step / 1e6, **of_step,
+        "waits_for": ", ".join(f"{axes} {us / line.step:.1%}" for axes, us in exposed["axes"].items()),
+        "waits_in": ", ".join(f"{phase} {us / line.step:.1%}" for phase, us in exposed["phase"].items()),
+        "longest": "; ".join(
+            f"{one.exposed / line.step:.1%} {one.kind} {over(one.axes)} in {location_text(one.where)}" for one in waits if one.exposed
+        ),
+        "compile_s": report.compile_seconds,
+    }  # fmt: skip
+
+
+def megatron_flops(config: Any) -> float:
+    """FLOPs of a step as Megatron-LM counts them: each query with all keys, causal or not, and nothing twice.
+
+    72 B s l h^2 (1 + s / 6 h + V / 12 l h) for GPT (Narayanan et al., arXiv 2104.04473, equation 3, without its recomputation).
+    """
+    model = config.model
+    weights = model.flops_per_token() - model.attention_flops_per_token()
+    attention = 12 * model.n_layers * model.n_heads * model.d_head * model.seq_len
+    return config.train.global_batch * model.seq_len * (weights + attention)
+
+
+def compared(bar: Bar, row: Row, base: Row | None) -> Row:
+    """Returns a line of the table: each figure, that of the base, and the bars that are not met."""
+    before = base or {}
+    missed = unmet(bar, row)
+    return {
+        "config": bar.name, "GPUs": row["GPUs"],
+        "step, s": row["step_s"], "base step": before.get("step_s"), "all on": row.get("all_on_s"),
+        "peak, GiB": row["peak_gib"], "base peak": before.get("peak_gib"),
+        "TFLOP/s": row["tflops"], "base TFLOP/s": before.get("tflops"), "published": TFLOPS.get(bar.config),
+        "MFU, %": _percent(row["mfu"]), "base MFU": _percent(before.get("mfu")),
+        "exposed, %": _percent(row["exposed_share"]), "base exposed": _percent(before.get("exposed_share")),
+        "ratio": row["model_ratio"], "base ratio": before.get("model_ratio"),
+        "waits for": row["longest"] if row["exposed_share"] > EXPOSED else row["waits_for"],
+        "bars": "; ".join(f"{name} {limit:g}" for name, _, limit, _ in limits(bar, row)),
+        "met": not missed, "missed": "; ".join(missed),
+    }  # fmt: skip
+
+
+def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
+    """Returns the bars of a config: name, figure (None: not compiled), limit, and whether the figure is as it must be."""
+    published = TFLOPS.get(bar.config, 0.0)
+    ratio = PIPELINED if row["pipelined"] else PLAIN
+    most = [
+        ("step <=", row["step_s"], bar.step_s),
+        ("all on <=", row.get("all_on_s"), bar.step_all_on_s),
+        ("GiB <=", row["peak_gib"], bar.peak_gib),
+        ("ratio <=", row["model_ratio"], ratio),
+        ("exposed <=", row["exposed_share"], EXPOSED if published else 0.0),
+    ]
+    least = [("TFLOP/s >=", row["tflops"], bar.of_published * published), ("MFU >=", row["mfu"], bar.mfu)]
+    found = [(name, value, limit, value is None or value <= limit) for name, value, limit in most]
+    found += [(name, value, limit, value >= limit) for name, value, limit in least]
+    return [each for each in found if each[2]]
+
+
+def unmet(bar: Bar, row: Row) -> list[str]:
+    """Returns the bars that a config does not meet, with its figure: "step <= 6.7: 9.309"."""
+    return [f"{name} {limit:g}: {value:.4g}" for name, value, limit, met in limits(bar, row) if not met]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+if __name__ == "__main__":
+    main()
