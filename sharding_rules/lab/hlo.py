@@ -268,6 +268,12 @@ class Module:
         """The computation of each instruction, by names."""
         return {one.name: name for name, lines in self.computations.items() for one in lines}
 
+    @cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """The instruction that runs each computation; the last one where there are several."""
+        everything = (one for lines in self.computations.values() for one in lines)
+        return {name: one for one in everything for name in {*one.called, *one.branches, one.body, one.condition} if name}
+
     def flops(self, instruction: Instruction) -> int:
         """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops inside count with their trips, and of
         branches the one with the most.

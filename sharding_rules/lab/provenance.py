@@ -89,11 +89,11 @@ class Provenance:
         for step in (self._upstream, self._downstream):
             if found := self._search(one, step):
                 return _heaviest(found)
-        caller = self._callers.get(self.module.home[one.name])
+        caller = self.module.callers.get(self.module.home[one.name])
         while caller is not None:
             if (own := self._own(caller)) and own.part:
                 return own
-            caller = self._callers.get(self.module.home[caller.name])
+            caller = self.module.callers.get(self.module.home[caller.name])
         return None
 
     def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Location]]:
@@ -121,7 +121,7 @@ class Provenance:
             match = re.search(r"index=(\d+)", one.text)
             yield from self._element(self.module.by_name.get(one.operands[0]), int(match[1]) if match else 0)
         elif one.opcode == "parameter":
-            caller = self._callers.get(self.module.home[one.name])
+            caller = self.module.callers.get(self.module.home[one.name])
             if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
                 yield from caller.operands[int(one.arguments) : int(one.arguments) + 1]
         elif one.opcode in ("fusion", "call", "async-start") and (inside := self._roots(one.called)):
@@ -139,7 +139,7 @@ class Provenance:
             for root in self._roots((whole.body,) if whole.body else whole.called):
                 inside = self.module.by_name[root]
                 yield from self._element(inside, index) if inside.opcode == "tuple" else (root,)
-        elif whole.opcode == "parameter" and (caller := self._callers.get(self.module.home[whole.name])) and caller.opcode == "while":
+        elif whole.opcode == "parameter" and (caller := self.module.callers.get(self.module.home[whole.name])) and caller.opcode == "while":
             yield from self._element(self.module.by_name.get(caller.operands[0]), index)
         else:
             yield whole.name
@@ -163,12 +163,12 @@ class Provenance:
         home, looped = self.module.home[one.name], False
         if (slot := self._slot(home)) and (around := self._own(slot)):
             return around.phase
-        while (caller := self._callers.get(home)) is not None and home not in self._differentiated:
+        while (caller := self.module.callers.get(home)) is not None and home not in self._differentiated:
             one, home = caller, self.module.home[caller.name]
         if home not in self._differentiated:
             return ""
         outer: str | None = home
-        while outer and (caller := self._callers.get(outer)):
+        while outer and (caller := self.module.callers.get(outer)):
             looped |= caller.opcode == "while"
             outer = self.module.home[caller.name]
         if one.name in self._after[home]:
@@ -177,7 +177,7 @@ class Provenance:
 
     def _slot(self, computation: str | None) -> Instruction | None:
         """The pipeline's slot that a computation is in."""
-        while computation and (caller := self._callers.get(computation)):
+        while computation and (caller := self.module.callers.get(computation)):
             if caller.opcode == "conditional" and any(scope in caller.op_name for scope in self.vocabulary.slots):
                 return caller
             computation = self.module.home[caller.name]
@@ -191,7 +191,7 @@ class Provenance:
             if any((own := self._own(one)) and own.phase in ("backward", "recompute") for one in lines):
                 while name and name not in result:
                     result.add(name)
-                    caller = self._callers.get(name)
+                    caller = self.module.callers.get(name)
                     name = self.module.home[caller.name] if caller else ""
         return result
 
@@ -213,10 +213,6 @@ class Provenance:
         return {*one.called, *one.branches, one.body, one.condition}
 
     # The graph.
-
-    @cached_property
-    def _callers(self) -> dict[str, Instruction]:
-        return {name: one for lines in self.module.computations.values() for one in lines for name in self._inside(one) if name}
 
     @cached_property
     def _users(self) -> dict[str, list[str]]:
