@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
-from sharding_rules.lab.prices import KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us
+from sharding_rules.lab.prices import ATTENTION, ATTENTION_BACKWARD, KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, model_us
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
-from sharding_rules.lab.timeline import priced, replay
+from sharding_rules.lab.timeline import in_parallel, priced, replay
+from tests.sharding_rules.lab.test_groups import mesh_of
 
 H100 = TARGETS["h100"]
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
@@ -25,6 +26,7 @@ GATHER = Collective(
 GATHER_US = collective_us(GATHER, H100)
 START = f"%ag = (bf16[1048576]{{0}}, bf16[8388608]{{0}}) all-gather-start(%p), {ALL}"
 DONE = "%done = bf16[8388608]{0} all-gather-done(%ag)"
+ONE_NODE = Mesh(np.array(jax.devices()), ("tensor",))
 
 
 def kernel(name: str, us: float, operand: str = "p") -> str:
@@ -33,7 +35,9 @@ def kernel(name: str, us: float, operand: str = "p") -> str:
     return f'%{name} = bf16[1048576]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, backend_config={{"reification_cost":[{estimate}]}}'
 
 
-def replayed(*entry: str, slots: tuple[Slot, ...] = (), **computations: tuple[str, ...]) -> Timeline:
+def replayed(
+    *entry: str, slots: tuple[Slot, ...] = (), mesh: Mesh = ONE_NODE, parallel: bool = False, **computations: tuple[str, ...]
+) -> Timeline:
     blocks = {"f": ("%q = bf16[1048576]{0} parameter(0)", "ROOT %n = bf16[1048576]{0} negate(%q)"), **computations}
     text = "HloModule test, is_scheduled=true\n\n"
     for name, lines in (*blocks.items(), ("main", ("%p = bf16[1048576]{0} parameter(0)", *entry))):
@@ -42,7 +46,7 @@ def replayed(*entry: str, slots: tuple[Slot, ...] = (), **computations: tuple[st
         text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
     module = hlo.parse(text, slots)
     provenance = Provenance(module)
-    return replay(module, provenance, collectives(module, provenance, Mesh(np.array(jax.devices()), ("tensor",))), H100)
+    return replay(module, provenance, collectives(module, provenance, mesh), H100, parallel=parallel)
 
 
 def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:
@@ -252,3 +256,50 @@ def test_a_long_program_keeps_few_spans_and_all_of_its_time() -> None:
     assert len(found.spans) <= 600
     assert sum(span.duration for span in found.spans if span.stream == "compute") == pytest.approx(found.compute)
     assert any(span.name == "ag" for span in found.spans)
+
+
+def test_collectives_between_nodes_and_within_one_have_streams_of_their_own_where_xla_allows_it() -> None:
+    mesh = mesh_of(node=4, data=2, tensor=4)
+    inside = START.replace("{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}").replace("8388608", "4194304")
+    done = DONE.replace("8388608", "4194304")
+    across = START.replace("%ag", "%far").replace("{{0,1,2,3,4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}").replace("8388608", "2097152")
+    done_far = DONE.replace("8388608", "2097152").replace("%ag", "%far").replace("%done", "%done_far")
+    entry = (inside, across, kernel("k", 1), done, done_far)
+    one, two = (replayed(*entry, mesh=mesh, parallel=parallel) for parallel in (False, True))
+    times = {span.name: span.duration for span in one.spans if span.stream == "network"}
+    assert one.step == pytest.approx(sum(times.values())) and two.step == pytest.approx(max(times.values()))
+    assert one.network == pytest.approx(two.network) and sum(two.waits.values()) == pytest.approx(two.exposed)
+    again = across.replace("%far", "%far_too"), done_far.replace("%far", "%far_too").replace("%done_far", "%done_too")
+    both = replayed(across, again[0], kernel("k", 1), done_far, again[1], mesh=mesh, parallel=True)
+    assert both.step == pytest.approx(2 * times["far"]), "two of a kind are one after the other"
+
+
+def test_the_overlap_limit_is_read_from_options_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert not in_parallel({}) and not in_parallel({name: 1}) and in_parallel({name: 2})
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=4")
+    assert in_parallel({}) and not in_parallel({name: 1})
+
+
+def test_a_kernel_in_a_fusion_that_slices_its_operands_costs_what_it_costs_alone() -> None:
+    """XLA wraps it where `xla_gpu_enable_dynamic_slice_fusion` is set."""
+    flops = 10**11
+    call = f'custom-call(%p), custom_call_target="mosaic_gpu_v2", frontend_attributes={{kernel="attention forward",kernel_flops="{flops}"}}'
+    alone = replayed(f"%k = bf16[1048576]{{0}} {call}")
+    inside = (
+        "%p.1 = bf16[4,1048576]{1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%row = bf16[1,1048576]{1,0} dynamic-slice(%p.1, %i, %i), dynamic_slice_sizes={1,1048576}",
+        f"ROOT %call = bf16[1048576]{{0}} {call.replace('%p', '%row')}",
+    )
+    stacked = "%s = bf16[4,1048576]{1,0} broadcast(%p)", "%n = s32[] constant(0)"
+    wrapped = replayed(*stacked, "%w = bf16[1048576]{0} fusion(%s, %n), kind=kCustom, calls=%inside", inside=inside)
+    (expected,), (found,) = ([span for span in line.spans if span.kind == "attention"] for line in (alone, wrapped))
+    assert found.duration == pytest.approx(expected.duration) == pytest.approx(1e6 * flops / (ATTENTION * 989.4e12))
+
+
+def test_the_time_of_a_models_own_flops() -> None:
+    peak = H100.flops["bf16"]
+    assert model_us(peak, 0, H100) == pytest.approx(1e6 / MATMUL)
+    assert model_us(peak, peak, H100) == pytest.approx(1e6 / 3 / ATTENTION + 2e6 / 3 / ATTENTION_BACKWARD)
