@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
-from sharding_rules.lab import LabError, Report, compile_report, lower_for
+from sharding_rules.lab import LabError, Report, compile_module, compile_report, lower_for
 from sharding_rules.lab.flags import auto
-from sharding_rules.lab.report import CompilerMissing
+from sharding_rules.lab.hlo import Module
+from sharding_rules.lab.report import CompilerMissing, Slot
 from sharding_rules.lab.targets import NODE, TARGETS
 
 
@@ -84,15 +85,29 @@ class Program:
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
-        config, layout, optimizer = self.config, self.layout, self.optimizer
-        arguments = abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout))
-        step = train_step(layout, optimizer, config.seed, config.health.outlier)
+        config = self.config
+        step, arguments = self._step()
         return compile_report(
             step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=state_bytes.kind_of(self.declared), slots=stages.pipeline_slots(layout, config.train.microbatches),
+            kind_of=state_bytes.kind_of(self.declared), slots=self._slots,
             vocabulary=VOCABULARY, model_flops=self.model_flops, attention_flops=self.attention_flops,
             cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
         )  # fmt: skip
+
+    def module(self, options: Mapping[str, Any] | None = None) -> Module:
+        """Compiles the step, and returns the program itself, for the queries of `sharding_rules.lab.structure`. Raises as `compile`."""
+        step, arguments = self._step()
+        return compile_module(step, *arguments, mesh=self.mesh, options=options, slots=self._slots)
+
+    @property
+    def _slots(self) -> tuple[Slot, ...]:
+        return stages.pipeline_slots(self.layout, self.config.train.microbatches)
+
+    def _step(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The training step, and the shapes of its arguments."""
+        config, layout, optimizer = self.config, self.layout, self.optimizer
+        step = train_step(layout, optimizer, config.seed, config.health.outlier)
+        return step, (abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout)))
 
 
 def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:

@@ -2,6 +2,7 @@
 
 from sharding_rules.lab.budget import assert_budget as assert_budget
 from sharding_rules.lab.budget import assert_exposed as assert_exposed
+from sharding_rules.lab.compile import compile_module as compile_module
 from sharding_rules.lab.compile import compile_report as compile_report
 from sharding_rules.lab.diff import diff as diff
 from sharding_rules.lab.lint import Finding as Finding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import math
@@ -134,7 +135,31 @@ def _lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
     return traced.lower(), getattr(traced.jaxpr.jaxpr.debug_info, "arg_names", None)
 
 
-def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
+def compile_module(
+    step: Callable[..., Any], *args: Any, mesh: Mesh, options: Mapping[str, Any] | None = None, slots: Sequence[Slot] = ()
+) -> hlo.Module:  # fmt: skip
+    """Returns the compiled and scheduled program itself, for the queries of `structure`. It is not kept.
+
+    Arguments, and errors, are those of `compile_report`.
+    """
+    lowered, _ = _lower(step if hasattr(step, "lower") else jax.jit(step), args, {})
+    about = {"name": getattr(step, "__name__", "step"), "target": "", "options": dict(options or {}), "vocabulary": NEUTRAL}
+    return hlo.parse(_compiled(lowered, mesh, about).text, tuple(slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """What XLA returns, logs and dumps."""
+
+    text: str
+    stats: Any
+    log: list[str]
+    assignment: str
+    live: str
+    seconds: float
+
+
+def _compiled(lowered: Any, mesh: Mesh, about: Mapping[str, Any]) -> _Compiled:
     device = mesh.devices.flat[0]
     with tempfile.TemporaryDirectory(prefix="sharding_lab_") as folder:
         asked = estimates(TARGETS.get(about["target"])) | unassembled(device, f"{folder}/cuda")
@@ -155,7 +180,12 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         seconds = time.monotonic() - begin
         kinds = ("buffer-assignment", "live-range")
         assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
-    module = hlo.parse(text, about["slots"])
+    return _Compiled(text, stats, log, assignment, live, seconds)
+
+
+def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]) -> Report:
+    made = _compiled(lowered, mesh, about)
+    module = hlo.parse(made.text, about["slots"])
     provenance = Provenance(module, about["vocabulary"])
     sent = with_origins(module, arguments, collectives(module, provenance, mesh))
     target = TARGETS.get(about["target"])
@@ -168,17 +198,17 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
         mesh={axis: int(size) for axis, size in mesh.shape.items()},
         axis_nodes=_axis_nodes(mesh),
         collectives=priced(sent, line, target) if line and target else sent,
-        memory=memory(module, provenance, stats, assignment, live, arguments),
+        memory=memory(module, provenance, made.stats, made.assignment, made.live, arguments),
         arguments=used_in_part(module, arguments),
         flops=flops_by_phase(module, provenance),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),
         kernels=kernels(module, provenance),
-        warnings=(*(line for line in log if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
+        warnings=(*(line for line in made.log if _WARNING in line), *_unknown_loops(module), *_useless_slots(module)),
         timeline=line,
         instructions=sum(map(len, module.computations.values())),
-        text_bytes=len(text),
-        compile_seconds=seconds,
+        text_bytes=len(made.text),
+        compile_seconds=made.seconds,
     )
 
 

@@ -192,17 +192,14 @@ def _transposes(module: Module, one: Instruction) -> bool:
 
 def _added_in_place(module: Module, update: Instruction) -> bool:
     """Whether the row that an update writes is the same array's row with something added, in the same kernel."""
-    todo, seen = [update.operands[1]], set()
-    added = False
-    while todo:
-        one = module.by_name[todo.pop()]
-        if one.name in seen or module.home[one.name] != module.home[update.name]:
-            continue
-        seen.add(one.name)
-        added |= one.opcode == "add"
-        if one.opcode == "dynamic-slice" and added and _source(module, one.operands[0]) == _source(module, update.operands[0]):
-            return True
-        todo += one.operands
+    todo, array = [update.operands[1]], _source(module, update.operands[0])
+    for name in todo:
+        one = module.by_name[name]
+        if one.opcode == "add":
+            rows = (module.by_name[_source(module, operand)] for operand in one.operands)
+            if any(row.opcode == "dynamic-slice" and _source(module, row.operands[0]) == array for row in rows):
+                return True
+        todo += [each for each in one.operands if each not in todo and module.home[each] == module.home[update.name]]
     return False
 
 
