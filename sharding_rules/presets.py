@@ -30,6 +30,9 @@ PRESETS: dict[str, Rules] = {
         # Megatron-LM's distributed optimizer, ZeRO-1 for any number of replicas: the layers use a copy of the weights in the compute type,
         # and the fp32 weights and moments are padded vectors that are sharded over the replicas.
         Rules("distributed", params=_WEIGHTS, activations=_DATA, optimizer={**_WEIGHTS, "flat": ("pipeline", "data")}),
+        # ZeRO-3 of the layers on the same vectors: no device has a copy of a layer's matrices. Each layer's are gathered during the layer
+        # before, and their gradient is summed during the next one.
+        Rules("zero3", params={**_WEIGHTS, "flat": "data"}, activations=_DATA, optimizer={**_WEIGHTS, "flat": ("pipeline", "data")}),
         # ZeRO-3 / FSDP (arXiv 2304.11277): weights are sharded, too; each layer gathers its own when it runs.
         Rules("fsdp", params={**_WEIGHTS, "embed": "fsdp"}, activations={**_ACTS, "batch": "fsdp"}),
         # Hybrid: FSDP inside a group, replicas of the group along data.

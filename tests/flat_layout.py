@@ -37,6 +37,15 @@ def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str
     return out
 
 
+def flattened(vector: FlatVector, whole: dict[str, np.ndarray], layout: ModelLayout) -> np.ndarray:
+    """The inverse of `matrices`: a vector with these matrices, whose rows are in memory order."""
+    x = np.zeros(vector.array_spec.shape, vector.array_spec.dtype)
+    places = matrices(vector, np.arange(x.size).reshape(x.shape), layout)
+    for name, index in places.items():
+        x.flat[index] = whole[name]
+    return x
+
+
 def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A part of a state on the host, "master" or a slot, by parameter, with layers in model order and without padding."""
     vectors = {vector.name: vector for vector in layout.flat.vectors}

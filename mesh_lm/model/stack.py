@@ -21,7 +21,7 @@ from mesh_lm.schedules.segments import Segment
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None,
+    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, run: Callable | None = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers as leading dimension: "moe/load" [L, E].
 
@@ -30,6 +30,7 @@ def forward(
       segments: those of the model, in order.
       sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
+      run: runs a segment; None: `run_segment`.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
@@ -37,7 +38,7 @@ def forward(
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = run_segment(model, segment, x, ctx, first, sinks=sunk)
+        x, _, sums = (run or run_segment)(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -129,8 +130,7 @@ def run_segment(
       rows: the rows of the stacked parameters to read; None: all, and all are layers.
       sinks: what receives the gradients of the segment's parameters, which themselves then have none.
     """
-    if _is_sequence_first(model, segment, ctx):
-        x, ctx = x.swapaxes(0, 1), dataclasses.replace(ctx, tokens=("seq", "batch"))
+    x, ctx = as_layers_take_it(model, segment, x, ctx)
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
     n, period = rows.size, segment.period
@@ -170,18 +170,24 @@ def run_segment(
         for i in range(period):
             x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, row)
             of_layers.append(sums)
-        like = {name: jnp.zeros_like(value) for sums in of_layers for name, value in sums.items()}
-        return (x, cache), {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
+        return (x, cache), stacked_sums(of_layers)
 
     each = (None if by_row else stacks, jnp.arange(0, n, period))
     (x, cache), by_layer = lax.scan(step, (x, ctx.cache), each, unroll=segment.unroll)
-    return x.swapaxes(0, 1) if ctx.tokens[0] == "seq" else x, cache, _totals(segment.name, by_layer)
+    return batch_first(x, ctx), cache, totals(segment.name, by_layer)
 
 
-def _is_sequence_first(model: Model, segment: Segment, ctx: Context) -> bool:
-    """Whether the segment's layers get [S, B, D] (see `Layer`)."""
+def as_layers_take_it(model: Model, segment: Segment, x: jax.Array, ctx: Context) -> tuple[jax.Array, Context]:
+    """The segment's input [B, S, D] and context as its layers take them: [S, B, D] under the conditions of `Layer`."""
     supported = vars(type(getattr(model, segment.name))).get("sequence_first", False)
-    return supported and ctx.cache is None and bool(model.shard.axes_for("seq_resid"))
+    if supported and ctx.cache is None and model.shard.axes_for("seq_resid"):
+        return x.swapaxes(0, 1), dataclasses.replace(ctx, tokens=("seq", "batch"))
+    return x, ctx
+
+
+def batch_first(x: jax.Array, ctx: Context) -> jax.Array:
+    """The output of a segment's layers as [B, S, D]."""
+    return x.swapaxes(0, 1) if ctx.tokens[0] == "seq" else x
 
 
 def _by_period(period: int, tree: Any) -> Any:
@@ -189,7 +195,13 @@ def _by_period(period: int, tree: Any) -> Any:
     return tree if period == 1 else jax.tree.map(lambda w: w.reshape(-1, period, *w.shape[1:]), tree)
 
 
-def _totals(segment: str, by_layer: Sums) -> Sums:
+def stacked_sums(of_layers: Sequence[Sums]) -> Sums:
+    """The sums of the layers of a period, [period, ...]; zeros where a layer has none of that name."""
+    like = {name: jnp.zeros_like(value) for sums in of_layers for name, value in sums.items()}
+    return {name: jnp.stack([sums.get(name, zero) for sums in of_layers]) for name, zero in like.items()}
+
+
+def totals(segment: str, by_layer: Sums) -> Sums:
     """The sums of a segment, from those of its layers, [periods, period, ...]: scalars added up, arrays with the layers in front."""
     scalars = {name: values.sum() for name, values in by_layer.items() if values.ndim == 2}
     return scalars | {f"{segment}/{name}": values.reshape(-1, *values.shape[2:]) for name, values in by_layer.items() if values.ndim > 2}

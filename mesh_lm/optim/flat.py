@@ -61,6 +61,8 @@ class FlatVector:
     """The mesh axes of the replicas: they shard the vector, and the matrices are replicated along them."""
     shard_axes: tuple[str, ...]
     """The mesh axes that shard the matrices themselves. Those that the engine is manual over come first."""
+    gathered_by_layer: bool = False
+    """Whether the layers have no copy of the matrices: each gathers its own from the master when it runs (ZeRO-3)."""
 
     @property
     def replicas(self) -> int:
@@ -109,22 +111,23 @@ class FlatVector:
 
     def reduce_scatter(self, grads: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """This replica's gradients of the matrices -> its shard of the sum over the replicas, float32, summed in `dtype`."""
+        own = {matrix.name: grads[matrix.name] for matrix in self.matrices}
+        return self.map_rows(lambda row: self.reduce_scatter_row(row, dtype), own)
 
-        def scatter(row: Params) -> jax.Array:
-            vector = self.pack(row).astype(dtype)
-            return (lax.psum_scatter(vector, self.replica_axes, tiled=True) if self.replicas > 1 else vector).astype(jnp.float32)
-
-        return self.map_rows(scatter, {matrix.name: grads[matrix.name] for matrix in self.matrices})
+    def reduce_scatter_row(self, row: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """`reduce_scatter` of one layer."""
+        vector = self.pack(row).astype(dtype)
+        return (lax.psum_scatter(vector, self.replica_axes, tiled=True) if self.replicas > 1 else vector).astype(jnp.float32)
 
     def all_gather(self, shard: jax.Array) -> Params:
         """A shard of the master -> the matrices as the layers use them."""
+        return self.map_rows(self.all_gather_row, shard)
 
-        def gather(row: jax.Array) -> Params:
-            # The barrier keeps the cast before the all-gather: XLA would gather fp32 and then cast.
-            row = lax.optimization_barrier(row.astype(self.dtype))
-            return self.unpack(lax.all_gather(row, self.replica_axes, tiled=True) if self.replicas > 1 else row)
-
-        return self.map_rows(gather, shard)
+    def all_gather_row(self, row: jax.Array) -> Params:
+        """`all_gather` of one layer."""
+        # The barrier keeps the cast before the all-gather: XLA would gather fp32 and then cast.
+        row = lax.optimization_barrier(row.astype(self.dtype))
+        return self.unpack(lax.all_gather(row, self.replica_axes, tiled=True) if self.replicas > 1 else row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +163,14 @@ class FlatLayout:
         vectors = []
         for (part, shard_axes, replica_axes, dtype), names in groups.items():
             leaf, sharding = leaves[names[0]], where[names[0]]
+            rows, by_layer = leaf.shape[0] if leaf.stacked else 0, leaf.stacked and bool(gathered_axes_of(rules, part))
             local_shapes = [where[n].shard_shape(leaves[n].shape)[int(leaf.stacked) :] for n in names]
             offsets = itertools.accumulate((math.prod(local) for local in local_shapes), initial=0)
             matrices = tuple(Matrix(*each) for each in zip(names, local_shapes, offsets, strict=False))
             vector_name = (
                 part if not leaf.stacked else f"{part}/{'+'.join(shard_axes) or 'whole'}" + (f"/{dtype}" if parts.count(part) > 1 else "")
             )
-            vectors.append(
-                FlatVector(
-                    vector_name, sharding.mesh, matrices, leaf.shape[0] if leaf.stacked else 0, jnp.dtype(dtype), replica_axes, shard_axes
-                )
-            )
+            vectors.append(FlatVector(vector_name, sharding.mesh, matrices, rows, jnp.dtype(dtype), replica_axes, shard_axes, by_layer))
         specs = {m.name: where[m.name].spec for v in vectors for m in v.matrices}
         return cls(tuple(vectors), specs)
 
@@ -178,6 +178,15 @@ class FlatLayout:
     def names(self) -> frozenset[str]:
         """The parameters that are flat."""
         return frozenset(self.specs)
+
+    @cached_property
+    def gathered_names(self) -> frozenset[str]:
+        """The parameters that each layer gathers when it runs. The layers have a copy of all others."""
+        return frozenset(m.name for v in self.vectors if v.gathered_by_layer for m in v.matrices)
+
+    def gathered_by(self, segment: str) -> list[FlatVector]:
+        """The vectors of a segment whose layers gather their own matrices."""
+        return [v for v in self.vectors if v.gathered_by_layer and v.name.partition("/")[0] == segment]
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec]:
@@ -194,19 +203,23 @@ class FlatLayout:
         """The types of the flat parameters that the layers use."""
         return {matrix.name: vector.dtype for vector in self.vectors for matrix in vector.matrices}
 
-    def compute_params(self, masters: Params) -> Params:
-        """The flat parameters as the layers use them, from the vectors of the master: one all-gather per layer."""
+    def compute_params(self, masters: Params, every: bool = False) -> Params:
+        """The flat parameters of which the layers have a copy, from the vectors of the master: one all-gather per layer.
+
+        every: also those that each layer gathers when it runs.
+        """
+        vectors = [vector for vector in self.vectors if every or not vector.gathered_by_layer]
 
         def gathered(shards: Params) -> Params:
             out: Params = {}
-            for vector in self.vectors:
+            for vector in vectors:
                 out |= vector.all_gather(serialized_on_cpu(shards[vector.name], out, vector.mesh))
             return out
 
-        if not self.vectors:
+        if not vectors:
             return {}
-        shards = {vector.name: vector.spec for vector in self.vectors}
-        mesh, specs = self.vectors[0].mesh, dict(self.specs)
+        shards = {vector.name: vector.spec for vector in vectors}
+        mesh, specs = vectors[0].mesh, {m.name: self.specs[m.name] for vector in vectors for m in vector.matrices}
         return jax.shard_map(gathered, mesh=mesh, in_specs=(shards,), out_specs=specs, check_vma=False)(
             {name: masters[name] for name in shards}
         )
@@ -214,11 +227,14 @@ class FlatLayout:
     def reduce_scatter(self, grads: Mapping[str, jax.Array], before: Any, dtype: Any) -> Params:
         """On one device: this replica's gradients of the matrices -> this replica's shard of the sum, for each vector.
 
-        grads: gradients of other parameters among them are summed already, as `before` is.
+        grads: gradients of other parameters among them are summed already, as `before` is. Those of vectors that layers gather are not
+        among them: the layers sum them.
         """
         out: Params = {}
         before = before, {name: g for name, g in grads.items() if name not in self.names}
         for vector in self.vectors:
+            if vector.gathered_by_layer:
+                continue
             local = {m.name: serialized_on_cpu(grads[m.name], (before, out), vector.mesh) for m in vector.matrices}
             out[vector.name] = vector.reduce_scatter(local, dtype)
         return out
@@ -240,3 +256,9 @@ def replica_axes_of(rules: Rules, segment: str) -> tuple[str, ...]:
     """The mesh axes that shard the flat vectors of a segment, or of a parameter outside of segments; empty: its matrices are not flat."""
     row = rules.row("optimizer", f"{segment}/{FLAT}")
     return axes_of(rules.column("optimizer")[row]) if row else ()
+
+
+def gathered_axes_of(rules: Rules, segment: str) -> tuple[str, ...]:
+    """The mesh axes over which each layer of a segment gathers its flat matrices; empty: the layers have a copy of them."""
+    row = rules.row("params", f"{segment}/{FLAT}")
+    return axes_of(rules.params[row]) if row else ()

@@ -28,8 +28,8 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import ring
-from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel import gathered, ring
+from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.schedules import custom
@@ -69,28 +69,34 @@ def region(
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
     """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays).
 
-    flat: parameters whose gradients each replica gets one shard of, as flat vectors.
+    flat: parameters whose gradients each replica gets one shard of, as flat vectors. Those that layers gather are read as vectors, too.
     """
-    specs, by_hand = _specs(layout), manual_axes(layout)
+    specs, by_hand = _specs(layout, flat), manual_axes(layout)
     table = training_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
     def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+        vectors, params = gathered.divided(layout, flat, params)
         _require_layers_apart(layout, params, _first(batch))
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
-            sinks, shared = differentiated(layout, params)
-            objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight)
-            value, pull, sums = jax.vjp(objective, sinks, shared, has_aux=True)
-            grads = pull.with_refs(of_layers, dict.fromkeys(shared, RETURNED))(jnp.ones_like(value))[1]
-            return _added(total, (sums, layout.constrain(grads, "params"))), None
+            sinks, shared = differentiated(layout, params, flat)
+
+            def objective(sinks: Params, shared: Params, vectors: Params) -> tuple[jax.Array, Sums]:
+                run = partial(gathered.run_segment, layout, vectors)
+                return forward(layout.bind, layout.segments, params, one, dropout, 1 / weight, sinks, shared, run)
+
+            value, pull, sums = jax.vjp(objective, sinks, shared, vectors, has_aux=True)
+            wanted = of_layers, dict.fromkeys(shared, RETURNED), dict.fromkeys(vectors, RETURNED)
+            _, others, shards = pull.with_refs(*wanted)(jnp.ones_like(value))
+            return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
             program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
             sums, grads = ring.gradients(program, table, _own(columns))
         else:
-            zeros = layout.constrain(differentiated(layout, params)[0], "params")
+            zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
             if len(batch["tokens"]) == 1:
                 sums, grads = microbatch(None, _first(batch))[0]
@@ -104,19 +110,24 @@ def region(
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
     of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
-    run = _manual(gradients, layout, table, batch, (PartitionSpec(),), out_specs)
+    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec()), out_specs)
     return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
 
 
-def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
-    """A function (params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and gradients."""
+def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[Params, Batch], Sums]:
+    """A function (params, batch of [M, B, S] leaves) -> scalar sums over the batch, without dropout and gradients.
+
+    flat: those of its parameters that layers gather are read as flat vectors.
+    """
 
     def run(params: Params, batch: Batch) -> Sums:
         table = evaluation_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
         def on_device(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
+            vectors, params = gathered.divided(layout, flat, params)
+
             def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
-                sums = forward(layout.bind, layout.segments, params, one)[1]
+                sums = forward(layout.bind, layout.segments, params, one, run=partial(gathered.run_segment, layout, vectors))[1]
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
@@ -124,7 +135,7 @@ def evaluate(layout: ModelLayout) -> Callable[[Params, Batch], Sums]:
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 
-        return _manual(on_device, layout, table, batch, (), PartitionSpec())(params, dict(batch))
+        return _manual(on_device, layout, table, batch, (_specs(layout, flat),), PartitionSpec())(params, dict(batch))
 
     return run
 
@@ -181,10 +192,14 @@ def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> No
         raise ConfigError(f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter of the layers; {fix}")
 
 
-def differentiated(layout: ModelLayout, params: Params) -> tuple[Params, Params]:
-    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves."""
-    trained = {name: x for name, x in params.items() if name not in layout.buffers}
-    sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in layout.stacked}
+def differentiated(layout: ModelLayout, params: Params, flat: FlatLayout = FlatLayout()) -> tuple[Params, Params]:
+    """The float32 inputs that are differentiated: zeros for stacked parameters (see `model.stack.run_segment`), the others themselves.
+
+    Those of segments whose layers gather matrices count as others.
+    """
+    trained = {name: x for name, x in params.items() if name not in layout.buffers | flat.gathered_names}
+    stacked = {name for name in layout.stacked if not flat.gathered_by(segment_of(name))}
+    sinks = {name: jnp.zeros(x.shape, jnp.float32) for name, x in trained.items() if name in stacked}
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
@@ -194,20 +209,19 @@ def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: M
     before: arrays whose collectives come before those of flat vectors.
     """
     sharded_over = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
-    out = {name: _summed(name, g, manual_axes(layout) - sharded_over[name], layout) for name, g in grads.items() if name not in flat.names}
+    plain = {name: g for name, g in grads.items() if name not in flat.names | flat.leaves.keys()}
+    out = {name: _summed(name, g, manual_axes(layout) - sharded_over[name], layout) for name, g in plain.items()}
     dtype = jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
     auto = frozenset(layout.shard.mesh.axis_names) - manual_axes(layout)
     if not flat.vectors:
         return out
     matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
-    vector_specs = {
-        v.name: PartitionSpec(*(None,) * bool(v.rows), tuple(a for a in v.shard_axes if a in auto) or None) for v in flat.vectors
-    }
+    vector_specs = {v.name: gathered.local_spec(layout, v) for v in flat.vectors if not v.gathered_by_layer}
     local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
     shards = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (matrix_specs, PartitionSpec()), vector_specs)(local, before)
     for vector in flat.vectors:
-        axes = manual_axes(layout) - sharded_over[vector.matrices[0].name] - {*vector.replica_axes}
-        out[vector.name] = _psum(shards[vector.name], axes, layout)
+        axes = manual_axes(layout) - {a for entry in vector.spec for a in axes_of(entry)}
+        out[vector.name] = _psum(grads[vector.name] if vector.gathered_by_layer else shards[vector.name], axes, layout)
     return out
 
 
@@ -236,8 +250,11 @@ def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> An
     return lax.psum(tree, over) if over else tree
 
 
-def _specs(layout: ModelLayout) -> dict[str, PartitionSpec]:
-    return {name: layout.shard.restrict(s.spec, manual_axes(layout)) for name, s in layout.shardings("params").items()}
+def _specs(layout: ModelLayout, flat: FlatLayout) -> dict[str, PartitionSpec]:
+    """Of the parameters, with the vectors that layers gather their matrices from in place of those."""
+    where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in flat.gathered_names}
+    where |= {vector.name: vector.sharding for vector in flat.vectors if vector.gathered_by_layer}
+    return {name: layout.shard.restrict(s.spec, manual_axes(layout)) for name, s in where.items()}
 
 
 def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
@@ -245,10 +262,11 @@ def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=False)))
 
 
-def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, rest: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
+def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, specs: tuple[Any, ...], out_specs: Any) -> Any:
     """A function (params, batch, ...) that calls f(table columns, stage numbers, params, batch, ...) inside a shard_map.
 
-    rest: specs of the arguments after the batch. Columns and numbers are [1, ...], this stage's (`_own`); without a table they are empty.
+    specs: of the parameters, and of the arguments after the batch. Columns and numbers are [1, ...], this stage's (`_own`); without a
+    table they are empty.
     """
     shard, columns, numbers = layout.shard, {}, {}
     if table is not None:
@@ -259,7 +277,8 @@ def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch,
             numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
             numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
     by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual_axes(layout))
-    in_specs = (by_stage, by_stage, _specs(layout), {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *rest)
+    of_params, *others = specs
+    in_specs = (by_stage, by_stage, of_params, {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *others)
     region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(layout), check_vma=False)
     return partial(region, columns, numbers)
 

@@ -20,7 +20,7 @@ import numpy as np
 from mesh_lm.optim import Optimizer
 from mesh_lm.optim.flat import FlatVector, Matrix
 from mesh_lm.optim.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
-from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.stages import StackLayout
 from mesh_lm.state import COUNTERS, MASTER, State, abstract_state, parts
@@ -167,17 +167,24 @@ def from_disk(layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Map
     return with_used(layout, counters | state), mismatches
 
 
-def with_used(layout: ModelLayout, state: State) -> State:
-    """Returns the state with the params that are computed from the master."""
+def with_used(layout: ModelLayout, state: State, every: bool = False) -> State:
+    """Returns the state with the params that are computed from the master; `every`: also those that each layer gathers."""
     if not layout.flat.vectors:
         return state
-    return state | {"params": {**state["params"], **_used(layout)(state[MASTER])}}
+    return state | {"params": {**state["params"], **_used(layout, every)(state[MASTER])}}
+
+
+def complete_weights(layout: ModelLayout, state: State) -> Params:
+    """Returns what a model is bound to: all parameters as the layers use them, also those that each layer gathers, and the buffers."""
+    weights = with_used(layout, state, every=True) if layout.flat.gathered_names else state
+    return {**weights["params"], **state.get("buffers", {})}
 
 
 @functools.lru_cache(maxsize=8)
-def _used(layout: ModelLayout) -> Any:
-    where = layout.shardings("params")
-    return jax.jit(layout.flat.compute_params, out_shardings={name: where[name] for name in layout.flat.names})
+def _used(layout: ModelLayout, every: bool) -> Any:
+    where, flat = layout.shardings("params"), layout.flat
+    names = flat.names if every else flat.names - flat.gathered_names
+    return jax.jit(functools.partial(flat.compute_params, every=every), out_shardings={name: where[name] for name in names})
 
 
 def without_used(layout: ModelLayout, state: State) -> State:

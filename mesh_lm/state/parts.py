@@ -45,11 +45,12 @@ class StatePart:
 def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     """Returns every entry of a run's state but the counters.
 
-    params: what the layers use. master: fp32 flat vectors of the parameters in `ModelLayout.flat`, from which `params` are computed.
-    buffers: parameters without gradients. Then the optimizer's slots.
+    params: what the layers use, but for the matrices that each layer gathers. master: fp32 flat vectors of the parameters in
+    `ModelLayout.flat`, from which `params` are computed. buffers: parameters without gradients. Then the optimizer's slots.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
-    used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in leaves.items() if name not in buffers}
+    kept = {name: leaf for name, leaf in leaves.items() if name not in buffers | flat.gathered_names}
+    used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in kept.items()}
     declared: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
     if flat.vectors:
         declared[MASTER] = "optimizer", flat.leaves
@@ -81,9 +82,10 @@ def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
     return {**layout.flat.leaves, **rest}
 
 
-def weights_of(state: State) -> Params:
-    """Returns what a model is bound to: parameters as the layers use them, and buffers."""
-    return {**state["params"], **state.get("buffers", {})}
+def weights_of(layout: ModelLayout, state: State) -> Params:
+    """Returns what the engine reads: parameters as the layers use them, buffers, and the vectors that layers gather their matrices from."""
+    gathered = {v.name: state[MASTER][v.name] for v in layout.flat.vectors if v.gathered_by_layer}
+    return {**state["params"], **state.get("buffers", {}), **gathered}
 
 
 def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:

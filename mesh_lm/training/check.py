@@ -189,7 +189,9 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 yield f"{where}: no parameter has such an axis{did_you_mean(_name(row), [FLAT])}"
             if _name(row) != FLAT or not axes:
                 continue
-            if kind != "optimizer":
+            if kind == "params":
+                yield from _gathered(config, row)
+            elif kind != "optimizer":
                 yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
             elif twice := [axis for axis in axes if axes.count(axis) > 1]:
                 yield f"{where}: has {twice[0]!r} twice"
@@ -198,6 +200,25 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 yield f"{where}: flat vectors are sharded over replicas, whose axes are {over}; remove {auto[0]!r}"
             elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
                 yield f"{where}: each flat vector holds one layer, but rules.params['layers']={layers!r}; set that to 'pipeline'"
+
+
+def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
+    """Settings with which layers cannot gather their own matrices from flat vectors (`mesh_lm.parallel.gathered`)."""
+    rules, optimizer = config.rules, config.rules.column("optimizer")
+    where, axes = f"rules.params[{row!r}]={rules.params[row]!r}", axes_of(rules.params[row])
+    held = axes_of(optimizer[name]) if (name := row_of(optimizer, row)) else ()
+    if axes != tuple(axis for axis in held if axis != "pipeline"):
+        fix = f"set rules.optimizer[{row!r}] to {('pipeline', *axes)!r}"
+        yield f"{where}: layers gather what the optimizer keeps, and rules.optimizer[{row!r}]={held or None!r}; {fix}"
+    if config.mesh.pipeline > 1:
+        fix = f"use rules such as {rules.name.replace('zero3', 'distributed')} or set mesh.pipeline=1"
+        yield f"{where} needs a pipeline of one stage, and mesh.pipeline={config.mesh.pipeline}; {fix}"
+    if config.model.problems():
+        return
+    scope = row.rpartition("/")[0]
+    for segment in config.model.stack().segments:
+        if segment.remat == "offload" and scope in ("", segment.name):
+            yield f"{where}: layers that gather their matrices cannot offload; set model.remat (of {segment.name!r}) to save_names or full"
 
 
 def _name(row: str) -> str:

@@ -28,6 +28,7 @@ from mesh_lm.optim import Optimizer, Rule, own_rule
 from mesh_lm.parallel.engine import batch_sharding, evaluate
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, weights_of
+from mesh_lm.state.disk_form import complete_weights
 from mesh_lm.state.initial import fresh_state, init_state
 from mesh_lm.training import elastic, own_kernels
 from mesh_lm.training.check import check
@@ -96,8 +97,10 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
             between.call("on_start")
             loop(run, step, phases.steps(training), between)
             if not run.preempted and between.last_evaluation():
-                text = sample(layout, weights_of(run.state), tokenizer, config.train.sample_tokens, config.seed) if tokenizer else None
-                monitor.finish(text)
+                n_tokens = config.train.sample_tokens
+                n_tokens = config.train.sample_tokens if tokenizer else 0
+                final = complete_weights(layout, run.state) if n_tokens else {}
+                monitor.finish(sample(layout, final, tokenizer, n_tokens, config.seed) if tokenizer and n_tokens else None)
                 between.call("on_end")
     return run
 
@@ -132,7 +135,7 @@ class Between:
         self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
         self._phases, self._stop, self._callbacks = phases, stop, callbacks
         self._guard = SkipGuard(run.config.health, monitor.note)
-        self._evaluation = jax.jit(evaluate(run.layout))
+        self._evaluation = jax.jit(evaluate(run.layout, run.layout.flat))
         self._position: int | None = None
 
     def __call__(self, state: State, metrics: dict[str, jax.Array], position: int) -> State:
@@ -200,7 +203,7 @@ class Between:
 
         with self._monitor.paused():
             heldout = takewhile(go_on, self._batches.heldout())
-            loss = mean_loss(self._evaluation, weights_of(self._run.state), heldout)
+            loss = mean_loss(self._evaluation, weights_of(self._run.layout, self._run.state), heldout)
         if not self._stop.requested:
             self.call("on_evaluation", self._monitor.heldout(n, loss))
 

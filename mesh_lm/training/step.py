@@ -38,7 +38,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key = step_key(seed, state["step"])
-        (sums, arrays), grads = region(layout, batch, flat)(weights_of(state), dict(batch), key)
+        (sums, arrays), grads = region(layout, batch, flat)(weights_of(layout, state), dict(batch), key)
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)

@@ -1,0 +1,68 @@
+"""Layers that gather their own weights (the preset zero3): gradients equal those of one device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flat_layout import flattened, unflattened
+from support import GPT, LLAMA, assert_same_gradients, host_batch, initial, on_devices, reference, shard_on
+
+from mesh_lm.config import ModelConfig
+from mesh_lm.parallel import engine
+from mesh_lm.parallel.layout import ModelLayout
+from sharding_rules import Rules
+
+COMPILE_BUDGET = 30
+
+FULL = dataclasses.replace(GPT, remat="full")
+SAVED = dataclasses.replace(GPT, n_layers=3, remat="save_names")
+NONE = dataclasses.replace(GPT, n_layers=1, remat="none")
+GROUPED = dataclasses.replace(LLAMA, n_layers=4)
+"""Two periods of two layers with different windows."""
+GROUPED_SAVED = dataclasses.replace(LLAMA, n_kv_heads=4, remat="save_names")
+
+
+@pytest.mark.parametrize(
+    ("model", "rules", "mesh", "microbatches", "separate"),
+    [
+        (FULL, "zero3", {"data": 8}, 1, False),
+        (SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
+        (NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False),
+        (GROUPED, "zero3", {"data": 4}, 2, True),
+        (GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False),
+        (NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True),
+        (GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False),
+        (FULL, "zero3", {"data": 1}, 2, True),
+    ],
+    ids=str,
+)
+def test_gradients_equal_one_device(model: ModelConfig, rules: str, mesh: dict[str, int], microbatches: int, separate: bool) -> None:
+    sums, grads = gathered_gradients(model, rules, mesh, microbatches, separate)
+    _, wanted_sums, wanted = reference(model, separate)
+    assert sums == pytest.approx(wanted_sums, rel=1e-6)
+    assert_same_gradients(grads, wanted)
+
+
+def gathered_gradients(
+    model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, separate: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The sums and gradients of a step, from the weights of seed 0."""
+    layout = ModelLayout.of(model, shard_on(rules, **mesh))
+    assert layout.flat.gathered_names == layout.flat.names & layout.stacked
+    batch = on_devices(host_batch(microbatches, separate=separate), layout)
+    run = jax.jit(engine.region(layout, batch, layout.flat))
+    (sums, _), grads = run(weights(layout), batch, jax.random.key(3))
+    return {name: float(x) for name, x in sums.items()}, unflattened(layout, jax.tree.map(np.asarray, grads))
+
+
+def weights(layout: ModelLayout) -> dict[str, jax.Array]:
+    """The weights of seed 0 as the engine reads them."""
+    whole = initial(ModelLayout.of(layout.config, shard_on("ddp")))
+    vectors = {v.name: v for v in layout.flat.vectors if v.gathered_by_layer}
+    out = {name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()}
+    where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in layout.flat.gathered_names}
+    return out | {
+        name: jax.device_put(whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s) for name, s in where.items()
+    }
