@@ -41,7 +41,10 @@ class Rules:
     name: str
     """A name for logs and checkpoints."""
     params: Column
-    """Weights as stored between steps."""
+    """Weights as stored between steps.
+
+    The row "flat", if there is one, has the mesh axes over which each layer gathers its matrices from the optimizer's flat vectors.
+    """
     activations: Column
     """Activations. The row "batch" has the mesh axes that the batch is sharded over."""
     gathered: Column | None = None

@@ -274,8 +274,8 @@ class LintContext:
 
     @cached_property
     def shards_params(self) -> set[str]:
-        """Mesh axes that parameters are sharded along."""
-        return {axis for a in self.params for axis in a.axes}
+        """Mesh axes that parameters are sharded along, also those that layers gather from flat vectors."""
+        return {axis for a in self.params for axis in a.axes} | (self.gathers_weights if self.rules else set())
 
     @cached_property
     def shards_batch(self) -> set[str]:
@@ -296,7 +296,8 @@ class LintContext:
         """Axes along which new weights are gathered after the update (ZeRO)."""
         if self.rules is None:
             return {axis for a in self.report.arguments if a.kind == "moments" for axis in a.axes} - self.shards_params
-        return self._real((self._rows("optimizer") | self._rows("gradients")) - self._rows("params"))
+        stored = {(row, axis) for row, axis in self._rows("params") if row.rpartition("/")[2] != "flat"}
+        return self._real((self._rows("optimizer") | self._rows("gradients")) - stored)
 
     @cached_property
     def gathers_residual(self) -> set[str]:

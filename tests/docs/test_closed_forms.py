@@ -18,7 +18,7 @@ AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
 STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:])
 REMATS = ("none", "save_names", "full")
 PRESETS = (
-    "ddp", "zero1", "zero2", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp",
+    "ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp",
     "zero2+megatron_sp", "distributed+megatron_sp", "hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
 )  # fmt: skip
 CONFIGS = {
@@ -63,10 +63,11 @@ def symbol_table() -> str:
 
 
 def run_counts(group: Iterable[Term]) -> str:
-    """As 2 AG X + RS X; what a step runs for each layer with L before it."""
+    """As 2 AG X + RS X; over data, what a step runs for each layer with L before it, and for each microbatch with M."""
+    often = {"row": "L ", "forward": "L M ", "backward": "L M ", "microbatch": "M "}
     counts: dict[str, int] = {}
     for t in group:
-        name = f"{'L ' * (t.per == 'row')}{SHORT[t.kind]} {t.size}"
+        name = f"{often.get(t.per, '') if 'data' in t.axes else ''}{SHORT[t.kind]} {t.size}"
         counts[name] = counts.get(name, 0) + t.count
     return " + ".join(f"{n if n > 1 else ''} {name}".strip() for name, n in counts.items())
 
@@ -77,8 +78,7 @@ def layer_table() -> str:
     for preset, remat in itertools.product(PRESETS, REMATS):
         found = terms(preset, remat)
         cells = tuple(
-            run_counts(t for t in found if t.axes == axes and t.per in (("step", "row") if axes == ("data",) else ("forward", "backward")))
-            for axes in AXES
+            run_counts(t for t in found if t.axes == axes and (t.per in ("forward", "backward") or axes == ("data",))) for axes in AXES
         )
         alike.setdefault(cells, {}).setdefault(preset, []).append(remat)
     rows = []
@@ -132,11 +132,11 @@ def config_table() -> str:
 def reduction_table() -> str:
     """As `layer_table`, of one layer and the step, by the type in which gradients of matrices are summed."""
     rows = []
-    for preset, reduction in itertools.product(("ddp", "zero2", "distributed", "hsdp"), ("auto", "float32", "bfloat16")):
+    for preset, reduction in itertools.product(("ddp", "zero2", "distributed", "zero3", "hsdp"), ("auto", "float32", "bfloat16")):
         axes = [axis for axis in ("data", "fsdp") if _cuts(preset, axis)]
         found = expected(gpt(), dataclasses.replace(Strategy(preset, reduction=reduction), **dict.fromkeys(axes, 4)), 2, 4)
-        often = (("data", ("step", "row")), ("fsdp", ("forward", "backward")))
-        cells = (run_counts(t for t in found if t.axes == (axis,) and t.per in per) for axis, per in often)
+        of_layer = ("forward", "backward")
+        cells = (run_counts(t for t in found if t.axes == (axis,) and (axis == "data" or t.per in of_layer)) for axis in ("data", "fsdp"))
         rows.append([f"`{preset}`", reduction, *cells])
     return table(["preset", "reduction", "`data`, a step", "`fsdp`, a layer"], rows)
 
@@ -168,6 +168,7 @@ def test_tables_are_the_forms(render) -> None:
         ("zero1", "data"),
         ("zero2", "data"),
         ("distributed", "data"),
+        ("zero3", "data"),
         ("ddp", "pipeline"),
         ("zero2+megatron_sp", "pipeline"),
         ("distributed+megatron_sp", "pipeline"),

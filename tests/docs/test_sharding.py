@@ -16,7 +16,7 @@ from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
 import train
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.flat import replica_axes_of
+from mesh_lm.optim.flat import gathered_axes_of, replica_axes_of
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, MeshConfig, Rules, ShardingRuleError, axes_of, preset
 from sharding_rules.rules import Kind
@@ -58,6 +58,8 @@ def weight_table() -> str:
 
     def spec(rules: Rules, kind: Kind) -> str:
         # A matrix that is flat has no dimensions that could be cut: gradients reach the optimizer as its vectors are.
+        if kind == "params" and (over := gathered_axes_of(rules, "blocks")):
+            return f"flat, over {cell(over)}"
         if kind in ("gradients", "optimizer") and (over := replica_axes_of(rules, "blocks")):
             return f"flat, over {cell(tuple(axis for axis in over if axis != 'pipeline'))}"
         return f"`{rules.spec(kind, ('embed', 'mlp'))}`"

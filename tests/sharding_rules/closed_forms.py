@@ -317,12 +317,28 @@ def _flat(strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: s
     yield "weights", AG, axes, "bf16", f"{size}/2", 1, per, "new weights, from the device that has their moments, as the layers use them"
 
 
+def _gathered(strategy: Strategy) -> Iterator[tuple]:
+    """What layers gather of their flat vectors, and the sums of their gradients, in each microbatch."""
+    d, dtype, size = ("data",), *(("bf16", "R/2") if strategy.reduction == "bfloat16" else ("f32", "R"))
+    yield "layer", AG, d, "bf16", "R/2", 1, "forward", "forward: the next layer's matrices; in the last layer, its own for the backward"
+    yield "layer", AG, d, "bf16", "R/2", 1, "backward", "backward: the matrices of the layer before; in the first layer, in vain"
+    yield "layer", AG, d, "bf16", "R/2", 1, "microbatch", "forward: the first layer's matrices, before the loop", 0.0, _ENDS
+    yield "layer", RS, d, dtype, size, 1, "backward", "backward: the gradients of the layer after, and at the end those of the first layer"
+    yield "layer", RS, d, dtype, size, 1, "microbatch", "backward: in the last layer, of zeros", 0.0, _ENDS
+
+
+_ENDS = "each loop has one more than layers, so that its trips are alike"
+
+
 def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
     d, new = ("data",), "new weights, from the device that has their moments"
     whole = "gradients, summed once after the last microbatch"
     cut = RS if strategy.zero == 2 else AR
     if strategy.distributed:
-        yield from _flat(strategy, d, "R", "row", f"{whole}, layer by layer, each part where its moments are")
+        if strategy.gathered:
+            yield from _gathered(strategy)
+        else:
+            yield from _flat(strategy, d, "R", "row", f"{whole}, layer by layer, each part where its moments are")
         if strategy.pipeline == 1:
             yield from _flat(strategy, d, "J", "step", f"{whole}: tables and positions, each part where its moments are")
         yield "gradients", AR, d, "f32", "G-Z", 1, "step", f"{whole}: norms and biases"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-PARTS = {"ddp", "zero1", "zero2", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp"}
+PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,8 @@ class Strategy:
         cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
+        if self.gathered and self.pipeline > 1:
+            raise ValueError(f"{self.preset} needs a pipeline of one stage")
         if self.distributed and self.zero:
             raise ValueError(f"{self.preset} cuts the moments twice over data")
         if self.reduction == "bfloat16" and self.zero_by == "layers":
@@ -104,7 +106,12 @@ class Strategy:
     @property
     def distributed(self) -> bool:
         """Whether the moments and the fp32 weights of matrices are flat vectors that are sharded over the replicas."""
-        return "distributed" in self.parts
+        return bool(self.parts & {"distributed", "zero3"})
+
+    @property
+    def gathered(self) -> bool:
+        """Whether each layer gathers its own matrices from those vectors, and sums their gradients."""
+        return "zero3" in self.parts
 
     @property
     def again(self) -> bool:

@@ -141,6 +141,14 @@ FLAT = [
 """With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
 
 
+GATHERED = [
+    Program("zero3", "full", "gpt", {"data": 8}, 1),
+    Program("zero3+megatron_sp", "save_names", "llama", {"data": 6, "tensor": 4}, 2),
+    Program("zero3+megatron+reduce_bfloat16", "none", "gpt", {"data": 4, "tensor": 2}, 1),
+]
+"""With layers that gather their own matrices of those vectors."""
+
+
 def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> list[Any]:
     def mark(p: Program) -> tuple[pytest.MarkDecorator, ...]:
         return () if p in fast else (pytest.mark.slow,) if p in slow else (pytest.mark.exhaustive,)
@@ -226,6 +234,14 @@ def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, pro
     sums = "bf16" if program.config.rules.reduction == "bfloat16" else "f32"
     assert {dtype for kind, _, dtype in elements if kind == "reduce-scatter"} == {sums}
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
+
+
+@pytest.mark.parametrize("program", each(GATHERED, GATHERED[1:2], GATHERED))
+def test_layers_that_gather_their_weights(reports: str, program: Program) -> None:
+    report, terms = compiled(program.config, reports), expected_of(program.config)
+    assert not report.warnings
+    assert_sends(report, terms)
+    assert not [one for one in lint(report, program.config.rules) if one.severity == "error"]
 
 
 @pytest.mark.slow

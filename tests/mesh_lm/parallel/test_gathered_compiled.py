@@ -1,0 +1,71 @@
+"""Layers that gather their own weights, compiled for H100s: one collective a layer each way, beside the layer's matmuls."""
+
+import dataclasses
+
+import pytest
+
+from mesh_lm.config import LaunchConfig, TrainConfig, load
+from mesh_lm.planning.program import compile_config
+from sharding_rules import MeshConfig, preset
+from sharding_rules.lab import Report
+from sharding_rules.lab.flags import options
+from sharding_rules.lab.report import Collective
+
+COMPILE_BUDGET = 10
+pytestmark = pytest.mark.deviceless
+LAYERS = 4
+
+
+def report_of(reports: str, rules: str, mesh: MeshConfig, **model: object) -> Report:
+    """Of LAYERS layers of megatron_16b, a sequence on each GPU."""
+    config: TrainConfig = load("configs/megatron_16b.py")
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, n_layers=LAYERS, **model),
+        mesh=mesh,
+        rules=preset(rules),
+        train=dataclasses.replace(config.train, global_batch=16),
+        launch=LaunchConfig(compile_cache=reports),
+    )
+    return compile_config(config, "h100", 16, options("overlap_two"))
+
+
+def of_layers(report: Report) -> list[Collective]:
+    """The collectives over data in a loop over the layers, but for those of vectors and scalars."""
+    return [one for one in report.collectives if one.loops == (LAYERS,) and one.axes == ("data",) and one.payload > 2**24]
+
+
+@pytest.mark.parametrize(
+    ("rules", "remat"),
+    [
+        ("zero3", "save_names"),
+        pytest.param("zero3", "full", marks=pytest.mark.slow),
+        pytest.param("zero3", "none", marks=pytest.mark.slow),
+        pytest.param("zero3+reduce_bfloat16", "save_names", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_has_one_collective_each_way_beside_its_matmuls(reports: str, rules: str, remat: str) -> None:
+    report = report_of(reports, rules, MeshConfig(data=16), remat=remat)
+    found, width = of_layers(report), 6144
+    matrices = 12 * width**2
+    assert sorted((one.kind, one.where.phase, one.dtype, one.payload) for one in found) == [
+        ("all-gather", "backward", "bf16", 2 * matrices),
+        ("all-gather", "forward", "bf16", 2 * matrices),
+        ("reduce-scatter", "backward", *(("bf16", 2 * matrices) if "bfloat16" in rules else ("f32", 4 * matrices))),
+    ]
+    forward = 2 * 4096 * matrices  # FLOPs of the matmuls of one sequence
+    assert all(one.asynchronous and one.flops_hidden_behind > 0.5 * forward for one in found), found
+    assert report.timeline
+    assert sum(one.exposed for one in found) <= 0.01 * report.timeline.step
+    # No layer's weights, or more, are copied in a loop, and no device holds all of them.
+    assert not [one for one in report.copies if one.loops and one.bytes >= 2 * matrices]
+    assert not [one for one in report.memory.buffers if one.kind == "weights in use" and one.bytes >= 2 * LAYERS * matrices]
+
+
+def test_nothing_is_replicated_over_tensor(reports: str) -> None:
+    """Beside tensor parallelism a device sends its part of a layer over data, and over tensor the same as with copies of the weights."""
+    mesh = MeshConfig(data=8, tensor=2)
+    report, copied = (report_of(reports, rules, mesh) for rules in ("zero3+megatron_sp", "distributed+megatron_sp"))
+    assert {one.payload for one in of_layers(report)} == {half := 12 * 6144**2, 2 * half}
+    assert len(of_layers(report)) == 3 and all(one.asynchronous and one.flops_hidden_behind for one in of_layers(report))
+    assert report.wire_bytes(["tensor"]) == pytest.approx(copied.wire_bytes(["tensor"]), rel=1e-3)
