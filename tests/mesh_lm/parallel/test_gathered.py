@@ -7,14 +7,19 @@ import jax
 import numpy as np
 import pytest
 from flat_layout import flattened, unflattened
+from random_rules import verdict
 from support import GPT, LLAMA, assert_same_gradients, host_batch, initial, on_devices, reference, shard_on
 
+from configs.gpt_tiny import get_config
 from mesh_lm.config import ModelConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
-from sharding_rules import Rules
+from mesh_lm.training.check import check
+from sharding_rules import Rules, preset
 
-COMPILE_BUDGET = 30
+COMPILE_BUDGET = 150
+TINY = get_config()
 
 FULL = dataclasses.replace(GPT, remat="full")
 SAVED = dataclasses.replace(GPT, n_layers=3, remat="save_names")
@@ -66,3 +71,32 @@ def weights(layout: ModelLayout) -> dict[str, jax.Array]:
     return out | {
         name: jax.device_put(whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s) for name, s in where.items()
     }
+
+
+def test_a_step_equals_one_device() -> None:
+    """The new weights and moments, through `check` and the state, in two microbatches."""
+    example = {"model": "gpt", "mesh": {"data": 4, "tensor": 2}, "microbatches": 2}
+    flat = {"params": {"flat": ["data"], "embed": []}, "optimizer": {"flat": ["pipeline", "data"], "embed": []}}
+    assert verdict({**example, "rules": {**flat, "activations": {"batch": ["data"]}}}) == ("same", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh": {"pipeline": 2, "data": 4}, "microbatches": 4}, "needs a pipeline of one stage, and mesh.pipeline=2; use rules such as"),
+        (
+            {"rules": {"params": {"flat": ["data"]}, "optimizer": {"flat": []}}},
+            "rules.optimizer['flat']=None; set rules.optimizer['flat'] to ('pipeline', 'data')",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(changes: dict[str, Any], said: str) -> None:
+    flat = {"params": {"flat": ["data"]}, "optimizer": {"flat": ["pipeline", "data"]}}
+    found, message = verdict({"model": "gpt", "mesh": {"data": 4}, "rules": flat, **changes})
+    assert found == "refused" and said in message
+
+
+def test_offload_is_refused() -> None:
+    config = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, remat="offload"), rules=preset("zero3"))
+    with pytest.raises(ConfigError, match="layers that gather their matrices cannot offload"):
+        check(config, 8)

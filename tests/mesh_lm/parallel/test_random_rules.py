@@ -57,6 +57,8 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
         axes = [axis for axis in mesh if axis in ("pipeline", "data")]
         cut = draw(st.lists(st.sampled_from(axes if axes and draw(st.integers(0, 9)) else list(mesh)), unique=True, min_size=1, max_size=2))
         rules.setdefault("optimizer", {})["flat"] = cut
+        if draw(st.booleans()):  # which the layers gather, mostly as they are kept
+            rules.setdefault("params", {})["flat"] = [axis for axis in cut if axis != "pipeline"] if draw(st.integers(0, 4)) else cut[:1]
     microbatches = draw(st.sampled_from((2, 4) if "pipeline" in mesh else (1, 2)))
     return {"model": draw(st.sampled_from(("gpt", "llama"))), "mesh": mesh, "rules": rules, "microbatches": microbatches}
 
