@@ -72,8 +72,9 @@ each collective counts on the stage that runs it most. FLOPs of the program's ma
 makes five matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
 configs, not a promise. *MFU* is the model's own
 FLOPs over what the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of
-the step during which compute waits for the network. All three assume that our attention kernel reaches
-FlashAttention-3's published rates. Configs with
+the step during which compute waits for the network, *ratio* the step over the time of the model's own matmuls and
+attention at the lab's rates: recomputation, the bubble, memory traffic and waiting all raise it, and 1 is a step with
+none of them. All four assume that our attention kernel reaches FlashAttention-3's published rates. Configs with
 stages were compiled with the XLA flags for them (`pipeline`), the others with XLA's defaults.
 
 {needs}
@@ -197,12 +198,14 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
         ">step, s",
         ">MFU",
         ">exposed",
+        ">ratio",
     ]
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
         *(_gib(r.get(f"sent over {axes}, GiB")) for axes in AXES), _gib(r["sent_gib"]),
         f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
         f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
+        f"{r['model_ratio']:.2f}" if "model_ratio" in r else "",
     ] for r in rows))  # fmt: skip
 
 

@@ -173,7 +173,9 @@ def write_page() -> None:
 
 
 def restated(data: Any) -> Any:
-    """Returns the results with the minimum that each strategy must send, from today's closed forms, which needs no compilation."""
+    """Returns the results with the minimum that each strategy must send, and the step over the model's own time, from today's formulas,
+    which need no compilation.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mesh_lm.planning.program import with_compilable_attention
 
@@ -182,6 +184,7 @@ def restated(data: Any) -> Any:
         if (row := rows.get(subject.name)) and not changed(subject, row):
             least = least_bytes(with_compilable_attention(prepared(subject, False)))
             row |= {"least_gib": least and least / 2**30, "sent_over_least": least and row["sent_gib"] * 2**30 / least}
+            row["model_ratio"] = row["step_s"] / model_seconds(prepared(subject, False), row["devices"])
     return data
 
 
@@ -285,10 +288,20 @@ def outcome(config: Any, report: Any) -> Row:
         "fits": report.fits, "peak_gib": report.peak_bytes / gib, "usable_gib": report.hbm / gib, "sent_gib": sent / gib,
         "least_gib": least and least / gib, "sent_over_least": least and sent / least, "tflop": sum(report.flops.values()) / 1e12,
         "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6, "exposed_s": line.exposed / 1e6,
-        "warnings": len(report.warnings),
+        "model_ratio": line.step / 1e6 / model_seconds(config, report.n_devices), "warnings": len(report.warnings),
     }  # fmt: skip
     row |= {f"sent over {over(axes)}, GiB": n / gib for axes, n in wire_by_axes(report).items() if n}
     return row | {f"{kind}, GiB": n / gib for kind, n in report.memory.by_kind.items()}
+
+
+def model_seconds(config: Any, devices: int) -> float:
+    """Returns the time of a step's matmuls and attention at the lab's rates, if nothing were recomputed and no device waited."""
+    from sharding_rules.lab.prices import model_us
+    from sharding_rules.lab.targets import TARGETS
+
+    tokens = config.train.global_batch * config.model.seq_len / devices
+    flops = (tokens * n for n in (config.model.flops_per_token(), config.model.attention_flops_per_token()))
+    return model_us(*flops, TARGETS[TARGET]) / 1e6
 
 
 def least_bytes(config: Any) -> float | None:

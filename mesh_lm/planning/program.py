@@ -80,7 +80,7 @@ class Program:
 
     @property
     def _tokens(self) -> float:
-        """Of a step, per device."""
+        """Tokens of a step, per device."""
         return self.config.train.global_batch * self.config.model.seq_len / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:

@@ -97,16 +97,13 @@ def compile_report(
         raise LabError(f"slots with different numbers of stages: {', '.join(f'{s.scope} {len(s.stages)}' for s in slots)}")
     if request_of(mesh.devices.flat[0]):
         server()  # gets ready while the program is traced
-    jitted = step if hasattr(step, "lower") else jax.jit(step)
     kwargs = dict(kwargs or {})
-    lowered, names = _lower(jitted, args, kwargs)
-    options = dict(options or {})
-    device = mesh.devices.flat[0]
+    lowered, names = _lower(step if hasattr(step, "lower") else jax.jit(step), args, kwargs)
     about = {
         "name": name or getattr(step, "__name__", "step"),
-        "target": next((t.name for t in TARGETS.values() if t.description == device.device_kind), ""),
+        "target": next((t.name for t in TARGETS.values() if t.description == mesh.devices.flat[0].device_kind), ""),
         "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "options": options,
+        "options": dict(options or {}),
         "slots": tuple(slots),
         "vocabulary": vocabulary,
         "model_flops": float(model_flops),

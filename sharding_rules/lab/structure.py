@@ -66,8 +66,8 @@ def transposes_around(module: Module, names: Collection[str] | None = None) -> l
 def adds_to_gradients(module: Module, weights: Shapes) -> list[str]:
     """Returns what differs from one addition in place for each weight in each loop body that adds gradients of layers.
 
-    An addition in place is a fusion that reads one row of a stacked fp32 gradient, adds, and writes that row. Rows of one shape are told
-    apart by their number alone. A stage of one layer has no rows to address, and is not for this query.
+    An addition in place is a fusion that reads one row of a stacked fp32 gradient, adds, and writes that row. Rows of one shape are
+    distinguished by their number alone. A stage of one layer has no rows to address, and is not for this query.
     """
     wanted = Counter(_key(shape) for shape in weights.values())
     names = {key: "+".join(name for name, shape in weights.items() if _key(shape) == key) for key in wanted}
