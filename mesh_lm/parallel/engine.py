@@ -251,7 +251,7 @@ def _psum(tree: Any, axes: frozenset[str] | set[str], layout: ModelLayout) -> An
 
 
 def _specs(layout: ModelLayout, flat: FlatLayout) -> dict[str, PartitionSpec]:
-    """Of the parameters, with the vectors that layers gather their matrices from in place of those."""
+    """Specs of the parameters, with the vectors that layers gather their matrices from in place of those."""
     where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in flat.gathered_names}
     where |= {vector.name: vector.sharding for vector in flat.vectors if vector.gathered_by_layer}
     return {name: layout.shard.restrict(s.spec, manual_axes(layout)) for name, s in where.items()}

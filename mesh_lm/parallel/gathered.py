@@ -4,7 +4,7 @@ Each device has a shard of a flat vector per layer (`mesh_lm.optim.flat`), the f
 are gathered during layer l. In the backward pass, the weights of layer l - 1 are gathered and the gradient of layer l + 1 is summed over
 the replicas during layer l. A layer has one collective each way, because more than a few at once would not be overlapped.
 
-Of each layer the forward pass keeps the residuals that depend on its input, by the segment's remat policy; never its weights.
+The forward pass keeps the residuals of a layer that depend on its input, by the segment's remat policy, and never its weights.
 """
 
 from __future__ import annotations
