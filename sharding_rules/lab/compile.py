@@ -190,6 +190,7 @@ def _compile(lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: d
     return Report(
         **about,
         hbm=target.usable if target else 0,
+        tick_loops=next((window.loops for window in module.windows.values()), ()),
         peak_flops=target.flops["bf16"] if target else 0.0,
         model_us=model_us(about["model_flops"], about["attention_flops"], target) if target else 0.0,
         mesh={axis: int(size) for axis, size in mesh.shape.items()},

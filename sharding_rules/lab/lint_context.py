@@ -127,7 +127,12 @@ class LintContext:
     @property
     def staged(self) -> bool:
         """Devices along the pipeline's axis run different layers, and take different branches."""
-        return self.report.mesh.get(self.vocabulary.pipeline_axis, 1) > 1
+        return self.stages > 1
+
+    @property
+    def stages(self) -> int:
+        """Devices along the pipeline's axis."""
+        return self.report.mesh.get(self.vocabulary.pipeline_axis, 1)
 
     def in_matrix_optimizer(self, one: Collective) -> bool:
         """Whether it is in an optimizer that multiplies matrices, as Muon does: it needs them in full, and no rule says how."""
@@ -136,7 +141,7 @@ class LintContext:
     def each_microbatch(self, one: Collective) -> bool:
         """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch that runs in some of them."""
         slots = self.report.slots
-        counts = {n for slot in slots for n in (slot.trips, *map(slot.runs, range(len(slot.stages))))}
+        counts = {n for slot in slots for n in (slot.trips, *map(slot.runs, range(len(slot.stages))))} | {*self.report.tick_loops}
         return one.loops[:1] == (self.microbatches,) or (bool(one.loops) and one.loops[0] in counts)
 
     @cached_property

@@ -42,8 +42,9 @@ def gathered_twice(context: LintContext) -> Iterator[Finding]:
     for (weights, forward, part, axes), pieces in _gathers(context).items():
         stacked = any(map(context.stacked, weights))
         wanted = context.microbatches * sum(context.depth.get(a.name, 1) for a in weights) * (1 + part.count("+"))
-        # A pipeline's backward slot runs the stage again before it goes back through it.
-        wanted *= 1 + (context.staged and stacked and not forward)
+        if context.staged and stacked:
+            # Idle stages compute, too, at most as often as there are other stages. A backward slot may run the forward pass again.
+            wanted = wanted * (context.microbatches + context.stages - 1) // context.microbatches * (1 if forward else 2)
         times = sum(piece.one.times for piece in pieces)
         wasted = sum(piece.bytes for piece in pieces) * (times - wanted) / max(1, times)
         if times > wanted and wasted >= context.large:

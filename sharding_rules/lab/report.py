@@ -272,6 +272,8 @@ class Report:
     versions: dict[str, str]
     options: dict[str, Any]
     slots: tuple[Slot, ...] = ()
+    tick_loops: tuple[int, ...] = ()
+    """Trips of the loops that run the table of the slots, one after another; empty without slots."""
     """When the conditionals run, as far as it is known."""
     stage_flops: tuple[int, ...] = ()
     """FLOPs of matmuls on a device of each stage; one number if there are no slots."""
