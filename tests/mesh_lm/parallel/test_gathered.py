@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
+import experts_toy
 import jax
 import numpy as np
 import pytest
 from flat_layout import flattened, unflattened
 from random_rules import verdict
-from support import GPT, LLAMA, assert_same_gradients, host_batch, initial, on_devices, reference, shard_on
+from support import GPT, LLAMA, assert_same_gradients, gradients, host_batch, initial, on_devices, reference, shard_on
 
 from configs.gpt_tiny import get_config
 from mesh_lm.config import ModelConfig
@@ -50,6 +51,20 @@ def test_gradients_equal_one_device(model: ModelConfig, rules: str, mesh: dict[s
     assert_same_gradients(grads, wanted)
 
 
+def test_segments_with_sums_equal_one_device() -> None:
+    """An auxiliary loss, loads for each layer, and a matrix that the layers of both segments use."""
+    layout = ModelLayout.of(experts_toy.MODEL, shard_on(experts_toy.rules("zero3"), data=4))
+    batch = on_devices(host_batch(2), layout)
+    (scalars, arrays), grads = jax.jit(engine.region(layout, batch, layout.flat))(
+        weights(layout, experts_toy.rules("ddp")), batch, jax.random.key(3)
+    )
+    _, wanted_sums, wanted = gradients(experts_toy.MODEL, shard_on(experts_toy.rules("ddp")))
+    assert {v.name for v in layout.flat.vectors if v.gathered_by_layer} and "router_z" in scalars and "moe/load" in arrays
+    for name, value in wanted_sums.items():
+        np.testing.assert_allclose({**scalars, **arrays}[name], value, rtol=1e-6, err_msg=name)
+    assert_same_gradients(unflattened(layout, jax.tree.map(np.asarray, grads)), wanted)
+
+
 def gathered_gradients(
     model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, separate: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -62,9 +77,9 @@ def gathered_gradients(
     return {name: float(x) for name, x in sums.items()}, unflattened(layout, jax.tree.map(np.asarray, grads))
 
 
-def weights(layout: ModelLayout) -> dict[str, jax.Array]:
-    """The weights of seed 0 as the engine reads them."""
-    whole = initial(ModelLayout.of(layout.config, shard_on("ddp")))
+def weights(layout: ModelLayout, plain: Rules | str = "ddp") -> dict[str, jax.Array]:
+    """The weights of seed 0 as the engine reads them. plain: rules for one device."""
+    whole = initial(ModelLayout.of(layout.config, shard_on(plain)))
     vectors = {v.name: v for v in layout.flat.vectors if v.gathered_by_layer}
     out = {name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()}
     where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in layout.flat.gathered_names}
