@@ -1,6 +1,10 @@
-"""Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of eight or more."""
+"""Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight.
 
-from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
+By zero3 over all devices: each layer's weights are gathered while the layer before computes. On 512 H100s a device has two sequences, on
+1,024 one.
+"""
+
+from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from sharding_rules import MeshConfig, preset
 
@@ -24,9 +28,10 @@ def get_config() -> TrainConfig:
             remat="full",
         ),
         output="runs/llama3_70b",
-        mesh=MeshConfig(data=-1, fsdp=8, tensor=8),
-        rules=preset("hsdp+megatron_sp"),
-        train=TrainLoop(steps=200_000, global_batch=1024, microbatches=4, eval_every=1000),
+        mesh=MeshConfig(data=-1),
+        rules=preset("zero3"),
+        train=TrainLoop(steps=200_000, global_batch=1024, eval_every=1000),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000),
         data=DataConfig(tokenizer_vocab=16_384),
+        launch=LaunchConfig(xla_flags="overlap_two"),
     )
