@@ -40,7 +40,6 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("ddp", 2, {"data": -1}, {"schedule": "gpipe"}),
     ("ddp", 2, {"data": -1}, {"balance": "flops"}),
     ("ddp", 2, {"data": -1}, {"stash": "residuals"}),
-    ("ddp", 2, {"data": -1}, {"idle": "mask"}),
     ("ddp", 4, {"data": -1}, {}),
     ("ddp", 4, {"data": -1}, {"chunks": 2}),
     ("ddp", 8, {"data": -1}, {}),
