@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 
+import jax
 import numpy as np
-from support import in_model_order
+from support import in_memory_order, in_model_order, initial, shard_on
 
 from mesh_lm.optim.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State
-from sharding_rules import axes_of
+from sharding_rules import Rules, axes_of
 
 
 def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str, np.ndarray]:
@@ -44,6 +45,17 @@ def flattened(vector: FlatVector, whole: dict[str, np.ndarray], layout: ModelLay
     for name, index in places.items():
         x.flat[index] = whole[name]
     return x
+
+
+def engine_weights(layout: ModelLayout, plain: Rules | str = "ddp") -> dict[str, jax.Array]:
+    """The weights of seed 0 as the engine reads them, with the vectors that layers gather. plain: rules for one device."""
+    whole = {name: in_memory_order(layout, name, x) for name, x in initial(ModelLayout.of(layout.config, shard_on(plain))).items()}
+    vectors = {v.name: v for v in layout.flat.vectors if v.gathered_by_layer}
+    out = {name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()}
+    where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in layout.flat.gathered_names}
+    return out | {
+        name: jax.device_put(whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s) for name, s in where.items()
+    }
 
 
 def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

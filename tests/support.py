@@ -104,9 +104,15 @@ def initial(layout: ModelLayout) -> dict[str, np.ndarray]:
 
 def by_stage(layout: ModelLayout, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Parameters in model order -> the order in memory, with NumPy, without a program to compile."""
-    layers = {name: layout.stack_of(name).layer_of_row() for name in layout.stacked}
-    rows = {name: np.where(of.reshape(-1, *[1] * (params[name].ndim - 1)) >= 0, params[name][of], 0) for name, of in layers.items()}
-    return {name: jax.device_put(rows.get(name, params[name]), where) for name, where in layout.shardings("params").items()}
+    return {name: jax.device_put(in_memory_order(layout, name, params[name]), where) for name, where in layout.shardings("params").items()}
+
+
+def in_memory_order(layout: ModelLayout, name: str, x: np.ndarray) -> np.ndarray:
+    """The inverse of `in_model_order`, for a parameter, with zeros as padding."""
+    if name not in layout.stacked:
+        return x
+    layers = layout.stack_of(name).layer_of_row()
+    return np.where(layers.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[layers], 0)
 
 
 @functools.cache

@@ -28,10 +28,12 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import gathered, ring
+from mesh_lm.parallel import gathered, ring, stage_transfers
+from mesh_lm.parallel.layer_collectives import local_spec
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
+from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
 from mesh_lm.schedules.table import Table, compile_table
@@ -93,8 +95,9 @@ def region(
             return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
-            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(program, table, _own(columns))
+            transfers = StageTransfers(layout, vectors, table, _own(stage))
+            program = StageProgram(layout, params | transfers.first_weights(), batch, _own(stage), key=key, weight=weight)
+            sums, grads = ring.gradients(program, table, _own(columns), transfers)
         else:
             zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
@@ -131,7 +134,8 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
-                return _psum(ring.sums(StageProgram(layout, params, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
+                weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
+                return _psum(ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 
@@ -216,7 +220,7 @@ def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: M
     if not flat.vectors:
         return out
     matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
-    vector_specs = {v.name: gathered.local_spec(layout, v) for v in flat.vectors if not v.gathered_by_layer}
+    vector_specs = {v.name: local_spec(layout, v) for v in flat.vectors if not v.gathered_by_layer}
     local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
     shards = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (matrix_specs, PartitionSpec()), vector_specs)(local, before)
     for vector in flat.vectors:
@@ -276,6 +280,8 @@ def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch,
             first = stack.chunk_first_layers() + layout.config.stack().start(name)
             numbers |= {f"{name}/first": first.astype(np.int32), f"{name}/start": stack.chunk_start_rows()}
             numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
+        for name, transfers in stage_transfers.plan(layout, table).items():
+            numbers |= {f"{name}/gathers": transfers.gathers, f"{name}/sums": transfers.sums}
     by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual_axes(layout))
     of_params, *others = specs
     in_specs = (by_stage, by_stage, of_params, {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *others)

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from mesh_lm.model import Context, Model, Sums, stack
 from mesh_lm.model.remat import remat
 from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.optim.flat import FlatLayout, FlatVector
+from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.schedules.segments import Segment
 
@@ -32,12 +32,6 @@ def divided(layout: ModelLayout, flat: FlatLayout, params: Params) -> tuple[Para
     vectors = {vector.name: params[vector.name] for vector in flat.vectors if vector.gathered_by_layer}
     shapes: Any = {name: layout.memory_shapes[name] for name in flat.gathered_names}
     return vectors, {**{name: x for name, x in params.items() if name not in vectors}, **shapes}
-
-
-def local_spec(layout: ModelLayout, vector: FlatVector) -> PartitionSpec:
-    """The spec of a vector in the engine's region: sharded over the axes that XLA handles."""
-    auto = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
-    return PartitionSpec(*(None,) * bool(vector.rows), tuple(a for a in vector.shard_axes if a in auto) or None)
 
 
 def run_segment(
@@ -57,13 +51,13 @@ def run_segment(
     return stack.batch_first(x, ctx), ctx.cache, stack.totals(segment.name, by_layer)
 
 
-class _Layers:
+class _Layers(LayerCollectives):
     """The layers of a segment, with a backward pass of their own."""
 
     def __init__(self, layout: ModelLayout, model: Model, segment: Segment, ctx: Context, first: int, like: jax.Array) -> None:
         """like: an array with the type and shape of the layers' input."""
-        self.layout, self.shard, self.segment, self.ctx, self.first = layout, model.shard, segment, ctx, first
-        self.vectors = layout.flat.gathered_by(segment.name)
+        super().__init__(layout, segment.name)
+        self.segment, self.ctx, self.first = segment, ctx, first
         self.graph, parameters, self.buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
         leaves, self.tree = jax.tree.flatten(parameters)
         self.names = [name for name in layout.shapes if segment_of(name) == segment.name and name not in layout.buffers]
@@ -102,8 +96,8 @@ class _Layers:
             for place in range(period):
                 row = number * period + place
                 # The last layer's matrices are gathered once more, for the backward pass; in a conditional they would be waited for.
-                after, done = self.gather(vectors, jnp.minimum(row + 1, n - 1), self.finished(x))
-                layer, arguments = partial(self.layer, row, place), (self.ordered(x, done), used, _at(others, row), floats)
+                after, done = self.gather(vectors, jnp.minimum(row + 1, n - 1), self.finished(x, self.x_spec))
+                layer, arguments = partial(self.layer, row, place), (self.ordered(x, done), used, row_of(others, row), floats)
                 if save:
                     (x, sums), pull = jax.vjp(layer, *arguments)
                     kept.append(saved(pull, self.saves[place]))
@@ -113,7 +107,7 @@ class _Layers:
                 of_layers.append(sums)
             return (x, used), (stack.stacked_sums(of_layers), kept)
 
-        start = x, self.gather(vectors, jnp.int32(0), self.finished(x))[0]
+        start = x, self.gather(vectors, jnp.int32(0), self.finished(x, self.x_spec))[0]
         (x, last), (sums, kept) = lax.scan(step, start, jnp.arange(n // period))
         return (x, sums), last, kept
 
@@ -127,15 +121,15 @@ class _Layers:
             (dx, used, grads, total, d_floats), (number, kept, d_sums), of_others = carry, xs, []
             for place in reversed(range(period)):
                 row = number * period + place
-                summed, done = self.reduce(grads, self.finished(dx))  # of the layer after this one; of none at first
+                summed, done = self.reduce(grads, self.finished(dx, self.x_spec))  # of the layer after this one; of none at first
                 before, done = self.gather(vectors, jnp.maximum(row - 1, 0), done)
                 layer, like = partial(self.layer, row, place), jnp.zeros(self.like.shape, self.like.dtype)
-                (_, sums), pull = jax.vjp(layer, like, used, _at(others, row), floats)
+                (_, sums), pull = jax.vjp(layer, like, used, row_of(others, row), floats)
                 pull = restored(pull, self.saves[place], kept[place])
                 seeds = {name: d_sums[name][place] for name in sums}
                 dx, grads, d_others, d_more = pull((self.ordered(dx, done), seeds))
                 dx, grads, used, summed = lax.optimization_barrier((self.pinned(dx), self.of_matrices(grads), before, summed))
-                total = _with_row(total, (row + 1) % n, summed)
+                total = with_row(total, (row + 1) % n, summed)
                 d_floats = jax.tree.map(jnp.add, d_floats, d_more)
                 of_others.insert(0, d_others)
             return (dx, used, grads, total, d_floats), jax.tree.map(lambda *rows: jnp.stack(rows), *of_others)
@@ -144,7 +138,7 @@ class _Layers:
         total = jax.tree.map(jnp.zeros_like, vectors)
         start = dx, last, self.of_matrices(zeros), total, jax.tree.map(jnp.zeros_like, floats)
         (dx, _, grads, total, d_floats), d_others = lax.scan(step, start, (jnp.arange(n // period), kept, d_sums), reverse=True)
-        total = _with_row(total, jnp.int32(0), self.reduce(grads, self.finished(dx))[0])
+        total = with_row(total, jnp.int32(0), self.reduce(grads, self.finished(dx, self.x_spec))[0])
         return total, {name: g.reshape(-1, *g.shape[2:]) for name, g in d_others.items()}, d_floats, dx
 
     # One layer.
@@ -158,7 +152,7 @@ class _Layers:
             weights, given = {**used, **others}, iter(floats)
             shared = [next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in self.shared]
             parameters = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
-            layer = nnx.merge(self.graph, parameters, _at(self.buffers, row))
+            layer = nnx.merge(self.graph, parameters, row_of(self.buffers, row))
             ctx = dataclasses.replace(self.ctx, shared=jax.tree.unflatten(self.shared_tree, shared), number=self.first + row, place=place)
             y, _, sums = layer(x, ctx)
             return y, sums
@@ -172,98 +166,15 @@ class _Layers:
         def residuals(place: int, x: jax.Array, *rest: Any) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(partial(self.layer, jnp.int32(0), place), x, *rest)[1])
 
-        rest = self.abstract, jax.eval_shape(partial(_at, row=0), self.others), self.floats
+        rest = self.abstract, jax.eval_shape(partial(row_of, row=0), self.others), self.floats
         return [depends_on_first(partial(residuals, place), self.like, *rest) for place in range(self.segment.period)]
-
-    # Collectives, on local shards: XLA would replicate what they return over the axes that it handles.
-
-    def gather(self, vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(the matrices of the layer in a row, `finished` of them)."""
-
-        def on_device(vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
-            out: Params = {}
-            for vector in self.vectors:
-                shard = lax.dynamic_index_in_dim(vectors[vector.name], row, keepdims=False)
-                out |= vector.all_gather_row(self.ordered(shard, after))
-                after = self._finished(out[vector.matrices[0].name], after)
-            return out, after
-
-        specs = {vector.name: local_spec(self.layout, vector) for vector in self.vectors}
-        run = self.shard.shard_map(on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec()))
-        used, after = run(vectors, row, after)
-        return {name: w.astype(self.types[name]) for name, w in used.items()}, after
-
-    def reduce(self, grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(this replica's shards of a layer's gradients, summed over the replicas, `finished` of them)."""
-        dtype = jnp.bfloat16 if self.shard.rules.reduction == "bfloat16" else jnp.float32
-
-        def on_device(grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
-            out: Params = {}
-            for vector in self.vectors:
-                own = {m.name: self.ordered(grads[m.name], after) for m in vector.matrices}
-                out[vector.name] = vector.reduce_scatter_row(own, dtype)
-                after = self._finished(out[vector.name], after)
-            return out, after
-
-        specs = {vector.name: PartitionSpec(*local_spec(self.layout, vector)[1:]) for vector in self.vectors}
-        return self.shard.shard_map(on_device, (self.specs, PartitionSpec()), (specs, PartitionSpec()))(grads, after)
-
-    # XLA:CPU starts independent collectives in any order, so that devices may wait for one another: there, each waits for those before it.
-
-    def finished(self, x: jax.Array) -> jax.Array:
-        """On CPUs, a number that exists once x does."""
-        if not self.on_cpu:
-            return jnp.float32(0)
-        return self.shard.shard_map(lambda x: self._finished(x, jnp.float32(0)), self.x_spec, PartitionSpec())(x)
-
-    def ordered(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        """x, on CPUs not before `after` exists. It keeps its bits if what comes before is finite; if it is not, the step is skipped."""
-        return x * (1 + 0 * after).astype(x.dtype) if self.on_cpu else x
-
-    def _finished(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        return x.ravel()[0].astype(jnp.float32) if self.on_cpu else after
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the program is for CPUs."""
-        return self.shard.mesh.devices.flat[0].platform == "cpu"
-
-    # Shapes and shardings.
-
-    def pinned(self, x: jax.Array) -> jax.Array:
-        """The gradient of an activation, sharded as the activation is."""
-        return self.shard(x, *self.ctx.residual)
-
-    def of_matrices(self, tree: Params) -> Params:
-        """Matrices of one layer, or their gradients, sharded as the layer uses them."""
-        return {name: lax.with_sharding_constraint(x, self.specs[name]) for name, x in tree.items()}
 
     @cached_property
     def types(self) -> dict[str, Any]:
         """The types in which the layers get their matrices: float32 if gradients shall leave the matmuls so."""
         wide = self.shard.rules.reduction == "float32"
-        return {m.name: jnp.dtype("float32") if wide else v.dtype for v in self.vectors for m in v.matrices}
+        return {name: jnp.dtype("float32") if wide else dtype for name, dtype in super().types.items()}
 
-    @cached_property
-    def specs(self) -> dict[str, PartitionSpec]:
-        """The specs of one layer's matrices over the axes that XLA handles."""
-        auto = frozenset(self.shard.mesh.axis_names) - self.shard.rules.manual_axes()
-        return {name: self.shard.restrict(PartitionSpec(*self.layout.flat.specs[name][1:]), auto) for name in self.types}
-
-    @cached_property
-    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The matrices of one layer."""
-        by_hand = self.shard.rules.manual_axes()
-        out = {}
-        for name, dtype in self.types.items():
-            where = jax.NamedSharding(self.shard.mesh, self.shard.restrict(self.layout.flat.specs[name], by_hand))
-            out[name] = jax.ShapeDtypeStruct(where.shard_shape(self.layout.memory_shapes[name].shape)[1:], dtype)
-        return out
-
-
-def _at(tree: Any, row: jax.Array | int) -> Any:
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, row, keepdims=False), tree)
-
-
-def _with_row(vectors: Params, row: jax.Array, values: Params) -> Params:
-    return {name: lax.dynamic_update_index_in_dim(x, values[name], row, 0) for name, x in vectors.items()}
+    def pinned(self, x: jax.Array) -> jax.Array:
+        """The gradient of an activation, sharded as the activation is."""
+        return self.shard(x, *self.ctx.residual)

@@ -15,18 +15,21 @@ that are not needed. The gradients of layers are summed in place, in Refs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mesh_lm.model import Sums
 from mesh_lm.parallel.layout import Params, segment_of
 from mesh_lm.parallel.stage import Gradients, StageProgram, Work
+from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules.table import Table
+from mesh_lm.schedules.transfers import loops
 
 Columns = Mapping[str, Any]
 """One stage's columns of a table, int32 [T] each, or in one tick their values, int32 scalars."""
@@ -50,8 +53,11 @@ class Carry(NamedTuple):
     arrays: Sums
 
 
-def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Sums, Params]:
-    """(sums over this device's sequences, gradients of this stage's layers and of all other parameters), not reduced over devices."""
+def gradients(program: StageProgram, table: Table, columns: Columns, transfers: StageTransfers) -> tuple[Sums, Params]:
+    """(sums over this device's sequences, gradients), not reduced over devices, of this stage's layers and of all other parameters.
+
+    Of matrices that the stage gathers, there are the gradients of the vectors instead: this replica's shards of the sums.
+    """
     x, layout = program.zero_input, program.layout
     saved = jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
     zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in program.shared.items() if name not in layout.buffers}
@@ -61,12 +67,22 @@ def gradients(program: StageProgram, table: Table, columns: Columns) -> tuple[Su
         layout.constrain(zeros, "params"), program.zero_sums,
         {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in program.zero_arrays.items()},
     )  # fmt: skip
-    of_layers = program.new_sums_of_layers()
-    for slots, ticks in table.loops():
-        tick = partial(_tick, program, table, slots, of_layers)
-        carry = lax.scan(tick, carry, {name: column[ticks] for name, column in columns.items()})[0]
-    layers = {name: jax.freeze(ref) for name, ref in of_layers.items()}
-    return {**carry.sums, **carry.arrays}, {**carry.grads, **layout.constrain(layers, "params")}
+    of_layers, totals = program.new_sums_of_layers(), transfers.zeros()
+    for loop in loops(table, list(transfers.plans.values())):
+        tick = partial(_tick, program, table, loop.slots, of_layers)
+        ticks = np.arange(loop.first, loop.end, dtype=np.int32)
+        rows = {name: column[loop.first : loop.end] for name, column in columns.items()}
+        if loop.moves == "gathers":
+            gathering = partial(_gathering_tick, program, transfers, partial(_tick, table=table, slots=loop.slots, of_layers=of_layers))
+            carry, layers = lax.scan(gathering, (carry, program.layers), (ticks, rows))[0]
+            program = program.with_layers(layers)
+        elif loop.moves == "sums":
+            carry, totals = lax.scan(partial(_summing_tick, transfers, of_layers, tick), (carry, totals), (ticks, rows))[0]
+        else:
+            carry = lax.scan(lambda carry, row, tick=tick: (tick(carry, row), None), carry, rows)[0]
+    layers = layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
+    totals = transfers.last_sums(totals, layers)
+    return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **totals}
 
 
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
@@ -81,7 +97,29 @@ def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
     return lax.scan(tick, (_stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns))[0][-1]
 
 
-def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
+def _gathering_tick(
+    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
+) -> tuple[tuple[Carry, Params], None]:
+    """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
+    (carry, layers), (number, row) = state, xs
+    carry = tick(program.with_layers(layers), carry=carry, row=row)
+    gathered = transfers.gather(number, transfers.finished(carry.inputs[0]))
+    y, gathered = lax.optimization_barrier((carry.y, gathered))  # the row is written once the layers have been read
+    return (carry._replace(y=y), transfers.with_gathered(layers, number, gathered)), None
+
+
+def _summing_tick(
+    transfers: StageTransfers, of_layers: Mapping[str, Any], tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
+) -> tuple[tuple[Carry, Params], None]:
+    """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
+    (carry, totals), (number, row) = state, xs
+    done = transfers.gradients(number, {name: ref[...] for name, ref in of_layers.items()})
+    carry = tick(carry, row)
+    dx, summed = lax.optimization_barrier((carry.dx, transfers.sum(done, transfers.finished(carry.dx))))
+    return (carry._replace(dx=dx), transfers.with_sums(totals, number, summed)), None
+
+
+def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> Carry:
     inputs, upstream, residuals, y, dx, grads, total, arrays = carry
     forward, backward = _work(row, "forward"), _work(row, "backward")
     x_forward, x_backward = _read(inputs, row["forward_input"]), _read(inputs, row["backward_input"])
@@ -104,7 +142,7 @@ def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[st
         dx, total = result.x, jax.tree.map(jnp.add, total, result.sums)
     if "F" in slots:
         inputs = _write(inputs, onward, row["receive_input"])
-    return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays), None
+    return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays)
 
 
 def _accumulate(program: StageProgram, carry: Carry, result: Gradients, work: Work) -> tuple[Params, Sums]:

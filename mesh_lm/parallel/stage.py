@@ -7,6 +7,7 @@ are constrained to the rules.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,6 +85,12 @@ class StageProgram:
     def _used_and_trained(self, jaxpr: Any) -> Params:
         """The shared parameters that a jaxpr uses and that have a gradient."""
         return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.layout.buffers}
+
+    def with_layers(self, layers: Params) -> StageProgram:
+        """The program with other values of this stage's layers."""
+        other = copy.copy(self)
+        other.layers = layers
+        return other
 
     # Forward.
 

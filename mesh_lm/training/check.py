@@ -210,9 +210,6 @@ def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
     if axes != tuple(axis for axis in held if axis != "pipeline"):
         fix = f"set rules.optimizer[{row!r}] to {('pipeline', *axes)!r}"
         yield f"{where}: layers gather what the optimizer keeps, and rules.optimizer[{row!r}]={held or None!r}; {fix}"
-    if config.mesh.pipeline > 1:
-        fix = f"use rules such as {rules.name.replace('zero3', 'distributed')} or set mesh.pipeline=1"
-        yield f"{where} needs a pipeline of one stage, and mesh.pipeline={config.mesh.pipeline}; {fix}"
     if config.model.problems():
         return
     scope = row.rpartition("/")[0]

@@ -7,9 +7,9 @@ import experts_toy
 import jax
 import numpy as np
 import pytest
-from flat_layout import flattened, unflattened
+from flat_layout import engine_weights, unflattened
 from random_rules import verdict
-from support import GPT, LLAMA, assert_same_gradients, gradients, host_batch, initial, on_devices, reference, shard_on
+from support import GPT, LLAMA, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
 
 from configs.gpt_tiny import get_config
 from mesh_lm.config import ModelConfig
@@ -56,7 +56,7 @@ def test_segments_with_sums_equal_one_device() -> None:
     layout = ModelLayout.of(experts_toy.MODEL, shard_on(experts_toy.rules("zero3"), data=4))
     batch = on_devices(host_batch(2), layout)
     (scalars, arrays), grads = jax.jit(engine.region(layout, batch, layout.flat))(
-        weights(layout, experts_toy.rules("ddp")), batch, jax.random.key(3)
+        engine_weights(layout, experts_toy.rules("ddp")), batch, jax.random.key(3)
     )
     _, wanted_sums, wanted = gradients(experts_toy.MODEL, shard_on(experts_toy.rules("ddp")))
     assert {v.name for v in layout.flat.vectors if v.gathered_by_layer} and "router_z" in scalars and "moe/load" in arrays
@@ -73,19 +73,8 @@ def gathered_gradients(
     assert layout.flat.gathered_names == layout.flat.names & layout.stacked
     batch = on_devices(host_batch(microbatches, separate=separate), layout)
     run = jax.jit(engine.region(layout, batch, layout.flat))
-    (sums, _), grads = run(weights(layout), batch, jax.random.key(3))
+    (sums, _), grads = run(engine_weights(layout), batch, jax.random.key(3))
     return {name: float(x) for name, x in sums.items()}, unflattened(layout, jax.tree.map(np.asarray, grads))
-
-
-def weights(layout: ModelLayout, plain: Rules | str = "ddp") -> dict[str, jax.Array]:
-    """The weights of seed 0 as the engine reads them. plain: rules for one device."""
-    whole = initial(ModelLayout.of(layout.config, shard_on(plain)))
-    vectors = {v.name: v for v in layout.flat.vectors if v.gathered_by_layer}
-    out = {name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()}
-    where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in layout.flat.gathered_names}
-    return out | {
-        name: jax.device_put(whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s) for name, s in where.items()
-    }
 
 
 def test_a_step_equals_one_device() -> None:
@@ -98,7 +87,6 @@ def test_a_step_equals_one_device() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mesh": {"pipeline": 2, "data": 4}, "microbatches": 4}, "needs a pipeline of one stage, and mesh.pipeline=2; use rules such as"),
         (
             {"rules": {"params": {"flat": ["data"]}, "optimizer": {"flat": []}}},
             "rules.optimizer['flat']=None; set rules.optimizer['flat'] to ('pipeline', 'data')",
