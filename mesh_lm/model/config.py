@@ -106,6 +106,12 @@ class DecoderConfig(ModelConfig):
     remat: Remat = "none"
     """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
     host."""
+    remat_layers: int | None = expert(None)
+    """Number of layers, from the first on, to which `remat` applies; the others save what save_names saves, where memory has room for a
+    part of the layers. None: all. Not for pipelines."""
+    kept_layers: int = expert(0)
+    """Number of layers, up to the last, that keep the weights they have gathered until their backward passes, which then gather nothing:
+    for rules by which layers gather their own weights (zero3), without pipeline stages."""
     unroll: bool = expert(False)
     """Whether XLA compiles each layer by itself, instead of one body of a loop over the layers of a segment. Without a loop nothing is
     stacked for the backward pass, which makes small models faster; compilation takes as many times longer as there are layers."""
@@ -217,11 +223,14 @@ class DecoderConfig(ModelConfig):
 
     def stack(self) -> Stack:
         """The segments with their costs in FLOPs per token and layer."""
-        segments = (
-            Segment(run.name, run.n_layers, len(self.windows()), own.remat, kind(run.kind).flops_per_token(own), self.unroll)
-            for run in self.runs()
-            for own in [self.within(run)]
-        )
+        segments, start = [], 0
+        for run in self.runs():
+            own, n = self.within(run), run.n_layers
+            recomputed = None if self.remat_layers is None else min(max(self.remat_layers - start, 0), n)
+            kept = min(max(start + n - (self.n_layers - self.kept_layers), 0), n)
+            cost = kind(run.kind).flops_per_token(own)
+            segments.append(Segment(run.name, n, len(self.windows()), own.remat, cost, self.unroll, recomputed, kept))
+            start += n
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:

@@ -24,7 +24,7 @@ from mesh_lm.model.residuals import depends_on_first, restored, saved
 from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
-from mesh_lm.schedules.segments import Segment
+from mesh_lm.schedules.segments import LayerRun, Remat, Segment
 
 
 def divided(layout: ModelLayout, flat: FlatLayout, params: Params) -> tuple[Params, Params]:
@@ -57,7 +57,7 @@ class _Layers(LayerCollectives):
     def __init__(self, layout: ModelLayout, model: Model, segment: Segment, ctx: Context, first: int, like: jax.Array) -> None:
         """like: an array with the type and shape of the layers' input."""
         super().__init__(layout, segment.name)
-        self.segment, self.ctx, self.first = segment, ctx, first
+        self.segment, self.runs, self.ctx, self.first = segment, segment.runs(), ctx, first
         self.graph, parameters, self.buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
         leaves, self.tree = jax.tree.flatten(parameters)
         self.names = [name for name in layout.shapes if segment_of(name) == segment.name and name not in layout.buffers]
@@ -88,28 +88,32 @@ class _Layers(LayerCollectives):
     # The two loops.
 
     def forward(self, vectors: Params, others: Params, floats: list[jax.Array], x: jax.Array, save: bool) -> tuple[Any, Params, Any]:
-        """((output, sums), the last layer's matrices, residuals by period)."""
+        """((output, sums), the last layer's matrices, for each run of layers what is kept for the backward pass)."""
         n, period = self.segment.n_layers, self.segment.period
 
-        def step(carry: tuple[jax.Array, Params], number: jax.Array) -> tuple[tuple[jax.Array, Params], tuple[Sums, Any]]:
+        def step(run: LayerRun, carry: tuple[jax.Array, Params], number: jax.Array) -> tuple[tuple[jax.Array, Params], tuple[Sums, Any]]:
             (x, used), of_layers, kept = carry, [], []
             for place in range(period):
                 row = number * period + place
                 # The last layer's matrices are gathered once more, for the backward pass; in a conditional they would be waited for.
                 after, done = self.gather(vectors, jnp.minimum(row + 1, n - 1), self.finished(x, self.x_spec))
-                layer, arguments = partial(self.layer, row, place), (self.ordered(x, done), used, row_of(others, row), floats)
+                layer, arguments = partial(self.layer, run.remat, row, place), (self.ordered(x, done), used, row_of(others, row), floats)
                 if save:
                     (x, sums), pull = jax.vjp(layer, *arguments)
-                    kept.append(saved(pull, self.saves[place]))
+                    kept.append((saved(pull, self.saves(run.remat)[place]), used if run.keep else {}))
                 else:
                     x, sums = layer(*arguments)
                 x, used = lax.optimization_barrier((x, after))
                 of_layers.append(sums)
             return (x, used), (stack.stacked_sums(of_layers), kept)
 
-        start = x, self.gather(vectors, jnp.int32(0), self.finished(x, self.x_spec))[0]
-        (x, last), (sums, kept) = lax.scan(step, start, jnp.arange(n // period))
-        return (x, sums), last, kept
+        carry, of_runs, kept = (x, self.gather(vectors, jnp.int32(0), self.finished(x, self.x_spec))[0]), [], []
+        for run in self.runs:
+            carry, (sums, of_run) = lax.scan(partial(step, run), carry, self.periods(run), unroll=self.segment.unroll)
+            of_runs.append(sums)
+            kept.append(of_run)
+        x, last = carry
+        return (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_runs)), last, kept
 
     def backward(
         self, vectors: Params, others: Params, floats: list[jax.Array], last: Params, kept: Any, dx: jax.Array, d_sums: Sums
@@ -117,15 +121,15 @@ class _Layers(LayerCollectives):
         """The gradients of the vectors, of the other parameters, of the floats that layers share, and of the input."""
         n, period = self.segment.n_layers, self.segment.period
 
-        def step(carry: Any, xs: tuple[jax.Array, Any, Sums]) -> tuple[Any, Params]:
+        def step(run: LayerRun, carry: Any, xs: tuple[jax.Array, Any, Sums]) -> tuple[Any, Params]:
             (dx, used, grads, total, d_floats), (number, kept, d_sums), of_others = carry, xs, []
             for place in reversed(range(period)):
-                row = number * period + place
+                row, (residuals, own) = number * period + place, kept[place]
                 summed, done = self.reduce(grads, self.finished(dx, self.x_spec))  # of the layer after this one; of none at first
-                before, done = self.gather(vectors, jnp.maximum(row - 1, 0), done)
-                layer, like = partial(self.layer, row, place), jnp.zeros(self.like.shape, self.like.dtype)
-                (_, sums), pull = jax.vjp(layer, like, used, row_of(others, row), floats)
-                pull = restored(pull, self.saves[place], kept[place])
+                before, done = (used, done) if run.keep else self.gather(vectors, jnp.maximum(row - 1, 0), done)
+                layer, like = partial(self.layer, run.remat, row, place), jnp.zeros(self.like.shape, self.like.dtype)
+                (_, sums), pull = jax.vjp(layer, like, own or used, row_of(others, row), floats)
+                pull = restored(pull, self.saves(run.remat)[place], residuals)
                 seeds = {name: d_sums[name][place] for name in sums}
                 dx, grads, d_others, d_more = pull((self.ordered(dx, done), seeds))
                 dx, grads, used, summed = lax.optimization_barrier((self.pinned(dx), self.of_matrices(grads), before, summed))
@@ -136,15 +140,24 @@ class _Layers(LayerCollectives):
 
         zeros = {name: jnp.zeros(like.shape, like.dtype) for name, like in self.abstract.items()}
         total = jax.tree.map(jnp.zeros_like, vectors)
-        start = dx, last, self.of_matrices(zeros), total, jax.tree.map(jnp.zeros_like, floats)
-        (dx, _, grads, total, d_floats), d_others = lax.scan(step, start, (jnp.arange(n // period), kept, d_sums), reverse=True)
+        carry, of_runs = (dx, last, self.of_matrices(zeros), total, jax.tree.map(jnp.zeros_like, floats)), []
+        kept_after = False
+        for run, of_run in zip(reversed(self.runs), reversed(kept), strict=True):
+            seeds = jax.tree.map(lambda s, run=run: s[run.begin // period : run.end // period], d_sums)
+            if not run.keep and run.end < n and kept_after:  # the layers after these have gathered nothing
+                carry = carry[0], self.gather(vectors, jnp.int32(run.end - 1), self.finished(carry[0], self.x_spec))[0], *carry[2:]
+            kept_after = run.keep
+            xs = self.periods(run), of_run, seeds
+            carry, of_others = lax.scan(partial(step, run), carry, xs, reverse=True, unroll=self.segment.unroll)
+            of_runs.insert(0, of_others)
+        (dx, _, grads, total, d_floats), d_others = carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_runs)
         total = with_row(total, jnp.int32(0), self.reduce(grads, self.finished(dx, self.x_spec))[0])
         return total, {name: g.reshape(-1, *g.shape[2:]) for name, g in d_others.items()}, d_floats, dx
 
     # One layer.
 
     def layer(
-        self, row: jax.Array, place: int, x: jax.Array, used: Params, others: Params, floats: list[jax.Array]
+        self, policy: Remat, row: jax.Array, place: int, x: jax.Array, used: Params, others: Params, floats: list[jax.Array]
     ) -> tuple[jax.Array, Sums]:
         """(output, sums) of the layer in a row. used: its matrices; others: its other parameters."""
 
@@ -157,17 +170,20 @@ class _Layers(LayerCollectives):
             y, _, sums = layer(x, ctx)
             return y, sums
 
-        return remat(self.segment.remat)(run)(x, used, others, floats)
+        return remat(policy)(run)(x, used, others, floats)
 
-    @cached_property
-    def saves(self) -> list[list[bool]]:
+    def saves(self, policy: Remat) -> list[list[bool]]:
         """For each layer of a period and each of its residuals, whether the forward pass saves it."""
 
         def residuals(place: int, x: jax.Array, *rest: Any) -> list[jax.Array]:
-            return jax.tree.leaves(jax.vjp(partial(self.layer, jnp.int32(0), place), x, *rest)[1])
+            return jax.tree.leaves(jax.vjp(partial(self.layer, policy, jnp.int32(0), place), x, *rest)[1])
 
         rest = self.abstract, jax.eval_shape(partial(row_of, row=0), self.others), self.floats
         return [depends_on_first(partial(residuals, place), self.like, *rest) for place in range(self.segment.period)]
+
+    def periods(self, run: LayerRun) -> jax.Array:
+        """The numbers of the periods of a run's layers."""
+        return jnp.arange(run.begin // self.segment.period, run.end // self.segment.period)
 
     @cached_property
     def types(self) -> dict[str, Any]:

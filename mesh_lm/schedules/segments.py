@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 Remat = Literal["none", "full", "save_names", "offload"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers of a segment, from `begin` to before `end`."""
+
+    begin: int
+    end: int
+    remat: Remat
+    keep: bool = False
+    """Whether they keep the weights that they gather until their backward passes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +38,19 @@ class Segment:
     """Matmul FLOPs of one token in one layer. Any other unit works: only ratios matter."""
     unroll: bool = False
     """Whether the loop over the layers is unrolled."""
+    remat_layers: int | None = None
+    """The number of first layers to which `remat` applies; the others save what save_names saves. None: all."""
+    kept_layers: int = 0
+    """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`) until their backward passes."""
+
+    def runs(self) -> list[LayerRun]:
+        """Its layers, in order, as runs of layers that are treated alike."""
+        first = self.n_layers if self.remat_layers is None else self.remat_layers
+        bounds = sorted({0, first, self.n_layers - self.kept_layers, self.n_layers})
+        return [
+            LayerRun(begin, end, self.remat if begin < first else "save_names", begin >= self.n_layers - self.kept_layers)
+            for begin, end in itertools.pairwise(bounds)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
