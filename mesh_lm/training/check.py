@@ -15,7 +15,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import FLAT
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
-from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from sharding_rules import MANUAL, PRESETS, MeshConfig, MeshError, Rules, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import Column, Kind
 
 
@@ -157,7 +157,7 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
 
 def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
     """Rows that shard a dimension which must not be sharded that way: training would be wrong, not only slow."""
-    manual = config.rules.manual_axes()
+    manual = _declared_manual(config.rules)  # `_flat` reports the axes of flat vectors
     for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
         for logical, entry in column.items():
             for axis in axes_of(entry):
@@ -180,8 +180,8 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
 
 
 def _flat(config: TrainConfig) -> Iterator[str]:
-    """Rows of flat vectors belong in the optimizer's column, over mesh axes along which full matrices are replicated."""
-    rules, manual = config.rules, config.rules.manual_axes()
+    """Rows of flat vectors belong in the optimizer's column, and in that of params if layers gather them, over axes of replicas."""
+    rules = config.rules
     for kind in get_args(Kind):
         for row, entry in (getattr(rules, kind) or {}).items():
             where, axes = f"rules.{kind}[{row!r}]={entry!r}", axes_of(entry)
@@ -189,17 +189,37 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 yield f"{where}: no parameter has such an axis{did_you_mean(_name(row), [FLAT])}"
             if _name(row) != FLAT or not axes:
                 continue
+            if kind not in ("params", "optimizer"):
+                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
+                continue
             if kind == "params":
                 yield from _gathered(config, row)
-            elif kind != "optimizer":
-                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
-            elif twice := [axis for axis in axes if axes.count(axis) > 1]:
+                if rules.optimizer is not None:  # whose row must be the same
+                    continue
+            if twice := [axis for axis in axes if axes.count(axis) > 1]:
                 yield f"{where}: has {twice[0]!r} twice"
-            elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
-                over = ", ".join(axis for axis in rules.order() if axis in manual)
-                yield f"{where}: flat vectors are sharded over replicas, whose axes are {over}; remove {auto[0]!r}"
+            elif shared := [(axis, other) for axis in axes if (other := _sharded_over(rules, axis))]:
+                axis, other = shared[0]
+                yield f"{where}: flat vectors are sharded over replicas, and {axis} has none because of {other}; remove {axis!r}"
             elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
                 yield f"{where}: each flat vector holds one layer, but rules.params['layers']={layers!r}; set that to 'pipeline'"
+
+
+def _sharded_over(rules: Rules, axis: str) -> str:
+    """A row of weights or activations by which devices along a mesh axis are no replicas, as an error message names it; empty: none.
+
+    For axes that are manual in any case, `_unsupported_rows` reports such rows.
+    """
+    if axis in _declared_manual(rules):
+        return ""
+    kinds: tuple[Kind, ...] = ("params", "gathered", "activations")
+    rows = ((kind, row, entry) for kind in kinds for row, entry in (getattr(rules, kind) or {}).items() if axis in axes_of(entry))
+    return next((f"rules.{kind}[{row!r}]={entry!r}" for kind, row, entry in rows if row != "batch" and _name(row) != FLAT), "")
+
+
+def _declared_manual(rules: Rules) -> frozenset[str]:
+    """The mesh axes that a step is manual over whatever the rows say."""
+    return MANUAL | {axis for axis, kind in rules.axes.items() if kind == "manual"}
 
 
 def _gathered(config: TrainConfig, row: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from mesh_lm.commands.command_line import parse
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
-from sharding_rules import MeshConfig, preset
+from sharding_rules import MeshConfig, Rules, preset
 
 TINY = "configs/gpt_tiny.py"
 
@@ -166,14 +166,22 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
     check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
-REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence"
+REPLICAS = "flat vectors are sharded over replicas"
 
 
 @pytest.mark.parametrize(
     ("column", "rows", "problem"),
     [
-        ("optimizer", {"flat": ("data", "tensor")}, f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}; remove 'tensor'"),
-        ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
+        (
+            "optimizer",
+            {"flat": ("data", "tensor")},
+            f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}, and tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'",
+        ),
+        (
+            "optimizer",
+            {"blocks/flat": "fsdp"},
+            f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+        ),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'"),
@@ -184,7 +192,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         ),
         *(
             (column, {"flat": "data"}, f"rules.{column}['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']")
-            for column in ("params", "gathered", "gradients")
+            for column in ("gathered", "gradients")
         ),
     ],
 )
@@ -282,18 +290,42 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
     ]
 
 
-FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence; remove"
+GATHER = "layers gather what the optimizer keeps, and"
 
 
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"optimizer": {"flat": ("data", "fsdp")}}, f"rules.optimizer['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp'"),
-        ({"optimizer": {"blocks/flat": "tensor"}}, f"rules.optimizer['blocks/flat']='tensor': {FLAT_NOT_ALONG} 'tensor'"),
+        (
+            {"optimizer": {"flat": ("data", "fsdp")}},
+            f"rules.optimizer['flat']=('data', 'fsdp'): {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+        ),
+        (
+            {"optimizer": {"blocks/flat": "tensor"}},
+            f"rules.optimizer['blocks/flat']='tensor': {REPLICAS}, and tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'",
+        ),
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
-        ({"params": {"flat": "data"}}, "rules.params['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
+        (
+            {"params": {"flat": "fsdp"}},
+            f"rules.params['flat']='fsdp': {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+        ),
+        ({"params": {"flat": ("data", "data")}}, "rules.params['flat']=('data', 'data'): has 'data' twice"),
+        (
+            {"params": {"flat": "data"}, "optimizer": {}},
+            f"rules.params['flat']='data': {GATHER} rules.optimizer['flat']=None; set rules.optimizer['flat'] to ('pipeline', 'data')",
+        ),
+        (
+            {"params": {"flat": "data"}, "optimizer": {"flat": ("data", "expert")}},
+            f"rules.params['flat']='data': {GATHER} rules.optimizer['flat']=('data', 'expert'); "
+            "set rules.optimizer['flat'] to ('pipeline', 'data')",
+        ),
+        (
+            {"params": {"blocks/flat": ("data", "expert")}, "optimizer": {"flat": ("pipeline", "expert", "data")}},
+            f"rules.params['blocks/flat']=('data', 'expert'): {GATHER} rules.optimizer['blocks/flat']=('pipeline', 'expert', 'data'); "
+            "set rules.optimizer['blocks/flat'] to ('pipeline', 'data', 'expert')",
+        ),
         (
             {"optimizer": {"flat": "replica"}},
             "rules.optimizer['flat']: mesh axis 'replica' is neither a standard mesh axis nor declared in rules.axes; known: data, expert, "
@@ -315,4 +347,41 @@ def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
     config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
+    assert str(caught.value) == f"this config cannot run\n  - {problem}"
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        (preset("zero3"), MeshConfig(data=8)),
+        (preset("zero3"), MeshConfig(pipeline=2, data=4)),
+        (preset("hsdp+megatron").replace(params={"flat": "data"}), MeshConfig(data=2, fsdp=2, tensor=2)),
+        (preset("hsdp").replace(params={"blocks/flat": "data"}, optimizer={"flat": ("pipeline", "data")}), MeshConfig(data=2, fsdp=4)),
+        (
+            preset("zero3").replace(
+                params={"flat": ("data", "fsdp")}, optimizer={"flat": ("data", "fsdp")}, activations={"batch": ("data", "fsdp")}
+            ),
+            MeshConfig(data=2, fsdp=4),
+        ),
+    ],
+    ids=["zero3", "zero3, stages", "params only", "one segment", "fsdp as an axis of replicas"],
+)
+def test_layers_may_gather_what_the_optimizer_keeps(rules: Rules, mesh: MeshConfig) -> None:
+    config = dataclasses.replace(load(TINY), rules=rules, mesh=mesh)
+    check(config, 8)
+    offloaded = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="offload"))
+    with pytest.raises(
+        ConfigError, match=r"layers that gather their matrices cannot offload; set model.remat \(of 'blocks'\) to save_names"
+    ):
+        check(offloaded, 8)
+
+
+def test_activations_along_an_axis_of_flat_vectors() -> None:
+    """Devices along tensor are no replicas if activations are sharded over it, even if no weight is."""
+    rows = {"heads": "tensor"}
+    rules = preset("ddp").replace("mine", activations=rows, optimizer={"flat": "tensor"})
+    with pytest.raises(ConfigError) as caught:
+        check(dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2)), 8)
+    because = "rules.activations['heads']='tensor'"
+    problem = f"rules.optimizer['flat']='tensor': {REPLICAS}, and tensor has none because of {because}; remove 'tensor'"
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
