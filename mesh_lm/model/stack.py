@@ -21,7 +21,7 @@ from mesh_lm.schedules.segments import Segment
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, run: Callable | None = None,
+    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, vectors: Any = None, run: Callable | None = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers as leading dimension: "moe/load" [L, E].
 
@@ -30,15 +30,16 @@ def forward(
       segments: those of the model, in order.
       sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
-      run: runs a segment; None: `run_segment`.
+      vectors: what `run` gets first.
+      run: runs a segment, as `run_segment` does, which is used for None.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
     sunk = Sinks(bind({**params, **sinks})) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))
-    x = model.embed(batch, dropout)
+    x, run = model.embed(batch, dropout), partial(run, vectors) if run else run_segment
     for segment in segments:
-        x, _, sums = (run or run_segment)(model, segment, x, ctx, first, sinks=sunk)
+        x, _, sums = run(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total

@@ -80,15 +80,12 @@ def region(
         vectors, params = gathered.divided(layout, flat, params)
         _require_layers_apart(layout, params, _first(batch))
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
+        run = partial(gathered.run_segment, layout) if vectors else None
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
             sinks, shared = differentiated(layout, params, flat)
-
-            def objective(sinks: Params, shared: Params, vectors: Params) -> tuple[jax.Array, Sums]:
-                run = partial(gathered.run_segment, layout, vectors)
-                return forward(layout.bind, layout.segments, params, one, dropout, 1 / weight, sinks, shared, run)
-
+            objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight, run=run)
             value, pull, sums = jax.vjp(objective, sinks, shared, vectors, has_aux=True)
             wanted = of_layers, dict.fromkeys(shared, RETURNED), dict.fromkeys(vectors, RETURNED)
             _, others, shards = pull.with_refs(*wanted)(jnp.ones_like(value))
@@ -128,14 +125,16 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
         def on_device(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
             vectors, params = gathered.divided(layout, flat, params)
+            run = partial(gathered.run_segment, layout) if vectors else None
 
             def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
-                sums = forward(layout.bind, layout.segments, params, one, run=partial(gathered.run_segment, layout, vectors))[1]
+                sums = forward(layout.bind, layout.segments, params, one, vectors=vectors, run=run)[1]
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
                 weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
-                return _psum(ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
+                sums = ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns))
+                return _psum(sums, manual_axes(layout), layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 

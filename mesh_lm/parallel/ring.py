@@ -79,7 +79,7 @@ def gradients(program: StageProgram, table: Table, columns: Columns, transfers: 
         elif loop.moves == "sums":
             carry, totals = lax.scan(partial(_summing_tick, transfers, of_layers, tick), (carry, totals), (ticks, rows))[0]
         else:
-            carry = lax.scan(lambda carry, row, tick=tick: (tick(carry, row), None), carry, rows)[0]
+            carry = lax.scan(tick, carry, rows)[0]
     layers = layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
     totals = transfers.last_sums(totals, layers)
     return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **totals}
@@ -102,7 +102,7 @@ def _gathering_tick(
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
     (carry, layers), (number, row) = state, xs
-    carry = tick(program.with_layers(layers), carry=carry, row=row)
+    carry, _ = tick(program.with_layers(layers), carry=carry, row=row)
     gathered = transfers.gather(number, transfers.finished(carry.inputs[0]))
     y, gathered = lax.optimization_barrier((carry.y, gathered))  # the row is written once the layers have been read
     return (carry._replace(y=y), transfers.with_gathered(layers, number, gathered)), None
@@ -114,12 +114,12 @@ def _summing_tick(
     """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
     (carry, totals), (number, row) = state, xs
     done = transfers.gradients(number, {name: ref[...] for name, ref in of_layers.items()})
-    carry = tick(carry, row)
+    carry, _ = tick(carry, row)
     dx, summed = lax.optimization_barrier((carry.dx, transfers.sum(done, transfers.finished(carry.dx))))
     return (carry._replace(dx=dx), transfers.with_sums(totals, number, summed)), None
 
 
-def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> Carry:
+def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
     inputs, upstream, residuals, y, dx, grads, total, arrays = carry
     forward, backward = _work(row, "forward"), _work(row, "backward")
     x_forward, x_backward = _read(inputs, row["forward_input"]), _read(inputs, row["backward_input"])
@@ -142,7 +142,7 @@ def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[st
         dx, total = result.x, jax.tree.map(jnp.add, total, result.sums)
     if "F" in slots:
         inputs = _write(inputs, onward, row["receive_input"])
-    return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays)
+    return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays), None
 
 
 def _accumulate(program: StageProgram, carry: Carry, result: Gradients, work: Work) -> tuple[Params, Sums]:

@@ -166,7 +166,9 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
     check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
-REPLICAS = "flat vectors are sharded over replicas"
+REPLICAS = "flat vectors are sharded over replicas, and"
+NO_TENSOR = f"{REPLICAS} tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'"
+NO_FSDP = f"{REPLICAS} fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'"
 
 
 @pytest.mark.parametrize(
@@ -175,12 +177,12 @@ REPLICAS = "flat vectors are sharded over replicas"
         (
             "optimizer",
             {"flat": ("data", "tensor")},
-            f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}, and tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'",
+            f"rules.optimizer['flat']=('data', 'tensor'): {NO_TENSOR}",
         ),
         (
             "optimizer",
             {"blocks/flat": "fsdp"},
-            f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+            f"rules.optimizer['blocks/flat']='fsdp': {NO_FSDP}",
         ),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
@@ -298,18 +300,18 @@ GATHER = "layers gather what the optimizer keeps, and"
     [
         (
             {"optimizer": {"flat": ("data", "fsdp")}},
-            f"rules.optimizer['flat']=('data', 'fsdp'): {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+            f"rules.optimizer['flat']=('data', 'fsdp'): {NO_FSDP}",
         ),
         (
             {"optimizer": {"blocks/flat": "tensor"}},
-            f"rules.optimizer['blocks/flat']='tensor': {REPLICAS}, and tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'",
+            f"rules.optimizer['blocks/flat']='tensor': {NO_TENSOR}",
         ),
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
         (
             {"params": {"flat": "fsdp"}},
-            f"rules.params['flat']='fsdp': {REPLICAS}, and fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'",
+            f"rules.params['flat']='fsdp': {NO_FSDP}",
         ),
         ({"params": {"flat": ("data", "data")}}, "rules.params['flat']=('data', 'data'): has 'data' twice"),
         (
@@ -383,5 +385,5 @@ def test_activations_along_an_axis_of_flat_vectors() -> None:
     with pytest.raises(ConfigError) as caught:
         check(dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2)), 8)
     because = "rules.activations['heads']='tensor'"
-    problem = f"rules.optimizer['flat']='tensor': {REPLICAS}, and tensor has none because of {because}; remove 'tensor'"
+    problem = f"rules.optimizer['flat']='tensor': {REPLICAS} tensor has none because of {because}; remove 'tensor'"
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
