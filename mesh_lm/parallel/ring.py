@@ -98,7 +98,7 @@ def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
 
 
 def _gathering_tick(
-    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
+    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[Any, Columns]
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
     (carry, layers), (number, row) = state, xs
@@ -109,7 +109,7 @@ def _gathering_tick(
 
 
 def _summing_tick(
-    transfers: StageTransfers, of_layers: Mapping[str, Any], tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
+    transfers: StageTransfers, of_layers: Mapping[str, Any], tick: Callable, state: tuple[Carry, Params], xs: tuple[Any, Columns]
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
     (carry, totals), (number, row) = state, xs
