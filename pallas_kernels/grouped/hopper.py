@@ -10,7 +10,7 @@ Shape suffixes: T tokens sorted by group, E groups, D width in, F width out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -58,15 +58,23 @@ def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occ
 
 
 def _launch(plan: Plan, body: Callable[[Refs], None], inputs: dict[str, Array], out: Any, right: tuple[int, int], **about: Any) -> Array:
-    """The result of a kernel whose step multiplies a_s, 64 x 64 for each warpgroup, with b_s, a matrix of shape `right`."""
-    scratch = {
-        "a_s": matrix(WARPGROUP, STEP, out.dtype, (plan.stages, COMPUTING)),
-        "b_s": matrix(*right, out.dtype, (plan.stages,)),
-        "out_s": matrix(WARPGROUP, plan.stored, out.dtype, (COMPUTING,)),
+    """The result of a kernel whose step multiplies by a matrix of shape `right`."""
+    scratch = buffers(plan, right, out.dtype, out.dtype)
+    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
+
+
+def buffers(plan: Plan, right: tuple[int, int], operands: Any, stored: Any) -> dict[str, Any]:
+    """The shared memory of a `Product` whose step multiplies a_s, 64 x 64 for each warpgroup, with b_s, a matrix of shape `right`.
+
+    operands, stored: the dtypes of what is multiplied and of the result.
+    """
+    return {
+        "a_s": matrix(WARPGROUP, STEP, operands, (plan.stages, COMPUTING)),
+        "b_s": matrix(*right, operands, (plan.stages,)),
+        "out_s": matrix(WARPGROUP, plan.stored, stored, (COMPUTING,)),
         "here": plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=plan.stages),
         "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=plan.stages),
     }
-    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
 
 
 class Tile(NamedTuple):
@@ -75,14 +83,17 @@ class Tile(NamedTuple):
     group: Any
     steps: Any
     column: Any
-    entry: Any
-    """Its row of the table."""
+    entry: Any = None
+    """Its row of the table, if there is one."""
     row: Any = None
     """The first of the result, where the table does not say it."""
 
 
-class _Product:
+class Product:
     """The tiles of one block of threads. A subclass says what a tile is, and how it is loaded and stored."""
+
+    reduction: Literal["add"] | None = None
+    """How a tile meets what its place holds; None: it is overwritten."""
 
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan, self.refs = plan, refs
@@ -183,10 +194,10 @@ class _Product:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = part
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, target(first))
+            plgpu.copy_smem_to_gmem(out_s, target(first), reduction_op=self.reduction)
 
 
-class _Rows(_Product):
+class _Rows(Product):
     """Tiles of rows of one group: tile number = row of the table * tiles of columns + tile of columns."""
 
     def __init__(self, plan: Plan, across: int, transpose: bool, refs: Refs) -> None:
@@ -247,7 +258,7 @@ def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float
     )  # fmt: skip
 
 
-class _Weights(_Product):
+class _Weights(Product):
     """Tiles of a group's gradient: tile number = (row of the table * tiles of rows + tile of rows) * tiles of columns + tile of columns.
 
     A step is 64 tokens of the group. In the last one, those of the next group are set to 0 in one of the operands.
