@@ -114,7 +114,7 @@ def _faults(factors: dict[str, Any], row: Any, shapes: str, *others: Any) -> lis
         faults.append(f"every dim must be at least 1, got {shapes}")
     if x.dtype != y.dtype or str(x.dtype) not in DTYPES[:3]:
         faults.append(f"{a} and {b} must have one dtype of {', '.join(DTYPES[:3])}, got {x.dtype} and {y.dtype}; cast one to the other's")
-    kind, shape = jnp.result_type(row), jnp.shape(row)
+    kind, shape = getattr(row, "dtype", jnp.result_type(row)), jnp.shape(row)
     if shape or not jnp.issubdtype(kind, jnp.integer):
         faults.append(f"row must be one integer, got {kind}{list(shape)}")
     return faults

@@ -51,8 +51,7 @@ def launch_adding(
     shapes = {key: x if isinstance(x, tuple) else x.shape for key, x in sums.items()}
     results = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()} | dict(out)
     aliases = {len(inputs) + i: i for i in range(len(sums))}
-    if moved is None:
-        moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results.values(), *(results[key] for key in sums)))
+    each_once = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results.values(), *(results[key] for key in sums)))
 
     def entry(*refs: Any) -> None:
         read, written = refs[: len(inputs)], refs[len(inputs) + len(sums) :]
@@ -72,7 +71,7 @@ def launch_adding(
         starts = [own[key] if key in own else jnp.zeros(shape, jnp.float32) for key, shape in shapes.items()]
         return kernel(*arrays[: len(inputs)], *starts)
 
-    with config._check_vma(False), cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
+    with config._check_vma(False), cost_metadata(name, flops=flops, bytes_accessed=moved or each_once, occupancy=occupancy):
         return Refs(zip(results, call(*inputs.values(), *given.values()), strict=True))
 
 

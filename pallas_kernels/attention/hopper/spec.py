@@ -192,8 +192,7 @@ def launch(
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
-    if moved is None:
-        moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
+    each_once = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
 
     def entry(*refs: Any) -> None:
         body(Refs(absent | dict(zip((*inputs, *out, *scratch), refs, strict=True))))
@@ -216,7 +215,7 @@ def launch(
         kernel_name=name,
         **how,
     )
-    with cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved or each_once, occupancy=occupancy):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
