@@ -57,7 +57,7 @@ def faults(facts: dict[str, Any], say: Callable[[str], None], call: Call | None 
     if form == "add":
         stack = stack.astype(jnp.float32)
     row, exact = jnp.int32(1), [a.astype(jnp.float32) for a in (x, y)]
-    wanted = jax.block_until_ready(jax.jit(lambda *a: _by_xla(form, *a))(stack.astype(jnp.float32), row, *exact))
+    wanted = jax.block_until_ready(jax.jit(lambda *a: by_xla(form, *a))(stack.astype(jnp.float32), row, *exact))
     say("ready")
     kernel = jax.jit(call or _ours(facts)).lower(stack, row, x, y).compile()
     say("compiled")
@@ -74,7 +74,7 @@ def faults(facts: dict[str, Any], say: Callable[[str], None], call: Call | None 
     return [f"{fault} ({form}, T, K, N {[T, K, N]}, {facts['dtype']})" for fault in wrong]
 
 
-def _by_xla(form: str, stack: Array, row: Array, x: Array, y: Array) -> Array:
+def by_xla(form: str, stack: Array, row: Array, x: Array, y: Array) -> Array:
     """The result by XLA's form."""
     if form == "add":
         return xla.add(stack, row, x, y, rounded=False)
