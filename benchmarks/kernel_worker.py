@@ -263,7 +263,7 @@ def stacked_row(variant: Row, dry_run: bool) -> Row:
         }
 
         def step(name: str) -> jax.Array:
-            stacks[name] = steps[name](stacks[name], row, x, dy)  # in place: the sums before are given away
+            stacks[name] = steps[name](stacks[name], row, x, dy)  # in place: the sums before are donated
             return stacks[name]
 
         calls = {name: partial(step, name) for name in ways}

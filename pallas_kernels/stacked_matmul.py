@@ -41,7 +41,7 @@ class StackedMatmulProblem:
     form: Form
     """x @ w, x @ w^T, or x^T dy that is added."""
     dtype: str
-    """Of what is multiplied."""
+    """The type of the factors."""
     tokens: int
     K: int
     N: int

@@ -1,7 +1,7 @@
 """The work of the Hopper kernels of a stacked matmul: the tiles of the result, their order, and an estimate of the clocks they take.
 
 A block of threads is persistent: of all tiles, it computes every n-th, where n is the number of blocks. The order of the tiles is one
-that the L2 cache likes: tiles that are computed together lie in a rectangle, so that they read few rows and few columns.
+that the L2 cache likes: tiles that are computed together form a rectangle, so that they read few rows and few columns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Estimate:
 
     tiles: int
     clocks: float
-    """Of the whole kernel."""
+    """Clocks from the kernel's start to its end."""
     occupancy: float
     """The share of the SMs' time in which they have a tile, from 0 to 1."""
     tensor: float
