@@ -6,6 +6,7 @@ Needs jax and numpy. Results are printed as in gpu_worker.py.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import time
 from functools import partial
@@ -235,9 +236,10 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 def stacks(variants: list[Row], dry_run: bool) -> None:
     """Times a matmul with one matrix of a stack beside cuBLAS's of the same matrix alone, and beside XLA's form, in turns.
 
-    A variant has tokens, K, N, rows and form: "product", "transposed", or "add", the gradient that is added to fp32 sums. cublas_ms: the
-    matmul alone, with a result in bf16; xla_ms: with the copy out of the stack, or with the addition of a gradient in bf16. ratio: cuBLAS's
-    time over ours; xla_ratio: that of XLA's form. rel: |ours - XLA's form| / |XLA's form|.
+    A variant has tokens, K, N, rows, and form: "product", "transposed", or "add", the gradient that is added to fp32 sums; and tile: "as
+    planned", or the rows x columns of the result that a block of our kernel computes. cublas_ms: the matmul alone, with a result in bf16;
+    xla_ms: with the copy out of the stack, or with the addition of a gradient in bf16. ratio: cuBLAS's time over ours; xla_ratio: that of
+    XLA's form. rel: |ours - XLA's form| / |XLA's form|.
     """
 
     def measure(variant: Row) -> Row:
@@ -247,20 +249,35 @@ def stacks(variants: list[Row], dry_run: bool) -> None:
     emit_each(variants, measure)
 
 
+FORMS: dict[str, Any] = {
+    "add": add_weight_gradient, "product": stacked_matmul, "transposed": partial(stacked_matmul, transposed=True),
+}  # fmt: skip
+
+
+def planned(variant: Row) -> Any:
+    """Returns our kernel of a form, with the tiles of a variant."""
+    from pallas_kernels.grouped.plan import Plan
+    from pallas_kernels.stacked import hopper
+    from pallas_kernels.stacked.plan import AddingPlan
+
+    form = variant["form"]
+    if not (sizes := re.fullmatch(r"(\d+) x (\d+)", variant["tile"])):
+        return partial(FORMS[form], implementation="mosaic", **HOPPER)
+    rows, columns = map(int, sizes.groups())
+    if form == "add":
+        return partial(hopper.add, AddingPlan(columns, height=rows // 2))
+    return partial(hopper.product, Plan(columns, height=rows // 2), transpose=form == "transposed")
+
+
 def stacked_row(variant: Row, dry_run: bool) -> Row:
     """Returns the row of one form at one shape."""
     T, K, N, R, form = (variant[name] for name in ("tokens", "K", "N", "rows", "form"))
     keys, row = jax.random.split(jax.random.key(0), 3), jnp.int32(R - 1)
     x, dy = (jax.random.normal(key, (T, width), jnp.bfloat16) for key, width in zip(keys[:2], (K, N), strict=True))
-    ways: dict[str, Row] = {"ours": {"implementation": "mosaic", **HOPPER}, "xla": {"implementation": "xla"}}
+    ways = {"ours": planned(variant), "xla": partial(FORMS[form], implementation="xla", **({"rounded": True} if form == "add" else {}))}
     if form == "add":
         stacks = {name: jnp.zeros((R, K, N), jnp.float32) for name in ways}
-        steps: Any = {
-            name: jax.jit(
-                lambda s, r, x, dy, how=how: add_weight_gradient(s, r, x, dy, rounded=how == ways["xla"], **how), donate_argnums=0
-            )
-            for name, how in ways.items()
-        }
+        steps = {name: jax.jit(way, donate_argnums=0) for name, way in ways.items()}
 
         def step(name: str) -> jax.Array:
             stacks[name] = steps[name](stacks[name], row, x, dy)  # in place: the sums before are donated
@@ -269,13 +286,9 @@ def stacked_row(variant: Row, dry_run: bool) -> Row:
         calls = {name: partial(step, name) for name in ways}
         alone, factors = jax.jit(lambda x, dy: x.T @ dy, compiler_options=CUBLAS), (x, dy)
     else:
-        w = jax.random.normal(keys[2], (R, K, N), jnp.bfloat16)
-        transposed = form == "transposed"
+        w, transposed = jax.random.normal(keys[2], (R, K, N), jnp.bfloat16), form == "transposed"
         x = dy if transposed else x
-        calls = {
-            name: partial(jax.jit(partial(stacked_matmul, transposed=transposed, **how), compiler_options=CUBLAS), x, w, row)
-            for name, how in ways.items()
-        }
+        calls = {name: partial(jax.jit(way), x, w, row) for name, way in ways.items()}
         alone = jax.jit(lambda x, w: x @ (w.T if transposed else w), compiler_options=CUBLAS)
         factors = (x, w[R - 1])
     with compiling():

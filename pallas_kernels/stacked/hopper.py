@@ -1,8 +1,8 @@
 """Stacked matmul on Hopper in Pallas Mosaic GPU: a product with one matrix of a stack, and a product that is added to one.
 
-The kernels are those of the grouped matmul (`grouped/hopper.py`) with other tiles: one warpgroup loads by TMA, two multiply 64 rows each,
-and blocks of threads are persistent. The row of the stack is data: the copying unit takes it as a coordinate, so that no matrix is copied
-out of its stack. The copying unit adds a tile to fp32 numbers in the L2 cache, too, so that no thread reads them.
+The kernels are those of the grouped matmul (`grouped/hopper.py`) with other tiles: one warpgroup loads by TMA, two multiply 64 or 128
+rows each, and blocks of threads are persistent. The row of the stack is data: the copying unit takes it as a coordinate, so that no matrix
+is copied out of its stack. The copying unit adds a tile to fp32 numbers in the L2 cache, too, so that no thread reads them.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention.hopper.addition import launch_adding
 from pallas_kernels.attention.hopper.spec import COMPUTING, WARPGROUP, Refs, launch, transposed
 from pallas_kernels.grouped.hopper import Product, Tile, buffers
-from pallas_kernels.grouped.plan import ROWS, STEP, Plan
+from pallas_kernels.grouped.plan import STEP, Plan
 from pallas_kernels.stacked.plan import AddingPlan, place
 
 
@@ -35,11 +35,11 @@ def product(plan: Plan, x: Array, weights: Array, row: Array, *, transpose: bool
     def body(refs: Refs) -> None:
         _Read(plan, T, width, depth, refs, transpose).run()
 
-    own = (plan.columns, STEP) if transpose else (STEP, plan.columns)
+    right = (plan.columns, STEP) if transpose else (STEP, plan.columns)
     return launch(
         body, {"x": x, "w": weights, "row": row.reshape(1)}, {"out": jax.ShapeDtypeStruct((T, width), x.dtype)},
-        buffers(plan, own, x.dtype, x.dtype), grid=(plan.blocks, 1, 1), section=1, name="stacked_matmul", flops=2 * T * K * N,
-        occupancy=occupancy, moved=size * (T * (K + N) + K * N) + 4,
+        buffers(plan, (plan.height, STEP), right, x.dtype, x.dtype), grid=(plan.blocks, 1, 1), section=1, name="stacked_matmul",
+        flops=2 * T * K * N, occupancy=occupancy, moved=size * (T * (K + N) + K * N) + 4,
     ).out  # fmt: skip
 
 
@@ -54,10 +54,10 @@ def add(plan: AddingPlan, sums: Array, row: Array, x: Array, dy: Array, *, round
     def body(refs: Refs) -> None:
         _Add(plan, K, N, T, refs, rounded).run()
 
+    scratch = buffers(plan, (STEP, plan.height), (STEP, plan.columns), x.dtype, jnp.float32)
     return launch_adding(
-        body, {"x": x, "dy": dy, "row": row.reshape(1)}, {"out": sums}, {}, buffers(plan, (STEP, plan.columns), x.dtype, jnp.float32),
-        grid=(plan.blocks, 1, 1), section=1, name="stacked_matmul_add", flops=2 * T * K * N, occupancy=occupancy,
-        moved=size * T * (K + N) + 2 * 4 * K * N + 4,
+        body, {"x": x, "dy": dy, "row": row.reshape(1)}, {"out": sums}, {}, scratch, grid=(plan.blocks, 1, 1), section=1,
+        name="stacked_matmul_add", flops=2 * T * K * N, occupancy=occupancy, moved=size * T * (K + N) + 2 * 4 * K * N + 4,
     ).out  # fmt: skip
 
 
@@ -67,14 +67,14 @@ class _Stacked(Product):
     def __init__(self, plan: Plan, height: int, width: int, depth: int, refs: Refs) -> None:
         super().__init__(plan, refs)
         self.rows, self.steps = height, -(-depth // STEP)
-        self.down, self.across = -(-height // ROWS), -(-width // plan.columns)
+        self.down, self.across = -(-height // plan.rows), -(-width // plan.columns)
 
     def tiles(self) -> Any:
         return self.down * self.across
 
     def tile(self, number: Any) -> Tile:
-        row, column = place(number, self.down, self.across)
-        return Tile(self.row_of(), jnp.int32(self.steps), column * self.plan.columns, row=row * ROWS)
+        row, column = place(number, self.down, self.across, self.plan.rows)
+        return Tile(self.row_of(), jnp.int32(self.steps), column * self.plan.columns, row=row * self.plan.rows)
 
     def row_of(self) -> Any:
         """The row of the stack."""
@@ -82,11 +82,15 @@ class _Stacked(Product):
         return jnp.clip(self.refs.row[0], 0, stack.shape[0] - 1)
 
     def height(self, tile: Tile, wg: Any) -> Any:
-        return self.rows - (tile.row + wg * WARPGROUP)
+        return self.rows - (tile.row + wg * self.plan.height)
 
-    def halves(self, tile: Tile) -> list[Any]:
+    def parts(self, tile: Tile) -> list[Any]:
         """The rows of a tile for each warpgroup."""
-        return [pl.ds(tile.row + i * WARPGROUP, WARPGROUP) for i in range(COMPUTING)]
+        return [pl.ds(tile.row + i * self.plan.height, self.plan.height) for i in range(COMPUTING)]
+
+    def part(self, tile: Tile, wg: Any, row: int, column: int) -> tuple[Any, Any]:
+        """The rows and columns of the result that a part of a warpgroup's sums has, by its first row and column in them."""
+        return pl.ds(tile.row + wg * self.plan.height + row, WARPGROUP), pl.ds(tile.column + column, self.plan.stored)
 
     def fill(self, turn: Any, lefts: list[Any], right: Any) -> None:
         """Loads the left operand of each warpgroup and the right one of both into the slot of a turn."""
@@ -105,15 +109,14 @@ class _Read(_Stacked):
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
         refs, inner, outer = self.refs, pl.ds(step * STEP, STEP), pl.ds(tile.column, self.plan.columns)
         w = refs.w.at[(tile.group, outer, inner) if self.transpose else (tile.group, inner, outer)]
-        self.fill(turn, [refs.x.at[rows, inner] for rows in self.halves(tile)], w)
+        self.fill(turn, [refs.x.at[rows, inner] for rows in self.parts(tile)], w)
 
     def operands(self, tile: Tile, step: Any, slot: Any, wg: Any) -> tuple[Any, Any]:
         b = self.refs.b_s.at[slot]
         return self.refs.a_s.at[slot, wg], transposed(b) if self.transpose else b
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
-        rows, wide = pl.ds(tile.row + wg * WARPGROUP, WARPGROUP), self.plan.stored
-        self.put(wg, sums, lambda first: self.refs.out.at[rows, pl.ds(tile.column + first, wide)])
+        self.put(wg, sums, lambda row, column: self.refs.out.at[self.part(tile, wg, row, column)])
 
 
 class _Add(_Stacked):
@@ -127,7 +130,7 @@ class _Add(_Stacked):
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
         refs, tokens = self.refs, pl.ds(step * STEP, STEP)
-        self.fill(turn, [refs.x.at[tokens, rows] for rows in self.halves(tile)], refs.dy.at[tokens, pl.ds(tile.column, self.plan.columns)])
+        self.fill(turn, [refs.x.at[tokens, rows] for rows in self.parts(tile)], refs.dy.at[tokens, pl.ds(tile.column, self.plan.columns)])
 
     def operands(self, tile: Tile, step: Any, slot: Any, wg: Any) -> tuple[Any, Any]:
         return transposed(self.refs.a_s.at[slot, wg]), self.refs.b_s.at[slot]
@@ -135,5 +138,4 @@ class _Add(_Stacked):
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
         if self.rounded:
             sums = sums.astype(self.refs.x.dtype).astype(jnp.float32)
-        rows, wide = pl.ds(tile.row + wg * WARPGROUP, WARPGROUP), self.plan.stored
-        self.put(wg, sums, lambda first: self.refs.out.at[tile.group, rows, pl.ds(tile.column + first, wide)])
+        self.put(wg, sums, lambda row, column: self.refs.out.at[(tile.group, *self.part(tile, wg, row, column))])

@@ -36,11 +36,11 @@ def kind_of(problem: StackedMatmulProblem) -> Kind:
     """The kind of a problem that `mosaic` can serve. Tokens and widths are replaced by smaller ones with the same remainders."""
     T, K, N = problem.tokens, problem.K, problem.N
     if problem.form == "add":
-        columns = plan_to_add(K, N, T)[0].columns
+        plan = plan_to_add(K, N, T)[0]
     else:
-        columns = plan_for(T, *((K, N) if problem.form == "transposed" else (N, K)))[0].columns
+        plan = plan_for(T, *((K, N) if problem.form == "transposed" else (N, K)))[0]
     sizes = [size if size < 2 * PERIOD else PERIOD + size % PERIOD for size in (T, K, N)]
-    facts = {"form": problem.form, "dtype": problem.dtype, "columns": columns, "sizes": sizes, "rounded": problem.rounded}
+    facts = {"form": problem.form, "dtype": problem.dtype, "tile": [plan.height, plan.columns], "sizes": sizes, "rounded": problem.rounded}
     return Kind.of("stacked_matmul", facts)
 
 
@@ -83,10 +83,10 @@ def by_xla(form: str, stack: Array, row: Array, x: Array, y: Array) -> Array:
 
 def _ours(facts: dict[str, Any]) -> Call:
     """The kernel with its plan."""
-    form, columns = facts["form"], facts["columns"]
+    form, (height, columns) = facts["form"], facts["tile"]
     if form == "add":
-        return lambda stack, row, x, y: hopper.add(AddingPlan(columns), stack, row, x, y, rounded=facts["rounded"])
-    return lambda stack, row, x, y: hopper.product(Plan(columns), x, stack, row, transpose=form == "transposed")
+        return lambda stack, row, x, y: hopper.add(AddingPlan(columns, height=height), stack, row, x, y, rounded=facts["rounded"])
+    return lambda stack, row, x, y: hopper.product(Plan(columns, height=height), x, stack, row, transpose=form == "transposed")
 
 
 @jax.jit

@@ -27,7 +27,7 @@ module = importlib.import_module("pallas_kernels.stacked_matmul")  # the package
 
 
 def small(form: str, dtype: str = "bfloat16", rounded: bool = False) -> dict[str, Any]:
-    return {"form": form, "dtype": dtype, "columns": 64, "sizes": [72, 64, 128], "rounded": rounded}
+    return {"form": form, "dtype": dtype, "tile": [64, 64], "sizes": [72, 64, 128], "rounded": rounded}
 
 
 def problem(T: int = 8192, K: int = 12_288, N: int = 6144, dtype: Any = jnp.bfloat16, **how: Any) -> StackedMatmulProblem:
@@ -81,7 +81,7 @@ def test_each_fault_is_found() -> None:
 def test_a_kind_has_what_decides_the_code() -> None:
     base = kind_of(problem())
     assert kind_of(problem(T=8192 + 3072)) == base and base.family in FAMILIES
-    assert base.values["sizes"] == [3072 + 2048, 3072, 3072] and base.values["columns"] == 256
+    assert base.values["sizes"] == [3072 + 2048, 3072, 3072] and base.values["tile"] == [128, 192]
     others = [problem(T=8200), problem(N=6208), problem(dtype=jnp.float16), problem(transposed=True), addition(), addition(rounded=True)]
     assert len({base, *map(kind_of, others)}) == 7
 
