@@ -106,8 +106,7 @@ class Rules:
 
     def manual_axes(self) -> frozenset[str]:
         """The mesh axes that a training step is manual over: it sums gradients over them once itself. XLA handles all others."""
-        flat = {axis for column in (self.params, self.column("optimizer")) for row, e in column.items() if row.rpartition("/")[2] == "flat" for axis in axes_of(e)}
-        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"} | flat
+        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"}
 
     def order(self) -> tuple[str, ...]:
         """Every mesh axis that these rules may use, outermost first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model.contract import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.remat import remat
-from mesh_lm.schedules.segments import Segment
+from mesh_lm.schedules.segments import LayerRun, Segment
 
 
 def forward(
@@ -130,6 +131,8 @@ def run_segment(
       rows: the rows of the stacked parameters to read; None: all, and all are layers.
       sinks: what receives the gradients of the segment's parameters, which themselves then have none.
     """
+    if rows is None and ctx.cache is None and len(runs := segment.runs()) > 1:
+        return _run_each(model, segment, runs, x, ctx, first, sinks)
     x, ctx = as_layers_take_it(model, segment, x, ctx)
     graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
@@ -175,6 +178,19 @@ def run_segment(
     each = (None if by_row else stacks, jnp.arange(0, n, period))
     (x, cache), by_layer = lax.scan(step, (x, ctx.cache), each, unroll=segment.unroll)
     return batch_first(x, ctx), cache, totals(segment.name, by_layer)
+
+
+def _run_each(
+    model: Model, segment: Segment, runs: Sequence[LayerRun], x: jax.Array, ctx: Context, first: int | jax.Array, sinks: Sinks | None
+) -> tuple[jax.Array, Any, Sums]:
+    """`run_segment` of layers with different policies of rematerialisation, a run of layers at a time."""
+    by_run = []
+    for run in runs:
+        alike = dataclasses.replace(segment, remat=run.remat, remat_layers=None, kept_layers=0)
+        x, _, sums = run_segment(model, alike, x, ctx, first + run.begin, RowRange(run.begin, run.end - run.begin), sinks)
+        by_run.append(sums)
+    joined = {name: jnp.concatenate([sums[name] for sums in by_run]) for name, value in by_run[0].items() if value.ndim}
+    return x, None, {**functools.reduce(add_sums, ({n: v for n, v in sums.items() if not v.ndim} for sums in by_run)), **joined}
 
 
 def as_layers_take_it(model: Model, segment: Segment, x: jax.Array, ctx: Context) -> tuple[jax.Array, Context]:

@@ -15,6 +15,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import FLAT
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
+from mesh_lm.schedules.segments import LIGHTER
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import Column, Kind
 
@@ -31,7 +32,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _pipeline, _permuted):
+    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -216,6 +217,30 @@ def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
     for segment in config.model.stack().segments:
         if segment.remat == "offload" and scope in ("", segment.name):
             yield f"{where}: layers that gather their matrices cannot offload; set model.remat (of {segment.name!r}) to save_names or full"
+
+
+def _layer_runs(config: TrainConfig) -> Iterator[str]:
+    """Numbers of layers that recompute less, or that keep the weights they gather."""
+    if config.model.problems():
+        return
+    remat, kept, n = (getattr(config.model, field, None) for field in ("remat_layers", "kept_layers", "n_layers"))
+    segments, stages = config.model.stack().segments, config.mesh.pipeline
+    for field, number in (("remat_layers", remat), ("kept_layers", kept or None)):
+        if number is None:
+            continue
+        if not 0 <= number <= n:
+            yield f"model.{field}={number} must be in [0, {n}], the layers of the model"
+        elif any(run.begin % segment.period for segment in segments for run in segment.runs()):
+            yield f"model.{field}={number} divides a period of {segments[0].period} layers (model.window); set it to a multiple of that"
+    if remat is not None and (segment := next((s for s in segments if s.remat not in LIGHTER), None)):
+        fix = f"set model.remat to one of {', '.join(LIGHTER)}, or leave model.remat_layers unset"
+        yield f"model.remat_layers={remat}: no policy recomputes less than remat={segment.remat} of {segment.name!r}; {fix}"
+    if remat is not None and stages > 1:
+        yield f"model.remat_layers={remat}: stages treat all layers alike, and mesh.pipeline={stages}; leave model.remat_layers unset"
+    if kept and stages > 1:
+        yield f"model.kept_layers={kept}: a stage keeps what it gathers anyway, and mesh.pipeline={stages}; set model.kept_layers=0"
+    elif kept and not any(_name(row) == FLAT and entry for row, entry in config.rules.params.items()):
+        yield f"model.kept_layers={kept}: by rules {config.rules.name!r} no layer gathers its own weights; use zero3, or set it to 0"
 
 
 def _name(row: str) -> str:
