@@ -10,10 +10,7 @@ import jax
 
 from mesh_lm.schedules.segments import Remat
 
-ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual")
-"""The activations of a layer that remat=save_attention saves: the results of attention's matmuls and kernel. They take a third of the memory
-of `SAVED_NAMES` (with SwiGLU and d_ff = 3.5 d_model), and recomputing them takes nearly half of the time."""
-SAVED_NAMES = (*ATTENTION_NAMES, "mlp_up")
+SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
 """The activations of a layer that remat=save_names saves, and that remat=offload moves to the host: the results of matmuls and of the
 attention kernel, which are expensive to recompute. Norms and the nonlinearity are recomputed."""
 
@@ -25,8 +22,8 @@ def remat(policy: Remat) -> Callable[[Callable], Callable]:
         return lambda f: f
     if policy == "full":
         return partial(jax.checkpoint, prevent_cse=False)
-    if policy in ("save_names", "save_attention"):
-        named = policies.save_only_these_names(*(SAVED_NAMES if policy == "save_names" else ATTENTION_NAMES))
+    if policy == "save_names":
+        named = policies.save_only_these_names(*SAVED_NAMES)
 
         def keep(primitive: Any, *args: Any, **params: Any) -> bool:
             # The residuals of cuDNN have no checkpoint names.
