@@ -28,7 +28,7 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import gathered, ring
+from mesh_lm.parallel import gathered, layer_pairs, ring
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
@@ -93,8 +93,9 @@ def region(
             return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
-            program = StageProgram(layout, params, batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(program, table, _own(columns))
+            paired = layout.pipeline.pair_layers
+            program, run = (layer_pairs.PairedProgram, layer_pairs.gradients) if paired else (StageProgram, ring.gradients)
+            sums, grads = run(program(layout, params, batch, _own(stage), key=key, weight=weight), table, _own(columns))
         else:
             zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
@@ -154,7 +155,7 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
     training = training_schedule(pipeline, stages, microbatches)
     evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
-    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
+    return compile_table(training, pipeline.stash == "input", pipeline.pair_layers), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:
