@@ -67,7 +67,7 @@ def _tick(program: PairedProgram, table: Table, slots: str, of_layers: Mapping[s
     forward, backward = (program.new_pass(ring.work_of(row, slot)) for slot in ("forward", "backward"))
     d_loss, of_loss = {}, {}
     if "B" in slots:
-        upstream = ring.write(upstream, ring.hop(table, dx, -1), row["receive_grad"])
+        upstream = ring.write(upstream, dx, row["receive_grad"])
         with jax.named_scope("backward_slot"):
             last, dy = ring.read(outputs, row["backward_output"]), ring.read(upstream, row["backward_grad"])
             of_loss, d_loss, dx = program.loss_gradient(backward.work, last, dy)
@@ -84,6 +84,7 @@ def _tick(program: PairedProgram, table: Table, slots: str, of_layers: Mapping[s
     if "B" in slots:
         with jax.named_scope("backward_slot"):
             d_shared, d_embed = program.shared_gradient(backward, d_floats), program.embed_gradient(backward.work, dx)
+        dx = ring.hop(table, dx, -1)
         with jax.named_scope("accumulate"):
             grads = ring.summed(program, grads, d_shared, d_loss, d_embed)
         total = jax.tree.map(jnp.add, total, of_loss)
