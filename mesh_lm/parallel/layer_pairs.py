@@ -11,8 +11,9 @@ repeat a pattern goes by one period each iteration.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +95,16 @@ def _tick(program: PairedProgram, table: Table, slots: str, of_layers: Mapping[s
 class PairedProgram(StageProgram):
     """The program of one stage, whose passes run layer by layer."""
 
+    @cached_property
+    def segments(self) -> dict[str, Segment]:
+        """The model's segments, by name, in order."""
+        return {segment.name: segment for segment in self.layout.segments}
+
+    @cached_property
+    def periods(self) -> dict[str, int]:
+        """The number of periods of each segment in one pass, padding included."""
+        return {name: self.layout.stacks[name].rows_per_pass // segment.period for name, segment in self.segments.items()}
+
     def new_pass(self, work: Work) -> Pass:
         """The pass that a slot does."""
         (batch, dropout), model = self._microbatch(work), self._module({**self.shared, **self.layers})
@@ -107,10 +118,11 @@ class PairedProgram(StageProgram):
 
     def stashes(self, slots: int) -> Stashes:
         """Stashes of residuals with this number of slots and a scratch slot."""
-        return {
-            name: [jnp.zeros((slots + 1, self.periods[name], *s.shape), s.dtype) for s in shapes]
+        like = {
+            name: [jax.ShapeDtypeStruct((self.periods[name], *each.shape), each.dtype) for each in shapes]
             for name, (_, shapes) in self.saved.items()
         }
+        return ring.stash(slots, like)
 
     def input(self, work: Work, stashed: jax.Array) -> jax.Array:
         """The chunk's input, [B, S, D]. stashed: as `forward` takes it."""
@@ -129,7 +141,7 @@ class PairedProgram(StageProgram):
         self, slots: str, passes: tuple[Pass, Pass], ends: tuple[jax.Array, jax.Array], at: tuple[jax.Array, jax.Array],
         stashes: Stashes, of_layers: Mapping[str, Any],
     ) -> tuple[jax.Array, jax.Array, Stashes, Sums, list[jax.Array]]:  # fmt: skip
-        """(output of the forward pass, gradient of the backward pass's input, stashes, sums of the former, gradients of the latter's floats).
+        """(output of the forward pass, gradient of the backward pass's input, stashes, sums of the one, gradients of the other's `floats`).
 
         Args:
           slots: which run, "F", "FB" or "B"; the result of the other is what it was.
@@ -145,7 +157,8 @@ class PairedProgram(StageProgram):
             dy, down = as_layers_take_it(passes[1].model, self.segments[each.backward], dy, passes[1].ctx)
             as_taken = passes[0]._replace(ctx=up), passes[1]._replace(ctx=down)
             step = partial(self._pair, slots, each, as_taken, at, of_layers)
-            (x, dy, d_floats, stashes), sums = lax.scan(step, (x, dy, d_floats, stashes), jnp.arange(each.length))
+            unroll = self.segments[each.forward].unroll or self.segments[each.backward].unroll
+            (x, dy, d_floats, stashes), sums = lax.scan(step, (x, dy, d_floats, stashes), jnp.arange(each.length), unroll=unroll)
             x, dy = batch_first(x, up), batch_first(dy, down)
             by_layer.setdefault(each.forward, []).append(sums)
         total: Sums = {}
@@ -201,8 +214,6 @@ class PairedProgram(StageProgram):
             x, ctx = as_layers_take_it(one.model, self.segments[name], x, one.ctx)
             return jax.tree.leaves(self._vjp(one._replace(ctx=ctx), name, period, x)[1])
 
-        self.segments = {segment.name: segment for segment in self.layout.segments}
-        self.periods = {name: self.layout.stacks[name].rows_per_pass // each.period for name, each in self.segments.items()}
         found = {}
         for name in self.segments:
             arguments = partial(residuals, name), self.zero_input, any_work, jnp.int32(0)
@@ -217,16 +228,10 @@ class PairedProgram(StageProgram):
 
 def stretches(periods: Mapping[str, int]) -> Iterator[Stretch]:
     """Yields what the two passes do side by side, given the periods of each segment in a pass, in model order."""
-    names = list(periods)
-    ahead, behind, done = [*names], [*reversed(names)], dict.fromkeys(names, 0)
-    undone = dict(periods)
-    while ahead:
-        up, down = ahead[0], behind[0]
-        length = min(periods[up] - done[up], undone[down])
-        yield Stretch(up, done[up], down, undone[down] - 1, length)
-        done[up] += length
-        undone[down] -= length
-        ahead, behind = ahead[done[up] == periods[up] :], behind[undone[down] == 0 :]
+    up = [(name, period) for name, n in periods.items() for period in range(n)]
+    for (forward, backward), run in itertools.groupby(zip(up, reversed(up), strict=True), lambda pair: (pair[0][0], pair[1][0])):
+        ((_, first), (_, last)), *more = run
+        yield Stretch(forward, first, backward, last, 1 + len(more))
 
 
 def _is_float(x: jax.Array) -> bool:

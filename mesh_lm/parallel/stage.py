@@ -128,7 +128,7 @@ class StageProgram:
         return Gradients(sums, _arrays(more), shared, d_loss, d_embed, self._pin(dx))
 
     def loss_gradient(self, work: Work, y: jax.Array, dy: jax.Array) -> tuple[Sums, Params, jax.Array]:
-        """(scalar sums of the loss, gradients of the parameters that it uses, gradient of y): zeros and dy before the last virtual stage."""
+        """(scalar sums of the loss, gradients of its parameters, gradient of y); before the last virtual stage zeros and dy."""
         with jax.named_scope("loss"):
             return lax.cond(
                 self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))

@@ -63,6 +63,15 @@ FLAG_SETS: dict[str, FlagSet] = {
         },
     ),
 }
+_OWN = "Otherwise XLA combines the collectives of the two layers, and nothing hides them: gpt_175b with 48 microbatches is predicted to take "
+FLAG_SETS["pipeline_pairs"] = FlagSet(
+    "The set pipeline for stages that run layers of both passes side by side (pipeline.pair_layers); not vetted on a GPU",
+    {
+        **FLAG_SETS["pipeline"].flags,
+        "xla_gpu_all_gather_combine_threshold_bytes": Flag(1, _OWN + "TODO"),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(1, _OWN + "TODO"),
+    },
+)
 """By name."""
 
 VETTED = {"ampere": "overlap", "hopper": "overlap", "blackwell": "overlap"}
@@ -77,15 +86,18 @@ def options(name: str) -> dict[str, Any]:
     return {flag: each.value for flag, each in FLAG_SETS[name].flags.items()}
 
 
-def auto(capability: tuple[int, int], pipeline: bool = False) -> str:
-    """Name of the set for a GPU, (9, 0) is an H100, and for a mesh with pipeline stages; "default" where none is vetted for it."""
+def auto(capability: tuple[int, int], pipeline: bool = False, pairs: bool = False) -> str:
+    """Name of the set for a GPU, (9, 0) is an H100; "default" where none is vetted for it.
+
+    pipeline: the mesh has stages; pairs: they run layers of both passes side by side.
+    """
     name = VETTED.get(_GENERATIONS.get(capability[0], ""), "default")
-    return "pipeline" if pipeline and name != "default" else name
+    return ("pipeline_pairs" if pairs else "pipeline") if pipeline and name != "default" else name
 
 
-def xla_flags(name: str, capability: tuple[int, int], pipeline: bool = False) -> str:
+def xla_flags(name: str, capability: tuple[int, int], pipeline: bool = False, pairs: bool = False) -> str:
     """A set as text for the variable XLA_FLAGS, which XLA reads when JAX first looks for devices. "auto": as `auto` says."""
-    return written(options(auto(capability, pipeline) if name == "auto" else name))
+    return written(options(auto(capability, pipeline, pairs) if name == "auto" else name))
 
 
 def written(flags: Mapping[str, Any]) -> str:
