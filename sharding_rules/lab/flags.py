@@ -63,13 +63,15 @@ FLAG_SETS: dict[str, FlagSet] = {
         },
     ),
 }
-_OWN = "Otherwise XLA combines the collectives of the two layers, and nothing hides them: gpt_175b with 48 microbatches is predicted to take "
 FLAG_SETS["pipeline_pairs"] = FlagSet(
-    "The set pipeline for stages that run layers of both passes side by side (pipeline.pair_layers); not vetted on a GPU",
+    "Stages that run a layer of each pass side by side (pipeline.pair_layers); not vetted on a GPU",
     {
         **FLAG_SETS["pipeline"].flags,
-        "xla_gpu_all_gather_combine_threshold_bytes": Flag(1, _OWN + "TODO"),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(1, _OWN + "TODO"),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(
+            1,
+            "XLA's own 30 MiB combines the scatter of one layer with that of the other, and nothing hides the two: gpt_175b with 48 "
+            "microbatches is predicted to take 6.62 s with it, 6.37 s with this. Larger arrays stay apart anyway (24 microbatches).",
+        ),
     },
 )
 """By name."""
