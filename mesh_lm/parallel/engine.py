@@ -29,6 +29,7 @@ from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel import gathered, layer_pairs, ring
+from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
@@ -93,9 +94,12 @@ def region(
             return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
-            paired = layout.pipeline.pair_layers
-            program, run = (layer_pairs.PairedProgram, layer_pairs.gradients) if paired else (StageProgram, ring.gradients)
-            sums, grads = run(program(layout, params, batch, _own(stage), key=key, weight=weight), table, _own(columns))
+            kind = PairedProgram if layout.pipeline.pair_layers else StageProgram
+            program = kind(layout, params, batch, _own(stage), key=key, weight=weight)
+            if isinstance(program, PairedProgram):
+                sums, grads = layer_pairs.gradients(program, table, _own(columns))
+            else:
+                sums, grads = ring.gradients(program, table, _own(columns))
         else:
             zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}

@@ -27,6 +27,7 @@ from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import Params, segment_of
 from mesh_lm.parallel.ring import Carry, Columns
 from mesh_lm.parallel.stage import StageProgram, Work
+from mesh_lm.schedules.segments import Segment
 from mesh_lm.schedules.table import Table
 
 Stashes = dict[str, list[jax.Array]]

@@ -22,9 +22,7 @@ def run(t: Table, side_by_side: bool = False) -> Counter[Op]:
     side_by_side: a B reads its residuals and the output of the last stage before the F of its tick writes any.
     """
     last, stages = t.stages * t.chunks - 1, t.stages
-    inputs, grads, residuals, outputs = (
-        np.full((stages, max(n, 1), 2), -9) for n in (t.n_inputs, t.n_grads, t.n_residuals, t.n_outputs)
-    )
+    inputs, grads, residuals, outputs = (np.full((stages, max(n, 1), 2), -9) for n in (t.n_inputs, t.n_grads, t.n_residuals, t.n_outputs))
     sent_back = np.full((stages, 2), -9)
     done: Counter[Op] = Counter()
     for tick in range(t.ticks):
@@ -85,7 +83,9 @@ def test_side_by_side_nothing_goes_backward_in_the_tick_of_its_own_forward(one: 
     assert t.n_inputs <= before.n_inputs and t.n_outputs <= t.n_residuals <= before.n_residuals + t.stages
 
 
-@pytest.mark.parametrize(("name", "chunks", "slots"), [("1f1b", 1, (1, 1, 16, 2)), ("1f1b", 4, (1, 1, 40, 2)), ("gpipe", 1, (1, 1, 64, 64))])
+@pytest.mark.parametrize(
+    ("name", "chunks", "slots"), [("1f1b", 1, (1, 1, 16, 2)), ("1f1b", 4, (1, 1, 40, 2)), ("gpipe", 1, (1, 1, 64, 64))]
+)
 def test_slots_of_eight_stages_side_by_side(name: str, chunks: int, slots: tuple[int, int, int, int]) -> None:
     """Inputs wait for no backward pass; the last stage's output waits for the next tick."""
     t = compile_table(make_schedule(name, 8, 64, chunks), False, side_by_side=True)
