@@ -134,18 +134,36 @@ def run_segment(
     if rows is None and ctx.cache is None and len(runs := segment.runs()) > 1:
         return _run_each(model, segment, runs, x, ctx, first, sinks)
     x, ctx = as_layers_take_it(model, segment, x, ctx)
-    graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
+    stacked = nnx.split(getattr(model, segment.name), nnx.Param, ...)[1]
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
-    n, period = rows.size, segment.period
-    # With remat, each layer reads its row of weights inside the rematerialised function: read outside, the weights would be saved as
-    # residuals, a copy of the model. Without remat the scan slices them, and the backward pass reads the stack itself.
-    by_row, stacks, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
-    if not by_row:
-        stacks = _by_period(period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    n, own = rows.size, None
+    if segment.remat == "none":
+        # The scan slices the weights, and the backward pass reads the stack itself.
+        own = _by_period(segment.period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    run = one_period(model, segment, ctx, first, rows, sinks)
+
+    def step(carry: tuple[jax.Array, Any], scanned: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, Any], Sums]:
+        x, cache, sums = run(*carry, *scanned)
+        return (x, cache), sums
+
+    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (jnp.arange(0, n, segment.period), own), unroll=segment.unroll)
+    return batch_first(x, ctx), cache, totals(segment.name, by_layer)
+
+
+def one_period(
+    model: Model, segment: Segment, ctx: Context, first: int | jax.Array, rows: RowRange, sinks: Sinks | None = None
+) -> Callable[..., tuple[jax.Array, Any, Sums]]:
+    """A function (x, cache, row, own=None) -> (x, cache, sums) that applies the layers of one period, the first of which is in that row.
+
+    x and ctx: as the layers take them. row: counted from the first that the pass reads. own: the parameters of these layers; None: each
+    layer reads its row inside the rematerialised function. Read outside, the weights would be saved as residuals, a copy of the model.
+    """
+    graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
+    period, wide = segment.period, model.shard.rules.reduction == "float32"
     zeros, working = (nnx.split(getattr(sinks.model, segment.name), nnx.Param, ...)[1], sinks.working) if sinks else (None, None)
 
-    # The conditional is inside the rematerialised function for the same reason.
-    def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
+    # The conditional is inside the rematerialised function, too, so that it saves no weights.
+    def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int, by_row: bool) -> tuple[jax.Array, Any, Sums]:
         def of_layer(tree: Any) -> Any:
             return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, rows.start + row + i, keepdims=False), tree)
 
@@ -168,16 +186,14 @@ def run_segment(
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, *ctx.residual), cache, sums
 
-    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
-        (x, cache), (own, row), of_layers = carry, scanned, []
+    def run_period(x: jax.Array, cache: Any, row: jax.Array, own: Any = None) -> tuple[jax.Array, Any, Sums]:
+        of_layers, by_row = [], own is None
         for i in range(period):
-            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, row)
+            x, cache, sums = remat(segment.remat)(partial(layer, i=i, by_row=by_row))(x, cache, stacked if by_row else own, row)
             of_layers.append(sums)
-        return (x, cache), stacked_sums(of_layers)
+        return x, cache, stacked_sums(of_layers)
 
-    each = (None if by_row else stacks, jnp.arange(0, n, period))
-    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), each, unroll=segment.unroll)
-    return batch_first(x, ctx), cache, totals(segment.name, by_layer)
+    return run_period
 
 
 def _run_each(

@@ -28,8 +28,9 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import gathered, ring, stage_transfers
+from mesh_lm.parallel import gathered, layer_pairs, ring, stage_transfers
 from mesh_lm.parallel.layer_collectives import local_spec
+from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
@@ -95,9 +96,15 @@ def region(
             return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
-            transfers = StageTransfers(layout, vectors, table, _own(stage))
-            program = StageProgram(layout, params | transfers.first_weights(), batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(program, table, _own(columns), transfers)
+            transfers, kind = (
+                StageTransfers(layout, vectors, table, _own(stage)),
+                PairedProgram if layout.pipeline.pair_layers else StageProgram,
+            )
+            program = kind(layout, params | transfers.first_weights(), batch, _own(stage), key=key, weight=weight)
+            if isinstance(program, PairedProgram):
+                sums, grads = layer_pairs.gradients(program, table, _own(columns), transfers)
+            else:
+                sums, grads = ring.gradients(program, table, _own(columns), transfers)
         else:
             zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
@@ -135,7 +142,9 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
             if table is not None:
                 weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
-                return _psum(ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout)
+                return _psum(
+                    ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout
+                )
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 
@@ -158,7 +167,7 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
     training = training_schedule(pipeline, stages, microbatches)
     evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
-    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
+    return compile_table(training, pipeline.stash == "input", pipeline.pair_layers), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:

@@ -297,6 +297,10 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 def _pipeline(config: TrainConfig) -> Iterator[str]:
     stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
+    if pipeline.pair_layers and stages == 1:
+        yield "pipeline.pair_layers=True, but mesh.pipeline=1 has no stage that goes forward and backward in one tick; set it to False"
+    if pipeline.pair_layers and pipeline.stash == "input":
+        yield "pipeline.pair_layers=True runs layers one by one, whose residuals pipeline.stash=input drops; set pipeline.stash=residuals"
     if stages == 1 or config.model.problems() or (stack := config.model.stack()).problems():
         return
     if pipeline.chunks < 1 or config.train.microbatches < 1:

@@ -1,6 +1,8 @@
 """The published table as configs: parameters, devices, batch, tensor and pipeline parallelism of each row."""
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 from support import shard_on

@@ -80,6 +80,14 @@ def test_all_problems_at_once() -> None:
             "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; change one of them",
         ),
         (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.pair_layers=True"],
+            "pipeline.pair_layers=True runs layers one by one, whose residuals pipeline.stash=input drops; set pipeline.stash=residuals",
+        ),
+        (
+            ["pipeline.pair_layers=True", "pipeline.stash=residuals"],
+            "pipeline.pair_layers=True, but mesh.pipeline=1 has no stage that goes forward and backward in one tick; set it to False",
+        ),
+        (
             ["mesh.data=1", "mesh.pipeline=8"],
             "model.n_layers=4 is too few for the 8 virtual stages of mesh.pipeline=8 x pipeline.chunks=1: each needs at least 1; "
             "lower mesh.pipeline or pipeline.chunks",
