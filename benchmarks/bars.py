@@ -97,7 +97,7 @@ def main() -> None:
             figures["all_on_s"] = in_a_process(bar, args.on)["step_s"]
         done[bar.name] = figures
         rows = [done[each.name] for each in BARS if each.name in done]
-        note = "Predicted by the lab, never measured."
+        note = "Times are predicted, never measured."
         record.table("Compiled", rows, note, show=False)
         record.table("Bars", [compared(each, done[each.name], base.get(each.name)) for each in BARS if each.name in done], note, show=False)
         record.write()

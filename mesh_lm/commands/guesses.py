@@ -84,7 +84,7 @@ FIELDS = {
 """A name in lower case -> the field that decides the same."""
 
 RULES = {
-    "dp": "ddp", "data": "ddp", "zero3": "fsdp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp", "zero": "zero1",
+    "dp": "ddp", "data": "ddp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp", "zero": "zero1",
     "tp": "megatron", "tensor": "megatron", "tensor_parallel": "megatron",
     "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp",
 }  # fmt: skip

@@ -23,7 +23,7 @@ def swiglu(up_BSGF: jax.Array) -> jax.Array:
 def gelu(up: jax.Array) -> jax.Array:
     """The tanh GELU (arXiv 1606.08415) of each element: x (1 + tanh y) / 2 = x sigmoid(2 y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
 
-    On a GPU XLA expands tanh to so many operations that computing them takes longer than reading x; the sigmoid has one exponential.
+    On a GPU XLA expands tanh to a long polynomial, which takes longer to compute than x takes to read; the sigmoid has one exponential.
     """
     return up * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))
 

@@ -69,7 +69,7 @@ def dead_rules(context: LintContext) -> Iterator[Finding]:
 def global_kernels(context: LintContext) -> Iterator[Finding]:
     """A kernel whose operands have the whole batch, or all heads: under plain jit XLA gathers a custom call's operands.
 
-    Sequences may be folded into heads: [S, B, N, H] is passed as [1, S, B N, H].
+    Sequences may be merged with heads: [S, B, N, H] is passed as [1, S, B N, H].
     """
     (B, _), (b, s) = context.batch, context.local_batch
     sizes = {axis: a.shape[dim] for a in context.params for dim, axis in enumerate(context.logical(a)) if axis}

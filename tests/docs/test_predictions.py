@@ -28,7 +28,7 @@ NOT_PREDICTED = {"gpt_tiny", "multi_gpu", "gpu_suite", "host_cost", "soak", "fau
 """Beginnings of the results whose times a clock took."""
 PAGES = {
     "README.md", "docs/lab.md", "docs/configs.md", "docs/kernels.md", "docs/pipeline.md", "docs/images/plan_gpt_175b.svg",
-    "benchmarks/results/plan_table", "benchmarks/results/hot_spots", "benchmarks/results/xla_flags",
+    "benchmarks/results/plan_table", "benchmarks/results/hot_spots", "benchmarks/results/xla_flags", "benchmarks/results/bars",
 }  # fmt: skip
 """Those that are known to; of results the beginnings of their names."""
 

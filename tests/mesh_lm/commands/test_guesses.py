@@ -39,10 +39,12 @@ def test_the_answer_names_what_was_meant(word: str) -> None:
 
 
 def test_rules_of_other_names() -> None:
-    for name, meant in {"tp": "megatron", "zero3": "fsdp", "zero3+tp": "fsdp+megatron", "TP": "megatron", "tp+sp": "megatron_sp"}.items():
+    wrong = {"tp": "megatron", "fsdp2": "fsdp", "zero3+tp": "zero3+megatron", "fsdp2+tp": "fsdp+megatron", "TP": "megatron"}
+    for name, meant in {**wrong, "tp+sp": "megatron_sp"}.items():
         with pytest.raises(ConfigError) as caught:
             parse([f"--rules={name}"])
         assert str(caught.value) == f"bad command line\n  - --rules={name}: no such rules preset; did you mean {meant}?"
+    assert not guesses.RULES.keys() & PRESETS.keys(), "names of presets are no guesses"
 
 
 def test_a_config_by_its_name() -> None:

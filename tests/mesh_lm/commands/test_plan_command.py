@@ -72,7 +72,7 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     found = list(candidates(config, 8, compiled.append))
     assert {c.kind for c in found if not c.parts} == {"remat", "offload", "microbatch", "mesh", "loss"}
     assert "--config.rules=zero1" in {c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)}
-    zero2 = replace(load("configs/megatron_16b.py"), rules=preset("zero2+megatron_sp"))
+    zero2 = replace(load("configs/megatron_16b.py"), rules=preset("zero2+megatron_sp"), mesh=MeshConfig(data=48, tensor=4))
     assert "--config.rules=distributed+megatron_sp" in {c.text for c in candidates(zero2, 192, compiled.append)}
     assert "--config.train.microbatches=" in next(c.text for c in found if c.kind == "microbatch")
     found[0].compile()
