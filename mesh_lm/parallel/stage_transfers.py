@@ -62,7 +62,7 @@ class StageTransfers:
         return out
 
     def gather(self, tick: jax.Array, after: jax.Array) -> dict[str, Params]:
-        """A row of each segment's matrices, which the layers may use from the next tick on (`with_gathered`). after: see LayerCollectives."""
+        """A row of each segment's matrices, which layers may use from the next tick on (`with_gathered`). after: see LayerCollectives."""
         out = {}
         for segment, each in self.collectives.items():
             out[segment], after = each.gather(self.vectors, self._gather_row(segment, tick), after)

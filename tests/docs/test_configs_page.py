@@ -57,11 +57,16 @@ def test_a_row_adds_up(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str) -> None:
     row = ROWS[name]
-    assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
     (subject,) = [one for one in plan_table.SUBJECTS if one.name == name]
     if not (ROOT / "configs" / f"{name}.py").exists() or plan_table.changed(subject, row):
         pytest.skip(f"{name} is no longer what was compiled: python benchmarks/plan_table.py --check")
-    terms, gib = expected_of(check(load(f"configs/{name}.py"), row["devices"])), 2**30
+    config, gib = check(load(f"configs/{name}.py"), row["devices"]), 2**30
+    if row["least_gib"] is None:
+        with pytest.raises(ValueError, match="no closed form"):
+            expected_of(config)
+        return
+    terms = expected_of(config)
+    assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
     assert row["sent_gib"] == pytest.approx(total(terms) / gib, rel=0.01)
     assert row["least_gib"] == pytest.approx(total(terms, field="least_wire_bytes") / gib)
 

@@ -137,6 +137,7 @@ FLAT = [
     Program("distributed+hsdp+megatron_sp", "save_names", "llama", {"data": 3, "fsdp": 2, "tensor": 4}, 2),
     Program("distributed+reduce_bfloat16", "full", "gpt", {"data": 8}, 2),
     Program("distributed+megatron_sp+reduce_bfloat16", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+    Program("zero3+megatron_sp", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
 ]
 """With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
 
