@@ -1,7 +1,7 @@
 """Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight.
 
-By zero3 over all devices: each layer's weights are gathered while the layer before computes. On 1,024 H100s a device has
-one sequence, and memory for 28 layers that recompute no matmul. On 512 it has two: set --model.remat-layers=71 there.
+By zero3 over all devices: each layer's weights are gathered while the layer before computes. On 1,024 H100s a device has one sequence,
+and memory for 28 layers that recompute no matmul. On 512 it has two: set --model.remat-layers=71 there.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

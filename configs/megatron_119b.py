@@ -1,8 +1,8 @@
 """Megatron-LM's scaling table (README of its repository): 119 B (118.50 B parameters), 1536 H100s, 768 sequences a step.
 
 Tensor 8 x data 192 by zero3, where Megatron-LM has tensor 8 x pipeline 4 x data 48: predicted to be faster than stages of any kind that
-were compiled. With tensor 8 a GPU has room for all the weights that it gathered until the backward pass, so that the network
-is busy for less time than the matmuls; waiting for NVLink costs less than that saves.
+were compiled. With tensor 8 a GPU has room for all the weights that it gathered until the backward pass, so that the network is busy for
+less time than the matmuls; waiting for NVLink costs less than that saves.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -12,7 +12,16 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=92, d_model=10_240, n_heads=80, tied=False, remat="save_names", kept_layers=92),
+        model=DecoderConfig(
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=92,
+            d_model=10_240,
+            n_heads=80,
+            tied=False,
+            remat="save_names",
+            kept_layers=92,
+        ),
         output="runs/megatron_119b",
         mesh=MeshConfig(data=192, tensor=8),
         rules=preset("zero3+megatron_sp"),

@@ -1,8 +1,8 @@
 """Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s, 1152 sequences a step.
 
 Tensor 8 x pipeline 6 x data 48 as published, and zero3: stages gather their weights while the pipeline fills, and sum their gradients
-while it drains. Each has eight chunks of 2 layers. 12 microbatches of two sequences; stages save the activations of save_names, so that no
-layer recomputes its matmuls.
+while it drains. Each has eight chunks of 2 layers. 12 microbatches of two sequences; stages save the activations of save_names, so that
+no layer recomputes its matmuls.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

@@ -1,8 +1,8 @@
 """Megatron-LM's scaling table (README of its repository): 314 B (313.62 B parameters), 3072 H100s, 1536 sequences a step.
 
 Tensor 8 x pipeline 8 x data 48 as published, and zero3: stages gather their weights while the pipeline fills, and sum their gradients
-while it drains. Each has four chunks of 3 layers. 32 microbatches of one sequence; stages save the activations of save_names, so that no layer
-recomputes its matmuls. Two sequences would not fit.
+while it drains. Each has four chunks of 3 layers. 32 microbatches of one sequence; stages save the activations of save_names, so that no
+layer recomputes its matmuls. Two sequences would not fit.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

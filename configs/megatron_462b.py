@@ -11,7 +11,17 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=112, d_model=18_432, n_heads=144, tied=False, remat="full", remat_layers=92, kept_layers=32),
+        model=DecoderConfig(
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=112,
+            d_model=18_432,
+            n_heads=144,
+            tied=False,
+            remat="full",
+            remat_layers=92,
+            kept_layers=32,
+        ),
         output="runs/megatron_462b",
         mesh=MeshConfig(data=768, tensor=8),
         rules=preset("zero3+megatron_sp"),

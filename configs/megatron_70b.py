@@ -12,7 +12,9 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=84, d_model=8192, n_heads=64, tied=False, remat="save_names", kept_layers=84),
+        model=DecoderConfig(
+            vocab_size=131_072, seq_len=4096, n_layers=84, d_model=8192, n_heads=64, tied=False, remat="save_names", kept_layers=84
+        ),
         output="runs/megatron_70b",
         mesh=MeshConfig(data=192, tensor=4),
         rules=preset("zero3+megatron_sp"),

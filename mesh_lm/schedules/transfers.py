@@ -23,9 +23,10 @@ _NEVER = np.iinfo(np.int32).max
 class Transfers:
     """The order in which each stage gathers the rows of a segment's stacked parameters, and that in which it sums their gradients.
 
-    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the first tick, then one in each tick. The last
-    `after` rows of `sums` are summed after the last tick, and those before them one in each of the last ticks. A row that is gathered
-    in a tick can be used from the next tick on; one whose gradient is summed in a tick has received its last gradient in an earlier one.
+    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the first tick, then one in each tick. The
+    last `after` rows of `sums` are summed after the last tick, and those before them one in each of the last ticks. A row that is
+    gathered in a tick can be used from the next tick on; one whose gradient is summed in a tick has received its last gradient in an
+    earlier one.
     """
 
     gathers: np.ndarray

@@ -54,11 +54,13 @@ FLAG_SETS: dict[str, FlagSet] = {
             "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(2, "A layer's gather and its sums go beside it together."),
             "xla_gpu_memory_limit_slop_factor": Flag(
                 110,
-                "As in the set pipeline. Where layers keep their weights (megatron_70b, 64 of 80 GiB), XLA's own 95 makes the predicted step "
-                "3.0 s instead of 1.6.",
+                "As in the set pipeline. Where layers keep their weights (megatron_70b, 64 of 80 GiB), XLA's own 95 makes the predicted "
+                "step 3.0 s instead of 1.6.",
             ),
             "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(
-                1, "XLA would combine the gradients of the head, known first, with those of the embedding, known last, and send both at the end."
+                1,
+                "XLA would combine the gradients of the head, known first, with those of the embedding, known last, and send both at the "
+                "end.",
             ),
         },
     ),
