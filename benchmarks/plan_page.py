@@ -17,7 +17,7 @@ NOTES = {
     CONFIGS: "Each config at its published number of H100s. step_s, exposed_s: predicted, never measured.",
     FSDP: "The configs with stages, with FSDP instead, on the same number of H100s: no stages, few microbatches, and remat=full.",
     DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is sharded over them.",
-    DEPTH: "gpt_175b on 1,024 H100s with 48 to 144 layers: 1, 2 and 3 in each of its 48 chunks.",
+    DEPTH: "gpt_175b on 1,024 H100s with more layers: 2, 3 and 4 in each of its 48 chunks.",
 }
 """Table -> the description of its rows."""
 TFLOPS = {
@@ -50,8 +50,8 @@ With pipeline stages, *other* is mostly what they keep of microbatches until the
 Pipeline stages run interleaved 1F1B, with the number of chunks of layers in the column *chunks*. *residuals* means that
 a stage keeps what `remat` keeps of a microbatch, so that no forward pass is repeated because of the pipeline. The
 bubble is a stage's idle time divided by its work. Rules with *zero3* store the fp32 weights and the moments of matrices
-as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions. Layers gather their weights
-from them: without stages during the layer before, and *kept* of them keep these until their backward passes; with
+as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions. Layers gather their
+weights from them: without stages during the layer before, and *kept* of them keep these until their backward passes; with
 stages once a step, while the pipeline fills. *remat* recomputes *of* the layers; the others have the lighter policy.
 
 ## What a step needs of each GPU
@@ -85,8 +85,9 @@ was compiled with the XLA flags of its runs (column *flags*).
 
 ## What it costs to know
 
-Seconds on {cores} cores ({cpu}), which other work shared: *load* is the number of processes that wanted a core when a
-row started, so the CPU seconds, over all threads, are more reliable. *Read* is the lab's analysis of the program.
+Seconds on {cores} cores ({cpu}), which other work shared:
+*load* is the number of processes that wanted a core when a row started, so the CPU seconds, over all threads, are more
+reliable. *Read* is the lab's analysis of the program.
 Resident memory is the peak of the whole process, Python and JAX included.
 
 {costs}

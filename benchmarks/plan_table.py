@@ -71,7 +71,7 @@ SUBJECTS = [
         for name, (data, fsdp, microbatches) in BY_FSDP.items()
     ),
     *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=96) for n in (64, 128, 1024, 6144)),
-    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (48, 96, 144)),
+    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (96, 144, 192)),
 ]
 TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
 """How often a row of each table is compiled at most if the machine is never idle; the fastest counts."""

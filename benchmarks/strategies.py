@@ -16,6 +16,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("zero1", "data", ""),
     ("zero2", "data", ""),
     ("distributed", "data", ""),
+    ("zero3", "data", ""),
     ("fsdp", "fsdp", ""),
     ("hsdp", "data fsdp", ""),
     ("megatron", "tensor", "data"),
@@ -54,6 +55,7 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("megatron_sp", 4, {"tensor": -1}, {"schedule": "gpipe"}),
     ("zero1+megatron_sp", 2, {"data": 2, "tensor": -1}, {"chunks": 2}),
     ("distributed", 2, {"data": -1}, {"chunks": 2}),
+    ("zero3", 2, {"data": -1}, {"chunks": 2}),
     ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
 )
 """(rules, stages, the mesh within a stage (-1: the remaining devices), fields of PipelineConfig)."""

@@ -22,7 +22,8 @@ from mesh_lm.schedules.segments import LayerRun, Segment
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, run: Callable | None = None,
+    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, own: Any = None,
+    run: Callable | None = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers as leading dimension: "moe/load" [L, E].
 
@@ -31,7 +32,8 @@ def forward(
       segments: those of the model, in order.
       sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
-      run: runs a segment; None: `run_segment`.
+      run: runs a segment, with `own` as its first argument and then those of `run_segment`; None: `run_segment`.
+      own: what `run` reads besides the model, to differentiate, too.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
@@ -39,7 +41,7 @@ def forward(
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = (run or run_segment)(model, segment, x, ctx, first, sinks=sunk)
+        x, _, sums = (partial(run, own) if run else run_segment)(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -141,19 +143,15 @@ def run_segment(
         # The scan slices the weights, and the backward pass reads the stack itself.
         own = _by_period(segment.period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
     run = one_period(model, segment, ctx, first, rows, sinks)
-
-    def step(carry: tuple[jax.Array, Any], scanned: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, Any], Sums]:
-        x, cache, sums = run(*carry, *scanned)
-        return (x, cache), sums
-
-    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), (jnp.arange(0, n, segment.period), own), unroll=segment.unroll)
+    (x, cache), by_layer = lax.scan(run, (x, ctx.cache), (jnp.arange(0, n, segment.period), own), unroll=segment.unroll)
     return batch_first(x, ctx), cache, totals(segment.name, by_layer)
 
 
 def one_period(
     model: Model, segment: Segment, ctx: Context, first: int | jax.Array, rows: RowRange, sinks: Sinks | None = None
-) -> Callable[..., tuple[jax.Array, Any, Sums]]:
-    """A function (x, cache, row, own=None) -> (x, cache, sums) that applies the layers of one period, the first of which is in that row.
+) -> Callable[[tuple[jax.Array, Any], tuple[jax.Array, Any]], tuple[tuple[jax.Array, Any], Sums]]:
+    """A function ((x, cache), (row, own)) -> ((x, cache), sums) for `lax.scan` that applies the
+    layers of one period, the first of which is in that row.
 
     x and ctx: as the layers take them. row: counted from the first that the pass reads. own: the parameters of these layers; None: each
     layer reads its row inside the rematerialised function. Read outside, the weights would be saved as residuals, a copy of the model.
@@ -186,12 +184,13 @@ def one_period(
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, *ctx.residual), cache, sums
 
-    def run_period(x: jax.Array, cache: Any, row: jax.Array, own: Any = None) -> tuple[jax.Array, Any, Sums]:
-        of_layers, by_row = [], own is None
+    def run_period(carry: tuple[jax.Array, Any], scanned: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, Any], Sums]:
+        (x, cache), (row, own), of_layers = carry, scanned, []
+        by_row = own is None
         for i in range(period):
             x, cache, sums = remat(segment.remat)(partial(layer, i=i, by_row=by_row))(x, cache, stacked if by_row else own, row)
             of_layers.append(sums)
-        return x, cache, stacked_sums(of_layers)
+        return (x, cache), stacked_sums(of_layers)
 
     return run_period
 

@@ -86,10 +86,8 @@ def region(
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
             sinks, shared = differentiated(layout, params, flat)
 
-            def objective(sinks: Params, shared: Params, vectors: Params) -> tuple[jax.Array, Sums]:
-                run = partial(gathered.run_segment, layout, vectors)
-                return forward(layout.bind, layout.segments, params, one, dropout, 1 / weight, sinks, shared, run)
-
+            run = partial(gathered.run_segment, layout) if vectors else None
+            objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight, run=run)
             value, pull, sums = jax.vjp(objective, sinks, shared, vectors, has_aux=True)
             wanted = of_layers, dict.fromkeys(shared, RETURNED), dict.fromkeys(vectors, RETURNED)
             _, others, shards = pull.with_refs(*wanted)(jnp.ones_like(value))
@@ -137,7 +135,7 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
             vectors, params = gathered.divided(layout, flat, params)
 
             def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
-                sums = forward(layout.bind, layout.segments, params, one, run=partial(gathered.run_segment, layout, vectors))[1]
+                sums = forward(layout.bind, layout.segments, params, one, own=vectors, run=partial(gathered.run_segment, layout))[1]
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:

@@ -65,7 +65,7 @@ def gradients(program: PairedProgram, table: Table, columns: Columns, transfers:
     return ring.gradients(program, table, columns, transfers, _tick, residuals)
 
 
-def _tick(program: PairedProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
+def _tick(table: Table, slots: str, of_layers: Mapping[str, Any], program: PairedProgram, carry: Carry, row: Columns) -> tuple[Carry, None]:
     inputs, upstream, (outputs, stashes), y, dx, grads, total, arrays = carry
     forward, backward = (program.new_pass(ring.work_of(row, slot)) for slot in ("forward", "backward"))
     d_loss, of_loss = {}, {}
@@ -202,7 +202,7 @@ class PairedProgram(StageProgram):
             shared = jax.tree.unflatten(tree, [next(given) if floats and _is_float(leaf) else leaf for leaf in leaves])
             sunk = Sinks(self._module({**self.shared, **self.layers, **sinks}), one.work.microbatch >= 0)
             ctx, what = dataclasses.replace(one.ctx, shared=shared), self.segments[segment]
-            y, _, sums = one_period(one.model, what, ctx, *self.rows(segment, one.work), sunk)(x, None, period * what.period)
+            (y, _), sums = one_period(one.model, what, ctx, *self.rows(segment, one.work), sunk)((x, None), (period * what.period, None))
             return y, sums
 
         sinks = {name: zero for name, zero in self._sinks().items() if segment_of(name) == segment}

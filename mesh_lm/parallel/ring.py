@@ -74,8 +74,8 @@ def gradients(
     )  # fmt: skip
     of_layers, totals = program.new_sums_of_layers(), transfers.zeros()
     for loop in loops(table, list(transfers.plans.values())):
-        one = partial(tick or _tick, table=table, slots=loop.slots, of_layers=of_layers)
         rows = {name: column[loop.first : loop.end] for name, column in columns.items()}
+        one = partial(tick or _tick, table, loop.slots, of_layers)
         numbered = np.arange(loop.first, loop.end, dtype=np.int32), rows
         if loop.moves == "gathers":
             carry, layers = lax.scan(partial(_gathering_tick, program, transfers, one), (carry, program.layers), numbered)[0]
@@ -83,7 +83,7 @@ def gradients(
         elif loop.moves == "sums":
             carry, totals = lax.scan(partial(_summing_tick, program, transfers, one, of_layers), (carry, totals), numbered)[0]
         else:
-            carry = lax.scan(lambda carry, row, one=partial(one, program): one(carry=carry, row=row), carry, rows)[0]
+            carry = lax.scan(partial(one, program), carry, rows)[0]
     layers = layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
     return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **transfers.last_sums(totals, layers)}
 
@@ -105,7 +105,7 @@ def _gathering_tick(
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
     (carry, layers), (number, row) = state, xs
-    carry = tick(program.with_layers(layers), carry=carry, row=row)[0]
+    carry = tick(program.with_layers(layers), carry, row)[0]
     gathered = transfers.gather(number, transfers.finished(carry.inputs[0]))
     y, gathered = lax.optimization_barrier((carry.y, gathered))  # the row is written once the layers have been read
     return (carry._replace(y=y), transfers.with_gathered(layers, number, gathered)), None
@@ -122,12 +122,12 @@ def _summing_tick(
     """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
     (carry, totals), (number, row) = state, xs
     done = transfers.gradients(number, {name: ref[...] for name, ref in of_layers.items()})
-    carry = tick(program, carry=carry, row=row)[0]
+    carry = tick(program, carry, row)[0]
     dx, summed = lax.optimization_barrier((carry.dx, transfers.sum(done, transfers.finished(carry.dx))))
     return (carry._replace(dx=dx), transfers.with_sums(totals, number, summed)), None
 
 
-def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
+def _tick(table: Table, slots: str, of_layers: Mapping[str, Any], program: StageProgram, carry: Carry, row: Columns) -> tuple[Carry, None]:
     inputs, upstream, residuals, y, dx, grads, total, arrays = carry
     forward, backward = work_of(row, "forward"), work_of(row, "backward")
     x_forward, x_backward = read(inputs, row["forward_input"]), read(inputs, row["backward_input"])

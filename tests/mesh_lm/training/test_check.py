@@ -192,7 +192,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         ),
         *(
             (column, {"flat": "data"}, f"rules.{column}['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']")
-            for column in ("params", "gathered", "gradients")
+            for column in ("gathered", "gradients")
         ),
     ],
 )
@@ -301,7 +301,11 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
-        ({"params": {"flat": "data"}}, "rules.params['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
+        (
+            {"params": {"flat": "data"}, "optimizer": {"flat": ("pipeline", "sequence")}},
+            "rules.params['flat']='data': layers gather what the optimizer keeps, and rules.optimizer['flat']=('pipeline', 'sequence'); "
+            "set rules.optimizer['flat'] to ('pipeline', 'data')",
+        ),
         (
             {"optimizer": {"flat": "replica"}},
             "rules.optimizer['flat']: mesh axis 'replica' is neither a standard mesh axis nor declared in rules.axes; known: data, expert, "
