@@ -47,12 +47,13 @@ With pipeline stages, *other* is mostly what they keep of microbatches until the
 
 {runs}
 
-Pipeline stages run interleaved 1F1B, with the number of chunks of layers in the column *chunks*. *residuals* means that
-a stage keeps what `remat` keeps of a microbatch, so that no forward pass is repeated because of the pipeline. The
-bubble is a stage's idle time divided by its work. Rules with *zero3* store the fp32 weights and the moments of matrices
-as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions. Layers gather their
-weights from them: without stages during the layer before, and *kept* of them keep these until their backward passes; with
-stages once a step, while the pipeline fills. *remat* recomputes *of* the layers; the others have the lighter policy.
+Pipeline stages run interleaved 1F1B, with the number of chunks of layers in the column *chunks*. *residuals* means
+that a stage keeps what `remat` keeps of a microbatch, so that no forward pass is repeated because of the pipeline.
+The bubble is a stage's idle time divided by its work. Rules with *zero3* store the fp32 weights and the moments of
+matrices as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions. Layers gather
+their weights from them: without stages during the layer before, and *kept* of them keep these until their backward
+passes; with stages once a step, while the pipeline fills. *remat* recomputes *of* the layers; the others have the
+lighter policy.
 
 ## What a step needs of each GPU
 

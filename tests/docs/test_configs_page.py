@@ -77,7 +77,8 @@ def test_the_program_does_not_grow() -> None:
     assert len(sizes) == 3 and max(sizes) <= 1.02 * min(sizes)
     few, *_, many = DATA["tables"][plan_page.DEVICES]["rows"]
     assert (few["devices"], many["devices"]) == (64, 6144) and many["cpu_s"] <= 1.5 * few["cpu_s"]
-    assert all(row["rss_gib"] * 2**30 <= 2e9 for table in DATA["tables"].values() for row in table["rows"])
+    looped = [row for table in DATA["tables"].values() for row in table["rows"] if not row["unroll"]]
+    assert looped and all(row["rss_gib"] * 2**30 <= 2e9 for row in looped)
 
 
 def test_every_row_with_stages_is_compared_to_fsdp() -> None:
