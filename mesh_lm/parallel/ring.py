@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mesh_lm.model import Sums
@@ -76,7 +75,7 @@ def gradients(
     for loop in loops(table, list(transfers.plans.values())):
         rows = {name: column[loop.first : loop.end] for name, column in columns.items()}
         one = partial(tick or _tick, table, loop.slots, of_layers)
-        numbered = np.arange(loop.first, loop.end, dtype=np.int32), rows
+        numbered = jnp.arange(loop.first, loop.end), rows
         if loop.moves == "gathers":
             carry, layers = lax.scan(partial(_gathering_tick, program, transfers, one), (carry, program.layers), numbered)[0]
             program = program.with_layers(layers)
