@@ -72,7 +72,7 @@ def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str
 
 
 def test_the_program_does_not_grow() -> None:
-    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2.6 GB where layers are in a loop."""
+    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2.6 GB in loops."""
     sizes = [row["text_bytes"] for row in DATA["tables"][plan_page.DEPTH]["rows"]]
     assert len(sizes) == 3 and max(sizes) <= 1.02 * min(sizes)
     few, *_, many = DATA["tables"][plan_page.DEVICES]["rows"]
