@@ -174,8 +174,9 @@ def assert_sends(report: Report, terms: list[Term]) -> None:
             assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
 
 
-NOTICES = {"exposed-communication", "whole-copy"}
-"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; copies are of stages."""
+NOTICES = {"exposed-communication", "exposed-hop", "whole-copy"}
+"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; no backward slot hides what
+stages send while the pipeline fills; copies are of stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""
 
