@@ -49,7 +49,10 @@ class Segment:
         """Its layers, in order, as runs of layers that are treated alike."""
         first, keep = self.n_layers if self.remat_layers is None else self.remat_layers, self.n_layers - self.kept_layers
         bounds = itertools.pairwise(sorted({0, first, keep, self.n_layers}))
-        return [LayerRun(begin, end, self.remat if begin < first else LIGHTER[self.remat], begin >= keep) for begin, end in bounds]
+        return [
+            LayerRun(begin, end, self.remat if begin < first else LIGHTER.get(self.remat, self.remat), begin >= keep)
+            for begin, end in bounds
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

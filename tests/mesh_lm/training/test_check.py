@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mesh_lm.commands.command_line import parse
-from mesh_lm.config import load
+from mesh_lm.config import TrainLoop, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
@@ -325,6 +325,39 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
 def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
     config = dataclasses.replace(load(TINY), rules=preset("hsdp+megatron").replace("mine", **columns))
     config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8)
+    assert str(caught.value) == f"this config cannot run\n  - {problem}"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "problem"),
+    [
+        ({"remat": "full", "remat_layers": 9}, {}, "model.remat_layers=9 must be in [0, 4], the layers of the model"),
+        (
+            {"remat": "full", "remat_layers": 1, "window": (64, 0)}, {},
+            "model.remat_layers=1 divides a period of 2 layers (model.window); set it to a multiple of that",
+        ),
+        (
+            {"remat": "none", "remat_layers": 2}, {},
+            "model.remat_layers=2: no policy recomputes less than remat=none of 'blocks'; set model.remat to one of full, save_names, or "
+            "leave model.remat_layers unset",
+        ),
+        (
+            {"remat": "full", "remat_layers": 2}, {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)},
+            "model.remat_layers=2: stages treat all layers alike, and mesh.pipeline=2; leave model.remat_layers unset",
+        ),
+        (
+            {"kept_layers": 2}, {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)},
+            "model.kept_layers=2: a stage keeps what it gathers anyway, and mesh.pipeline=2; set model.kept_layers=0",
+        ),
+        ({"kept_layers": 2}, {}, "model.kept_layers=2: by rules 'ddp' no layer gathers its own weights; use zero3, or set it to 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layers_that_are_treated_unlike_others(model: dict[str, Any], changes: dict[str, Any], problem: str) -> None:
+    config = load(TINY)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model), rules=preset("ddp"), **changes)
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
