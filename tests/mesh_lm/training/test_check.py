@@ -330,6 +330,9 @@ def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
 
 
+STAGED = {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)}
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "problem"),
     [
@@ -344,11 +347,11 @@ def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
             "leave model.remat_layers unset",
         ),
         (
-            {"remat": "full", "remat_layers": 2}, {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)},
+            {"remat": "full", "remat_layers": 2}, STAGED,
             "model.remat_layers=2: stages treat all layers alike, and mesh.pipeline=2; leave model.remat_layers unset",
         ),
         (
-            {"kept_layers": 2}, {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)},
+            {"kept_layers": 2}, STAGED,
             "model.kept_layers=2: a stage keeps what it gathers anyway, and mesh.pipeline=2; set model.kept_layers=0",
         ),
         ({"kept_layers": 2}, {}, "model.kept_layers=2: by rules 'ddp' no layer gathers its own weights; use zero3, or set it to 0"),
