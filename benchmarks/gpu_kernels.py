@@ -29,6 +29,17 @@ EXPERTS: tuple[Row, ...] = (
 )
 """Fine-grained experts; those of Mixtral 8x7B; even groups."""
 TINY_EXPERTS: Row = {"tokens": 256, "groups": 4, "d_in": 64, "d_out": 64, "spread": 1.5}
+MATRICES = {"qkv": (12_288, 4608), "out": (1536, 12_288), "up": (12_288, 6144), "down": (6144, 12_288)}
+"""Those of gpt_175b on one of 8 devices of tensor parallelism, K and N."""
+PLANNED = "as planned"
+CALLS: tuple[Row, ...] = tuple({"form": form, "tile": tile} for tile in (PLANNED, "128 x 256") for form in ("add", "product", "transposed"))
+STACKS: tuple[Row, ...] = tuple(
+    {"matrix": name, "tokens": 8192, "K": K, "N": N, "rows": 4} | call for call in CALLS for name, (K, N) in MATRICES.items()
+)
+"""A microbatch of gpt_175b has 8,192 tokens. Four of its twelve rows: more do not change what a matmul moves."""
+TINY_STACKS: tuple[Row, ...] = tuple({"matrix": "tiny", "tokens": 72, "K": 64, "N": 128, "rows": 2} | call for call in CALLS)
+CUBLAS = 0.95
+"""The bar of the stacked matmul: the share of cuBLAS's rate from which on it may serve calls by default."""
 DENSE = 0.85
 """The goal of the grouped matmul: the share of the dense matmul's rate at the same FLOPs."""
 
@@ -115,6 +126,23 @@ def grouped(lab: Lab) -> Iterator[Table]:
         for row in rows if row.get("chosen") for way in ("fwd", "bwd")
     ]  # fmt: skip
     yield "Goals of the grouped matmul", goals, "Shares of the dense matmul's rate, for the implementation that a model takes."
+
+
+def stacked(lab: Lab) -> Iterator[Table]:
+    """A matmul with one matrix of a stack, bf16, at the shapes of gpt_175b, beside cuBLAS's with that matrix alone and XLA's form, in
+    turns. form: add, x^T dy added to fp32 sums in place, XLA adding a result in bf16; product and transposed, x @ w and x @ w^T, XLA with
+    a copy of the matrix. tile: that of our result, 256 x 192 in our plan, or another. ratio and xla_ratio: their time over ours. rel: the
+    difference of ours from XLA's form."""
+    how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
+    table = {"title": "Stacked matmul", "note": note_of(stacked)}
+    rows = lab.spread("stacks", list(TINY_STACKS if lab.dry_run else STACKS), worker=KERNELS, lanes=lanes(lab), **table, **how)
+    yield table["title"], rows, table["note"]
+    goals = [
+        {"goal": f"stacked {row['form']}, {row['matrix']}", "least": CUBLAS, "ours": row["ratio"], "met": row["ratio"] >= CUBLAS}
+        for row in rows if "ratio" in row and row["tile"] == PLANNED
+    ]  # fmt: skip
+    note = "Shares of cuBLAS's rate. If all are met, EXPERIMENTAL in pallas_kernels/stacked_matmul.py may become empty."
+    yield "Goals of the stacked matmul", goals, note
 
 
 # Under NVIDIA's tools.

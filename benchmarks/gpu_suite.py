@@ -5,9 +5,10 @@ gpu_hour.md has the commands of a whole session, each of at most ten minutes.
 The parts, in order: `smoke` runs each kernel alone at a small shape; `autotune` times tiles for the headline, and all later parts use the
 table it writes; `headline` and `peers` time attention (ours, cuDNN, tokamax, jax's Mosaic example, PyTorch's SDPA); `variants` times those
 of our kernels that only a GPU can rank; `correct` compares ours with the formula, every feature, forward and backward, and bit by bit with
-reruns; `grouped` times the grouped matmul beside a dense one; `end_to_end` compares train steps of three models with torch.compile and
-SDPA, with power; `deviceless` runs a program that was compiled without a GPU; `training` kills and resumes train.py. Only if --parts names
-them: `ncu` and `sanitizer`, our kernels under NVIDIA's tools; `resume`, `losses`, `rerun`, `layouts`, about the trainer.
+reruns; `grouped` times the grouped matmul beside a dense one, and `stacked` the stacked matmul beside cuBLAS; `end_to_end` compares train
+steps of three models with torch.compile and SDPA, with power; `deviceless` runs a program that was compiled without a GPU; `training` kills
+and resumes train.py. Only if --parts names them: `ncu` and `sanitizer`, our kernels under NVIDIA's tools; `resume`, `losses`, `rerun`,
+`layouts`, about the trainer.
 
 Each part runs in processes of its own with a time limit, so that a crash ends that part only; several compile in parallel, one measures
 (gpu_lock.py). Results are written after each row; --resume takes over what an earlier command measured, parts and rows, with the same
@@ -28,7 +29,7 @@ from gpu_lab import Part, suite
 
 PARTS = (
     Part(gpu_kernels.smoke, 120), Part(gpu_kernels.autotune, 160), Part(gpu_attention.headline, 80), Part(gpu_kernels.variants, 150),
-    Part(gpu_attention.correct, 150), Part(gpu_kernels.grouped, 60), Part(gpu_attention.peers, 200),
+    Part(gpu_attention.correct, 150), Part(gpu_kernels.grouped, 60), Part(gpu_kernels.stacked, 75), Part(gpu_attention.peers, 200),
     Part(gpu_training.end_to_end, 260), Part(gpu_attention.deviceless, 40), Part(gpu_training.training, 70),
 )  # fmt: skip
 """The seconds of each, the start included. Time that a part does not use is available to later parts of the same command."""

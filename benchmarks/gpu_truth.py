@@ -27,7 +27,7 @@ TINY_HEADLINE = shape("causal", 64, 128, tokens=128, width=64)
 MATMULS: tuple[Row, ...] = (
     {"config": "gpt_1_3b", "tokens": 16_384, "d_model": 2048, "width": [2048, 6144, 8192]},
     {"config": "llama3_8b", "tokens": 8192, "d_model": 4096, "width": [4096, 14_336]},
-    {"config": "gpt_175b", "tokens": 4096, "d_model": 12_288, "width": [1536, 4608, 6144]},
+    {"config": "gpt_175b", "tokens": 8192, "d_model": 12_288, "width": [1536, 4608, 6144]},
 )
 """A config's microbatch on one device: tokens, and the widths of attention and of the MLP (for gpt_175b divided by tensor=8)."""
 ELEMENTWISE = [{"dtype": dtype, "gib": gib} for dtype in ("bfloat16", "float32") for gib in (0.25, 1.0, 2.0)]

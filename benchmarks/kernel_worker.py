@@ -6,6 +6,7 @@ Needs jax and numpy. Results are printed as in gpu_worker.py.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import time
 from functools import partial
@@ -24,7 +25,7 @@ from record import Row
 from tuned import use_tuned
 from worker import emit, rounds, serve
 
-from pallas_kernels import grouped_matmul, reference_attention
+from pallas_kernels import add_weight_gradient, grouped_matmul, reference_attention, stacked_matmul
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, choose_grouped_matmul, describe_grouped_matmul
 
 HOPPER: Row = {"platform": "gpu", "capability": (9, 0)}
@@ -54,14 +55,14 @@ SMOKE: dict[str, tuple[str, Case]] = {
     "forward, blocks of 256": ("fwd blocks of 256, alternating", dataclasses.replace(SMALL, H=64)),
 }
 """Name -> (a variant of the kernels, the case that it runs), the most important first."""
-GROUPED = "grouped matmul"
+GROUPED, STACKED = "grouped matmul", "stacked matmul"
 TINY = ("forward, head dim 64", "backward, head dim 64")
 """Those of a dry run."""
 
 
 def kernels(dry_run: bool) -> None:
     """Emits the names of the cases of `smoke`."""
-    emit(names=[*(TINY if dry_run else SMOKE), GROUPED])
+    emit(names=[*(TINY if dry_run else SMOKE), GROUPED, STACKED])
 
 
 def smoke(variants: list[Row], dry_run: bool, reruns: int) -> None:
@@ -74,6 +75,8 @@ def smoke(variants: list[Row], dry_run: bool, reruns: int) -> None:
         with interpreting(dry_run):
             if variant["kernel"] == GROUPED:
                 return smoke_of_grouped(dry_run)
+            if variant["kernel"] == STACKED:
+                return smoke_of_stacked(dry_run)
             name, case = SMOKE[variant["kernel"]]
             return smoke_of_attention(name, case.tiny() if dry_run else case, reruns)
 
@@ -127,6 +130,30 @@ def smoke_of_grouped(dry_run: bool) -> Row:
     errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(found, wanted, strict=True)]
     bad = not float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"]
     return {"first_run_s": seconds, "rel": float(np.max(errors))} | ({"error": f"too far from a loop: {errors}"} if bad else {})
+
+
+def smoke_of_stacked(dry_run: bool) -> Row:
+    """Returns the row of our stacked matmul: both products and the addition, in rows that are not the first, with uneven edges."""
+    R, T, K, N = (3, 72, 64, 128) if dry_run else (3, 1000, 832, 1600)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((T, K), (T, N), (R, K, N), (R, K, N))
+    x, dy, w, sums = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True))
+
+    def all_of(x: jax.Array, dy: jax.Array, w: jax.Array, sums: jax.Array, how: Row) -> tuple[jax.Array, ...]:
+        y, dx = stacked_matmul(x, w, 1, **how), stacked_matmul(dy, w, 2, transposed=True, **how)
+        return y, dx, add_weight_gradient(sums, 1, x, dy, **how)
+
+    began, exact = time.perf_counter(), [a.astype(jnp.float32) for a in (x, dy, w, sums)]
+    ours = jax.jit(partial(all_of, how={"implementation": "mosaic", **HOPPER}))
+    found = jax.block_until_ready(ours(x, dy, w, exact[3]))
+    seconds = time.perf_counter() - began
+    again = [ours(x, dy, w, exact[3]) for _ in range(1 if dry_run else 20)]
+    wanted = jax.jit(partial(all_of, how={"implementation": "xla"}))(*exact)
+    errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(found, wanted, strict=True)]
+    wrong = [] if float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"] else [f"too far from XLA: {errors}"]
+    wrong += [] if bool((found[2][::2] == exact[3][::2]).all()) else ["a row that was not asked for has changed"]
+    wrong += [] if all(bool((a == b).all()) for one in again for a, b in zip(one, found, strict=True)) else ["a rerun differs"]
+    return {"first_run_s": seconds, "rel": float(np.max(errors))} | ({"error": "; ".join(wrong)} if wrong else {})
 
 
 def profile(shape: Row, peer: str, way: str, dry_run: bool) -> None:
@@ -200,6 +227,89 @@ def implementations() -> None:
     emit(names=list(IMPLEMENTATIONS))
 
 
+# The stacked matmul.
+
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""The compiler's options with which XLA calls cuBLAS for a matmul."""
+
+
+def stacks(variants: list[Row], dry_run: bool) -> None:
+    """Times a matmul with one matrix of a stack beside cuBLAS's of the same matrix alone, and beside XLA's form, in turns.
+
+    A variant has tokens, K, N, rows, and form: "product", "transposed", or "add", the gradient that is added to fp32 sums; and tile: "as
+    planned", or the rows x columns of the result that a block of our kernel computes. cublas_ms: the matmul alone, with a result in bf16;
+    xla_ms: with the copy out of the stack, or with the addition of a gradient in bf16. ratio: cuBLAS's time over ours; xla_ratio: that of
+    XLA's form. rel: |ours - XLA's form| / |XLA's form|.
+    """
+
+    def measure(variant: Row) -> Row:
+        with interpreting(dry_run):
+            return stacked_row(variant, dry_run)
+
+    emit_each(variants, measure)
+
+
+FORMS: dict[str, Any] = {
+    "add": add_weight_gradient, "product": stacked_matmul, "transposed": partial(stacked_matmul, transposed=True),
+}  # fmt: skip
+
+
+def planned(variant: Row) -> Any:
+    """Returns our kernel of a form, with the tiles of a variant."""
+    from pallas_kernels.grouped.plan import Plan
+    from pallas_kernels.stacked import hopper
+    from pallas_kernels.stacked.plan import AddingPlan
+
+    form = variant["form"]
+    if not (sizes := re.fullmatch(r"(\d+) x (\d+)", variant["tile"])):
+        return partial(FORMS[form], implementation="mosaic", **HOPPER)
+    rows, columns = map(int, sizes.groups())
+    if form == "add":
+        return partial(hopper.add, AddingPlan(columns, height=rows // 2))
+    return partial(hopper.product, Plan(columns, height=rows // 2), transpose=form == "transposed")
+
+
+def stacked_row(variant: Row, dry_run: bool) -> Row:
+    """Returns the row of one form at one shape."""
+    T, K, N, R, form = (variant[name] for name in ("tokens", "K", "N", "rows", "form"))
+    keys, row = jax.random.split(jax.random.key(0), 3), jnp.int32(R - 1)
+    x, dy = (jax.random.normal(key, (T, width), jnp.bfloat16) for key, width in zip(keys[:2], (K, N), strict=True))
+    ways = {"ours": planned(variant), "xla": partial(FORMS[form], implementation="xla", **({"rounded": True} if form == "add" else {}))}
+    if form == "add":
+        stacks = {name: jnp.zeros((R, K, N), jnp.float32) for name in ways}
+        steps = {name: jax.jit(way, donate_argnums=0) for name, way in ways.items()}
+
+        def step(name: str) -> jax.Array:
+            stacks[name] = steps[name](stacks[name], row, x, dy)  # in place: the sums before are donated
+            return stacks[name]
+
+        calls = {name: partial(step, name) for name in ways}
+        alone, factors = jax.jit(lambda x, dy: x.T @ dy, compiler_options=CUBLAS), (x, dy)
+    else:
+        w, transposed = jax.random.normal(keys[2], (R, K, N), jnp.bfloat16), form == "transposed"
+        x = dy if transposed else x
+        calls = {name: partial(jax.jit(way), x, w, row) for name, way in ways.items()}
+        alone = jax.jit(lambda x, w: x @ (w.T if transposed else w), compiler_options=CUBLAS)
+        factors = (x, w[R - 1])
+    with compiling():
+        found = {name: call()[-1] if form == "add" else call() for name, call in calls.items()}
+        error = float(distance(found["ours"], found["xla"]))
+        jax.block_until_ready(alone(*factors))
+    with measuring():
+        times = rounds({**calls, "cublas": lambda: alone(*factors)}, 1 if dry_run else 0)
+    ms = {name: 1e3 * each.median for name, each in times.items()}
+    measured: Row = {"ms": ms["ours"], "tflops": 2 * T * K * N / ms["ours"] / 1e9, "cublas_ms": ms["cublas"], "xla_ms": ms["xla"]}
+    measured |= {"ratio": ms["cublas"] / ms["ours"], "xla_ratio": ms["xla"] / ms["ours"], "rel": error}
+    return measured | ({} if error <= TOLERANCES["bfloat16"]["gradient"] else {"error": f"too far from XLA: {error:.1e}"})
+
+
+@jax.jit
+def distance(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns |a - b| / |b|, in fp32."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+
+
 # Tiles.
 
 
@@ -230,4 +340,4 @@ def autotune(seconds: float, table: str, shapes: list[Row], dry_run: bool) -> No
 
 if __name__ == "__main__":
     use_tuned()
-    serve({f.__name__: f for f in (kernels, smoke, profile, groups, implementations, autotune)})
+    serve({f.__name__: f for f in (kernels, smoke, profile, groups, implementations, stacks, autotune)})

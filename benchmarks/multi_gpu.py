@@ -151,8 +151,8 @@ class Suite:
         return {"directory": str(directory), "changes": {"model": model, "train": train, "optimizer": rate}}
 
     def each(self, lab: Lab, task: str, variants: list[dict[str, Any]], **options: Any) -> list[Row]:
-        """Returns a row for each variant. Those with stages run in processes of their own, because train.py gives them other XLA flags."""
-        groups = itertools.groupby(variants, lambda variant: bool(variant.get("pipeline")))
+        """Returns a row for each variant. Those to which train.py gives other XLA flags run in processes of their own."""
+        groups = itertools.groupby(variants, lambda variant: variant.get("flags"))
         return [row for _, group in groups for row in lab.each(task, list(group), patience=self.patience, **options)]
 
     def keep(self, chosen: list[Strategy], found: list[Row], what: str) -> None:

@@ -207,7 +207,7 @@ def nvlink(device_kind: str) -> float | None:
 
 
 if __name__ == "__main__":
-    staged = any(variant.get("pipeline") for variant in json.loads(sys.argv[2]).get("variants", []))
-    print(gpu.set_flags("auto", pipeline=staged), flush=True)  # as train.py does, before JAX looks for devices
+    flags = next((variant.get("flags", {}) for variant in json.loads(sys.argv[2]).get("variants", [])), {})
+    print(gpu.set_flags("auto", **flags), flush=True)  # as train.py does, before JAX looks for devices
     gpu.set_memory()
     serve({f.__name__: f for f in (reference, equality, training, speed, bandwidth)})

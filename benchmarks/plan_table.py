@@ -59,8 +59,7 @@ PUBLISHED = {
 }  # fmt: skip
 """Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on one. gpt_tiny is for CPUs."""
 BY_FSDP = {
-    "gpt_175b": (8, 16, 2), "megatron_70b": (24, 4, 1), "megatron_119b": (24, 8, 1), "megatron_177b": (24, 12, 1),
-    "megatron_314b": (24, 16, 1), "megatron_462b": (24, 32, 1),
+    "gpt_175b": (8, 16, 2), "llama3_405b": (64, 32, 1), "megatron_177b": (24, 12, 1), "megatron_314b": (24, 16, 1),
 }  # fmt: skip
 """The configs with stages, without them: data, fsdp, microbatches."""
 FOR_CPUS = ("gpt_tiny",)
@@ -72,7 +71,7 @@ SUBJECTS = [
         for name, (data, fsdp, microbatches) in BY_FSDP.items()
     ),
     *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=96) for n in (64, 128, 1024, 6144)),
-    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (48, 72, 96)),
+    *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (96, 144, 192)),
 ]
 TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
 """How often a row of each table is compiled at most if the machine is never idle; the fastest counts."""
@@ -206,7 +205,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     """Compiles and times it. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's analysis of the program."""
     import jax  # imported here, so that the process that starts the others stays small
 
-    from mesh_lm.planning.program import compile_config, with_compilable_attention
+    from mesh_lm.planning.program import compile_config, flags_of, with_compilable_attention
     from sharding_rules.lab.child import server
     from sharding_rules.lab.flags import options
 
@@ -219,8 +218,7 @@ def measured(subject: Subject, quick: bool) -> Row:
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
-    flags = options("pipeline") if config.mesh.pipeline > 1 else None  # as in a run with stages
-    report = compile_config(config, TARGET, subject.devices, flags)
+    report = compile_config(config, TARGET, subject.devices, options(flags_of(config, TARGET)))  # as in a run
     end = time.monotonic()
     server().close()  # the seconds of the child are known when its parent has ended
     used = sum(os.times()[:4]) - used
@@ -241,7 +239,7 @@ def prepared(subject: Subject, quick: bool) -> Any:
 
     config = load(f"configs/{subject.config}.py")
     if subject.table == plan_page.FSDP:
-        model = dataclasses.replace(config.model, remat="full")
+        model = dataclasses.replace(config.model, remat="full", remat_layers=None, kept_layers=0)
         config = dataclasses.replace(config, model=model, rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig())
     model = dataclasses.replace(config.model, **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 48} if quick else {}))
     if subject.layers:
@@ -255,11 +253,14 @@ def prepared(subject: Subject, quick: bool) -> Any:
 
 
 def about(config: Any, devices: int) -> Row:
+    from mesh_lm.planning.program import flags_of
+
     model, loop = config.model, config.train
     row: Row = {
         "devices": devices, "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
         "rules": config.rules.name, "parameters": model.n_params(), "layers": model.n_layers, "seq_len": model.seq_len,
         "global_batch": loop.global_batch, "microbatches": loop.microbatches, "remat": model.remat, "attention": model.attention,
+        "remat_layers": model.remat_layers, "kept_layers": model.kept_layers, "unroll": model.unroll, "flags": flags_of(config, TARGET),
     }  # fmt: skip
     return row | staged(config)
 
@@ -289,9 +290,21 @@ def outcome(config: Any, report: Any) -> Row:
         "least_gib": least and least / gib, "sent_over_least": least and sent / least, "tflop": sum(report.flops.values()) / 1e12,
         "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6, "exposed_s": line.exposed / 1e6,
         "model_ratio": line.step / 1e6 / model_seconds(config, report.n_devices), "warnings": len(report.warnings),
+        "megatron_tflops": megatron_flops(config) / report.n_devices / line.step / 1e6,
     }  # fmt: skip
     row |= {f"sent over {over(axes)}, GiB": n / gib for axes, n in wire_by_axes(report).items() if n}
     return row | {f"{kind}, GiB": n / gib for kind, n in report.memory.by_kind.items()}
+
+
+def megatron_flops(config: Any) -> float:
+    """FLOPs of a step as Megatron-LM counts them: each query with all keys, causal or not, and nothing twice.
+
+    72 B s l h^2 (1 + s / 6 h + V / 12 l h) for GPT (Narayanan et al., arXiv 2104.04473, equation 3, without its recomputation).
+    """
+    model = config.model
+    weights = model.flops_per_token() - model.attention_flops_per_token()
+    attention = 12 * model.n_layers * model.n_heads * model.d_head * model.seq_len
+    return config.train.global_batch * model.seq_len * (weights + attention)
 
 
 def model_seconds(config: Any, devices: int) -> float:

@@ -16,6 +16,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("zero1", "data", ""),
     ("zero2", "data", ""),
     ("distributed", "data", ""),
+    ("zero3", "data", ""),
     ("fsdp", "fsdp", ""),
     ("hsdp", "data fsdp", ""),
     ("megatron", "tensor", "data"),
@@ -40,6 +41,9 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("ddp", 2, {"data": -1}, {"schedule": "gpipe"}),
     ("ddp", 2, {"data": -1}, {"balance": "flops"}),
     ("ddp", 2, {"data": -1}, {"stash": "residuals"}),
+    ("ddp", 2, {"data": -1}, {"stash": "residuals", "pair_layers": True}),
+    ("megatron_sp", 2, {"tensor": -1}, {"chunks": 2, "stash": "residuals"}),
+    ("megatron_sp", 2, {"tensor": -1}, {"chunks": 2, "stash": "residuals", "pair_layers": True}),
     ("ddp", 4, {"data": -1}, {}),
     ("ddp", 4, {"data": -1}, {"chunks": 2}),
     ("ddp", 8, {"data": -1}, {}),
@@ -51,13 +55,17 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("megatron_sp", 4, {"tensor": -1}, {"schedule": "gpipe"}),
     ("zero1+megatron_sp", 2, {"data": 2, "tensor": -1}, {"chunks": 2}),
     ("distributed", 2, {"data": -1}, {"chunks": 2}),
+    ("zero3", 2, {"data": -1}, {"chunks": 2}),
     ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
 )
 """(rules, stages, the mesh within a stage (-1: the remaining devices), fields of PipelineConfig)."""
 
 MAIN = {"ddp", "zero1", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
-MAIN_PIPELINES = (("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}))
-"""The strategies that are timed, each on the first mesh that fits."""
+MAIN_PIPELINES = (
+    ("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}),
+    ("megatron_sp", {"chunks": 2, "stash": "residuals"}), ("megatron_sp", {"chunks": 2, "stash": "residuals", "pair_layers": True}),
+)  # fmt: skip
+"""The strategies that are timed, each on the first mesh that fits. The last two tell whether pipeline.pair_layers pays."""
 QUICK = {"ddp", "hsdp+megatron_sp"}
 """The strategies of a quick run, in addition to pipelines with non-default fields."""
 
@@ -83,6 +91,11 @@ class Strategy:
         return self.main and (bool(self.pipeline) if self.stages > 1 else self.rules in QUICK)
 
     @property
+    def flags(self) -> dict[str, bool]:
+        """What train.py chooses XLA's flags by, as `gpu.set_flags` takes it."""
+        return {"pipeline": self.stages > 1, "pairs": bool(self.pipeline.get("pair_layers"))}
+
+    @property
     def columns(self) -> dict[str, str]:
         """Returns its name, in the columns of every table."""
         fields = [f"{name}={value}" for name, value in self.pipeline.items() if name != "schedule"]
@@ -95,7 +108,7 @@ class Strategy:
     def variant(self, microbatches: int, **more: Any) -> dict[str, Any]:
         """Returns the variant for a task of multi_gpu_worker.py."""
         changes = {"mesh": {"data": 1, **self.mesh}, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
-        return {**self.columns, **more, "changes": changes}
+        return {**self.columns, **more, "flags": self.flags, "changes": changes}
 
 
 ONE = Strategy("ddp", {})

@@ -1,6 +1,10 @@
-"""Llama 3 405B (arXiv 2407.21783): 405.9 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 32 nodes of eight or more."""
+"""Llama 3 405B (arXiv 2407.21783): 405.9 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight or more.
 
-from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
+Eight stages of eight chunks, most of two layers. On 16,384 H100s a replica has eight sequences; FSDP and zero3 without stages are
+predicted to be slower, because they send all weights over the network for one sequence of each tensor group.
+"""
+
+from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from sharding_rules import MeshConfig, preset
 
@@ -24,9 +28,10 @@ def get_config() -> TrainConfig:
             remat="full",
         ),
         output="runs/llama3_405b",
-        mesh=MeshConfig(data=-1, fsdp=32, tensor=8),
-        rules=preset("hsdp+megatron_sp"),
-        train=TrainLoop(steps=200_000, global_batch=2048, eval_every=1000),
+        mesh=MeshConfig(pipeline=8, data=-1, tensor=8),
+        rules=preset("zero3+megatron_sp"),
+        train=TrainLoop(steps=200_000, global_batch=2048, microbatches=8, eval_every=1000),
+        pipeline=PipelineConfig(chunks=8, stash="residuals", balance="flops"),
         optimizer=OptimizerConfig(learning_rate=8e-5, warmup_steps=2000),
         data=DataConfig(tokenizer_vocab=16_384),
     )

@@ -1,7 +1,7 @@
 """Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight.
 
-By zero3 over all devices: each layer's weights are gathered while the layer before computes. On 512 H100s a device has two sequences, on
-1,024 one.
+By zero3 over all devices: each layer's weights are gathered while the layer before computes. On 1,024 H100s a device has one sequence,
+and memory for 28 layers that recompute no matmul. On 512 it has two: set --model.remat-layers=71 there.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -26,6 +26,7 @@ def get_config() -> TrainConfig:
             biases=False,
             tied=False,
             remat="full",
+            remat_layers=52,
         ),
         output="runs/llama3_70b",
         mesh=MeshConfig(data=-1),
@@ -33,5 +34,5 @@ def get_config() -> TrainConfig:
         train=TrainLoop(steps=200_000, global_batch=1024, eval_every=1000),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000),
         data=DataConfig(tokenizer_vocab=16_384),
-        launch=LaunchConfig(xla_flags="overlap_two"),
+        launch=LaunchConfig(xla_flags="layers"),
     )

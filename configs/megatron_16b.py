@@ -18,5 +18,5 @@ def get_config() -> TrainConfig:
         train=TrainLoop(steps=381_000, global_batch=192, eval_every=1000),
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=500),
         data=DataConfig(tokenizer_vocab=16_384),
-        launch=LaunchConfig(xla_flags="overlap_two"),
+        launch=LaunchConfig(xla_flags="layers"),
     )

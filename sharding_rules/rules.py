@@ -105,13 +105,8 @@ class Rules:
         return {scope for scope, slash, _ in (row.partition("/") for row in self._rows()) if slash}
 
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that a training step is manual over: it sums gradients over them once itself. XLA handles all others.
-
-        Those of rows named "flat" are among them, because the step sums gradients into flat vectors itself.
-        """
-        rows = [*self.params.items(), *self.column("optimizer").items()]
-        flat = {axis for row, entry in rows if row.rpartition("/")[2] == "flat" for axis in axes_of(entry)}
-        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"} | flat
+        """The mesh axes that a training step is manual over: it sums gradients over them once itself. XLA handles all others."""
+        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"}
 
     def order(self) -> tuple[str, ...]:
         """Every mesh axis that these rules may use, outermost first."""

@@ -125,6 +125,6 @@ def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.nda
     """Asserts max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves) per leaf. A leaf whose exact gradient is 0 is only noise."""
     top = max(np.abs(w).max() for w in wanted.values())
     errors = {name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top) for name, w in wanted.items()}
-    worst = max(errors, key=lambda name: errors[name])
+    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     assert found.keys() == wanted.keys()
     assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e}"

@@ -104,6 +104,9 @@ class PipelineConfig:
     stash: Literal["input", "residuals"] = expert("input")
     """What a stage stores of a microbatch until its backward pass. input: its input, and the forward pass is recomputed; residuals:
     everything that the backward pass needs."""
+    pair_layers: bool = expert(False)
+    """Whether a stage that goes forward and backward in the same tick runs a layer of each at once, so that the collectives of one are
+    hidden behind the matmuls of the other. Needs stash=residuals. Faster by prediction only (docs/pipeline.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

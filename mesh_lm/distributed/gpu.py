@@ -24,11 +24,12 @@ _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 def set_flags(
     chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER, *, pipeline: bool = False,
-    deterministic: Path | None = None,
+    pairs: bool = False, deterministic: Path | None = None,
 ) -> str:  # fmt: skip
     """Adds a set of flags (launch.xla_flags) to XLA_FLAGS if JAX will use a GPU. Returns the lines to print; empty if nothing changed.
 
     A flag that XLA_FLAGS already has keeps its value. pipeline: the mesh has stages, so "auto" overlaps the transfers between them.
+    pairs: they run layers of both passes side by side, so "auto" keeps the collectives of the two apart.
     deterministic: the directory of the run's autotuning results (made here), if its operations must be deterministic.
     Raises ConfigError for an unknown set, and if the run cannot be made deterministic.
     """
@@ -39,7 +40,7 @@ def set_flags(
     known_as, lines = capability(name), []
     if chosen != "none" and known_as is None:
         lines.append(f"XLA flags: none, because none are vetted for {name}")
-    elif known_as and chosen != "none" and (added := _add(flags.xla_flags(chosen, known_as, pipeline), environment)):
+    elif known_as and chosen != "none" and (added := _add(flags.xla_flags(chosen, known_as, pipeline, pairs), environment)):
         lines.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
     if deterministic and (added := _add(_deterministic_flags(deterministic, environment), environment)):
         lines.append(f"XLA flags for determinism (launch.deterministic): {added}")

@@ -96,7 +96,8 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     slot = ProcessSlot.of(launch)
     autotuning = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
-    flags = gpu.set_flags(launch.xla_flags, pipeline=config.mesh.pipeline != 1, deterministic=autotuning)
+    pipeline, pairs = config.mesh.pipeline != 1, config.pipeline.pair_layers
+    flags = gpu.set_flags(launch.xla_flags, pipeline=pipeline, pairs=pairs, deterministic=autotuning)
     if autotuning:  # otherwise JAX would use the cache that all runs share
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -16,12 +17,13 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model.contract import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.remat import remat
-from mesh_lm.schedules.segments import Segment
+from mesh_lm.schedules.segments import LayerRun, Segment
 
 
 def forward(
     bind: Callable[[Any], Model], segments: Sequence[Segment], params: Any, batch: Batch, dropout: Dropout | None = None,
-    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, vectors: Any = None, run: Callable | None = None,
+    scale: jax.Array | float = 1.0, sinks: Any = None, shared: Any = None, own: Any = None,
+    run: Callable | None = None,
 ) -> tuple[jax.Array, Sums]:  # fmt: skip
     """(objective * scale, sums) of one microbatch. Arrays among the sums have a segment's layers as leading dimension: "moe/load" [L, E].
 
@@ -30,16 +32,16 @@ def forward(
       segments: those of the model, in order.
       sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
-      vectors: what `run` gets first.
-      run: runs a segment, as `run_segment` does, which is used for None.
+      run: runs a segment, with `own` as its first argument and then those of `run_segment`; None: `run_segment`.
+      own: what `run` reads besides the model, to differentiate, too.
     """
     params = {**params, **(shared or {})}
     model, total, first = bind(params), {}, 0
     sunk = Sinks(bind({**params, **sinks})) if sinks else None
     ctx = Context(batch, dropout, model.prepare(batch))
-    x, run = model.embed(batch, dropout), partial(run, vectors) if run else run_segment
+    x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = run(model, segment, x, ctx, first, sinks=sunk)
+        x, _, sums = (partial(run, own) if run else run_segment)(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -131,19 +133,35 @@ def run_segment(
       rows: the rows of the stacked parameters to read; None: all, and all are layers.
       sinks: what receives the gradients of the segment's parameters, which themselves then have none.
     """
+    if rows is None and ctx.cache is None and len(runs := segment.runs()) > 1:
+        return _run_each(model, segment, runs, x, ctx, first, sinks)
     x, ctx = as_layers_take_it(model, segment, x, ctx)
-    graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
+    stacked = nnx.split(getattr(model, segment.name), nnx.Param, ...)[1]
     rows = rows or RowRange(0, jax.tree.leaves(stacked)[0].shape[0])
-    n, period = rows.size, segment.period
-    # With remat, each layer reads its row of weights inside the rematerialised function: read outside, the weights would be saved as
-    # residuals, a copy of the model. Without remat the scan slices them, and the backward pass reads the stack itself.
-    by_row, stacks, wide = segment.remat != "none", stacked, model.shard.rules.reduction == "float32"
-    if not by_row:
-        stacks = _by_period(period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    n, own = rows.size, None
+    if segment.remat == "none":
+        # The scan slices the weights, and the backward pass reads the stack itself.
+        own = _by_period(segment.period, jax.tree.map(lambda w: w if len(w) == n else lax.dynamic_slice_in_dim(w, rows.start, n), stacked))
+    run = one_period(model, segment, ctx, first, rows, sinks)
+    (x, cache), by_layer = lax.scan(run, (x, ctx.cache), (jnp.arange(0, n, segment.period), own), unroll=segment.unroll)
+    return batch_first(x, ctx), cache, totals(segment.name, by_layer)
+
+
+def one_period(
+    model: Model, segment: Segment, ctx: Context, first: int | jax.Array, rows: RowRange, sinks: Sinks | None = None
+) -> Callable[[tuple[jax.Array, Any], tuple[jax.Array, Any]], tuple[tuple[jax.Array, Any], Sums]]:
+    """A function ((x, cache), (row, own)) -> ((x, cache), sums) for `lax.scan` that applies the
+    layers of one period, the first of which is in that row.
+
+    x and ctx: as the layers take them. row: counted from the first that the pass reads. own: the parameters of these layers; None: each
+    layer reads its row inside the rematerialised function. Read outside, the weights would be saved as residuals, a copy of the model.
+    """
+    graph, stacked, buffers = nnx.split(getattr(model, segment.name), nnx.Param, ...)
+    period, wide = segment.period, model.shard.rules.reduction == "float32"
     zeros, working = (nnx.split(getattr(sinks.model, segment.name), nnx.Param, ...)[1], sinks.working) if sinks else (None, None)
 
-    # The conditional is inside the rematerialised function for the same reason.
-    def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int) -> tuple[jax.Array, Any, Sums]:
+    # The conditional is inside the rematerialised function, too, so that it saves no weights.
+    def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int, by_row: bool) -> tuple[jax.Array, Any, Sums]:
         def of_layer(tree: Any) -> Any:
             return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, rows.start + row + i, keepdims=False), tree)
 
@@ -166,16 +184,28 @@ def run_segment(
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, *ctx.residual), cache, sums
 
-    def step(carry: tuple[jax.Array, Any], scanned: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], Sums]:
-        (x, cache), (own, row), of_layers = carry, scanned, []
+    def run_period(carry: tuple[jax.Array, Any], scanned: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, Any], Sums]:
+        (x, cache), (row, own), of_layers = carry, scanned, []
+        by_row = own is None
         for i in range(period):
-            x, cache, sums = remat(segment.remat)(partial(layer, i=i))(x, cache, stacked if by_row else own, row)
+            x, cache, sums = remat(segment.remat)(partial(layer, i=i, by_row=by_row))(x, cache, stacked if by_row else own, row)
             of_layers.append(sums)
         return (x, cache), stacked_sums(of_layers)
 
-    each = (None if by_row else stacks, jnp.arange(0, n, period))
-    (x, cache), by_layer = lax.scan(step, (x, ctx.cache), each, unroll=segment.unroll)
-    return batch_first(x, ctx), cache, totals(segment.name, by_layer)
+    return run_period
+
+
+def _run_each(
+    model: Model, segment: Segment, runs: Sequence[LayerRun], x: jax.Array, ctx: Context, first: int | jax.Array, sinks: Sinks | None
+) -> tuple[jax.Array, Any, Sums]:
+    """`run_segment` of layers with different policies of rematerialisation, a run of layers at a time."""
+    by_run = []
+    for run in runs:
+        alike = dataclasses.replace(segment, remat=run.remat, remat_layers=None, kept_layers=0)
+        x, _, sums = run_segment(model, alike, x, ctx, first + run.begin, RowRange(run.begin, run.end - run.begin), sinks)
+        by_run.append(sums)
+    joined = {name: jnp.concatenate([sums[name] for sums in by_run]) for name, value in by_run[0].items() if value.ndim}
+    return x, None, {**functools.reduce(add_sums, ({n: v for n, v in sums.items() if not v.ndim} for sums in by_run)), **joined}
 
 
 def as_layers_take_it(model: Model, segment: Segment, x: jax.Array, ctx: Context) -> tuple[jax.Array, Context]:

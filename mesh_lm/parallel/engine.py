@@ -28,8 +28,9 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import gathered, ring, stage_transfers
+from mesh_lm.parallel import gathered, layer_pairs, ring, stage_transfers
 from mesh_lm.parallel.layer_collectives import local_spec
+from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.ring import Columns
 from mesh_lm.parallel.stage import StageProgram
@@ -80,11 +81,12 @@ def region(
         vectors, params = gathered.divided(layout, flat, params)
         _require_layers_apart(layout, params, _first(batch))
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
-        run = partial(gathered.run_segment, layout) if vectors else None
 
         def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
             dropout = Dropout.of(key, one["sample_ids"], one["indices"])
             sinks, shared = differentiated(layout, params, flat)
+
+            run = partial(gathered.run_segment, layout) if vectors else None
             objective = partial(forward, layout.bind, layout.segments, params, one, dropout, 1 / weight, run=run)
             value, pull, sums = jax.vjp(objective, sinks, shared, vectors, has_aux=True)
             wanted = of_layers, dict.fromkeys(shared, RETURNED), dict.fromkeys(vectors, RETURNED)
@@ -92,9 +94,15 @@ def region(
             return _added(total, (sums, layout.constrain(others, "params") | shards)), None
 
         if table is not None:
-            transfers = StageTransfers(layout, vectors, table, _own(stage))
-            program = StageProgram(layout, params | transfers.first_weights(), batch, _own(stage), key=key, weight=weight)
-            sums, grads = ring.gradients(program, table, _own(columns), transfers)
+            transfers, kind = (
+                StageTransfers(layout, vectors, table, _own(stage)),
+                PairedProgram if layout.pipeline.pair_layers else StageProgram,
+            )
+            program = kind(layout, params | transfers.first_weights(), batch, _own(stage), key=key, weight=weight)
+            if isinstance(program, PairedProgram):
+                sums, grads = layer_pairs.gradients(program, table, _own(columns), transfers)
+            else:
+                sums, grads = ring.gradients(program, table, _own(columns), transfers)
         else:
             zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
             of_layers = {name: jax.new_ref(zero) for name, zero in zeros.items()}
@@ -125,16 +133,16 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
         def on_device(columns: Columns, stage: Columns, params: Params, batch: Batch) -> Sums:
             vectors, params = gathered.divided(layout, flat, params)
-            run = partial(gathered.run_segment, layout) if vectors else None
 
             def microbatch(total: Any, one: Batch) -> tuple[Any, None]:
-                sums = forward(layout.bind, layout.segments, params, one, vectors=vectors, run=run)[1]
+                sums = forward(layout.bind, layout.segments, params, one, own=vectors, run=partial(gathered.run_segment, layout))[1]
                 return _added(total, {name: x for name, x in sums.items() if not x.ndim}), None
 
             if table is not None:
                 weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
-                sums = ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns))
-                return _psum(sums, manual_axes(layout), layout)
+                return _psum(
+                    ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout
+                )
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
 
@@ -157,7 +165,7 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
 def _tables(pipeline: PipelineConfig, stages: int, microbatches: int) -> tuple[Table, Table]:
     training = training_schedule(pipeline, stages, microbatches)
     evaluation = custom.find_schedule("forward", stages, microbatches, pipeline.chunks)
-    return compile_table(training, drop_last_forward=pipeline.stash == "input"), compile_table(evaluation)
+    return compile_table(training, pipeline.stash == "input", pipeline.pair_layers), compile_table(evaluation)
 
 
 def training_table(layout: ModelLayout, microbatches: int) -> Table:

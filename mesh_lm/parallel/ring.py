@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mesh_lm.model import Sums
 from mesh_lm.parallel.layout import Params, segment_of
-from mesh_lm.parallel.stage import Gradients, StageProgram, Work
+from mesh_lm.parallel.stage import StageProgram, Work
 from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules.table import Table
 from mesh_lm.schedules.transfers import loops
@@ -53,36 +52,39 @@ class Carry(NamedTuple):
     arrays: Sums
 
 
-def gradients(program: StageProgram, table: Table, columns: Columns, transfers: StageTransfers) -> tuple[Sums, Params]:
+def gradients(
+    program: StageProgram, table: Table, columns: Columns, transfers: StageTransfers, tick: Callable | None = None, residuals: Any = None
+) -> tuple[Sums, Params]:
     """(sums over this device's sequences, gradients), not reduced over devices, of this stage's layers and of all other parameters.
 
     Of matrices that the stage gathers, there are the gradients of the vectors instead: this replica's shards of the sums.
+
+    tick: what runs in a tick, and residuals: its stash of them; None: the two slots one after the other (`_tick`).
     """
     x, layout = program.zero_input, program.layout
-    saved = jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1]
+    if residuals is None:
+        residuals = stash(table.n_residuals, jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1])
     zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in program.shared.items() if name not in layout.buffers}
     height = {name: layout.stack_of(name).rows_per_stage for name in program.zero_arrays}
     carry = Carry(
-        _stash(table.n_inputs, x), _stash(table.n_grads, x), _stash(table.n_residuals, saved), x, x,
+        stash(table.n_inputs, x), stash(table.n_grads, x), residuals, x, x,
         layout.constrain(zeros, "params"), program.zero_sums,
         {name: jnp.zeros((height[name], *x.shape[1:]), x.dtype) for name, x in program.zero_arrays.items()},
     )  # fmt: skip
     of_layers, totals = program.new_sums_of_layers(), transfers.zeros()
     for loop in loops(table, list(transfers.plans.values())):
-        tick = partial(_tick, program, table, loop.slots, of_layers)
-        ticks = np.arange(loop.first, loop.end, dtype=np.int32)
         rows = {name: column[loop.first : loop.end] for name, column in columns.items()}
+        one = partial(tick or _tick, table, loop.slots, of_layers)
+        numbered = jnp.arange(loop.first, loop.end), rows
         if loop.moves == "gathers":
-            gathering = partial(_gathering_tick, program, transfers, partial(_tick, table=table, slots=loop.slots, of_layers=of_layers))
-            carry, layers = lax.scan(gathering, (carry, program.layers), (ticks, rows))[0]
+            carry, layers = lax.scan(partial(_gathering_tick, program, transfers, one), (carry, program.layers), numbered)[0]
             program = program.with_layers(layers)
         elif loop.moves == "sums":
-            carry, totals = lax.scan(partial(_summing_tick, transfers, of_layers, tick), (carry, totals), (ticks, rows))[0]
+            carry, totals = lax.scan(partial(_summing_tick, program, transfers, one, of_layers), (carry, totals), numbered)[0]
         else:
-            carry = lax.scan(tick, carry, rows)[0]
+            carry = lax.scan(partial(one, program), carry, rows)[0]
     layers = layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
-    totals = transfers.last_sums(totals, layers)
-    return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **totals}
+    return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **transfers.last_sums(totals, layers)}
 
 
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
@@ -91,95 +93,107 @@ def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
     def tick(carry: tuple[jax.Array, Sums], row: Columns) -> tuple[Any, None]:
         inputs, total = carry
         with jax.named_scope("forward_slot"):
-            y, more = program.evaluate(_work(row, "forward"), _read(inputs, row["forward_input"]))
-        return (_write(inputs, _hop(table, y, 1), row["receive_input"]), jax.tree.map(jnp.add, total, more)), None
+            y, more = program.evaluate(work_of(row, "forward"), read(inputs, row["forward_input"]))
+        return (write(inputs, hop(table, y, 1), row["receive_input"]), jax.tree.map(jnp.add, total, more)), None
 
-    return lax.scan(tick, (_stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns))[0][-1]
+    return lax.scan(tick, (stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns))[0][-1]
 
 
 def _gathering_tick(
-    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[Any, Columns]
+    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
     (carry, layers), (number, row) = state, xs
-    carry, _ = tick(program.with_layers(layers), carry=carry, row=row)
+    carry = tick(program.with_layers(layers), carry, row)[0]
     gathered = transfers.gather(number, transfers.finished(carry.inputs[0]))
     y, gathered = lax.optimization_barrier((carry.y, gathered))  # the row is written once the layers have been read
     return (carry._replace(y=y), transfers.with_gathered(layers, number, gathered)), None
 
 
 def _summing_tick(
-    transfers: StageTransfers, of_layers: Mapping[str, Any], tick: Callable, state: tuple[Carry, Params], xs: tuple[Any, Columns]
+    program: StageProgram,
+    transfers: StageTransfers,
+    tick: Callable,
+    of_layers: Mapping[str, Any],
+    state: tuple[Carry, Params],
+    xs: tuple[jax.Array, Columns],
 ) -> tuple[tuple[Carry, Params], None]:
     """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
     (carry, totals), (number, row) = state, xs
     done = transfers.gradients(number, {name: ref[...] for name, ref in of_layers.items()})
-    carry, _ = tick(carry, row)
+    carry = tick(program, carry, row)[0]
     dx, summed = lax.optimization_barrier((carry.dx, transfers.sum(done, transfers.finished(carry.dx))))
     return (carry._replace(dx=dx), transfers.with_sums(totals, number, summed)), None
 
 
-def _tick(program: StageProgram, table: Table, slots: str, of_layers: Mapping[str, Any], carry: Carry, row: Columns) -> tuple[Carry, None]:
+def _tick(table: Table, slots: str, of_layers: Mapping[str, Any], program: StageProgram, carry: Carry, row: Columns) -> tuple[Carry, None]:
     inputs, upstream, residuals, y, dx, grads, total, arrays = carry
-    forward, backward = _work(row, "forward"), _work(row, "backward")
-    x_forward, x_backward = _read(inputs, row["forward_input"]), _read(inputs, row["backward_input"])
-    arrived = _hop(table, dx, -1) if "B" in slots else dx
+    forward, backward = work_of(row, "forward"), work_of(row, "backward")
+    x_forward, x_backward = read(inputs, row["forward_input"]), read(inputs, row["backward_input"])
+    arrived = hop(table, dx, -1) if "B" in slots else dx
     if "F" in slots:
         with jax.named_scope("forward_slot"):
             y, saved = program.forward(forward, x_forward)
         arrived, y, saved = lax.optimization_barrier((arrived, y, saved))
         # The last virtual stage reads what was just written. Without the barrier XLA reads the old stash, and copies it for that.
-        residuals = lax.optimization_barrier(_write(residuals, saved, row["forward_residual"]))
-    onward = _hop(table, y, 1) if "F" in slots else y
+        residuals = lax.optimization_barrier(write(residuals, saved, row["forward_residual"]))
+    onward = hop(table, y, 1) if "F" in slots else y
     if "B" in slots:
-        upstream = _write(upstream, arrived, row["receive_grad"])
-        dy, saved = _read(upstream, row["backward_grad"]), _read(residuals, row["backward_residual"])
+        upstream = write(upstream, arrived, row["receive_grad"])
+        dy, saved = read(upstream, row["backward_grad"]), read(residuals, row["backward_residual"])
         with jax.named_scope("backward_slot"):
             result = program.backward(backward, x_backward, saved, dy, of_layers)
         onward, result = lax.optimization_barrier((onward, result))
         with jax.named_scope("accumulate"):
-            grads, arrays = _accumulate(program, carry, result, backward)
+            grads = summed(program, grads, result.shared, result.loss, result.embed)
+            arrays = with_arrays(program, arrays, result.arrays, backward)
         dx, total = result.x, jax.tree.map(jnp.add, total, result.sums)
     if "F" in slots:
-        inputs = _write(inputs, onward, row["receive_input"])
+        inputs = write(inputs, onward, row["receive_input"])
     return Carry(inputs, upstream, residuals, y, dx, grads, total, arrays), None
 
 
-def _accumulate(program: StageProgram, carry: Carry, result: Gradients, work: Work) -> tuple[Params, Sums]:
+def summed(program: StageProgram, total: Params, *more: Params) -> Params:
+    """Gradients of parameters outside of the segments, with more of some of them added."""
+    for grads in more:
+        total = total | {name: total[name] + g for name, g in grads.items()}
+    return program.layout.constrain(total, "params")
+
+
+def with_arrays(program: StageProgram, total: Sums, more: Sums, work: Work) -> Sums:
+    """Arrays of sums of this stage's layers, with those of one pass added, [rows_per_pass, ...]."""
+
     def rows(name: str, held: jax.Array, more: jax.Array) -> jax.Array:
         if held.shape == more.shape:
             return held + more
         start = program.at(segment_of(name), "start", work)
         return lax.dynamic_update_slice_in_dim(held, lax.dynamic_slice_in_dim(held, start, len(more)) + more, start, 0)
 
-    total = carry.grads
-    for more in (result.shared, result.loss, result.embed):
-        total = total | {name: total[name] + g for name, g in more.items()}
-    arrays = {name: rows(name, carry.arrays[name], x) for name, x in result.arrays.items()}
-    return program.layout.constrain(total, "params"), arrays
+    return {name: rows(name, total[name], x) for name, x in more.items()}
 
 
-def _work(row: Columns, slot: str) -> Work:
+def work_of(row: Columns, slot: str) -> Work:
+    """The work of a slot, "forward" or "backward", in one tick."""
     return Work(row[f"{slot}_microbatch"], row[f"{slot}_chunk"])
 
 
-def _hop(table: Table, x: jax.Array, step: int) -> jax.Array:
+def hop(table: Table, x: jax.Array, step: int) -> jax.Array:
     """Sends x to the stage `step` further in the ring, and returns what the stage `step` before sent."""
     return lax.ppermute(x, "pipeline", [(stage, (stage + step) % table.stages) for stage in range(table.stages)])
 
 
-def _stash(slots: int, like: Any) -> Any:
+def stash(slots: int, like: Any) -> Any:
     """A stash of `slots` arrays like these and one scratch slot."""
     return jax.tree.map(lambda x: jnp.zeros((slots + 1, *x.shape), x.dtype), like)
 
 
-def _read(stash: Any, slot: jax.Array) -> Any:
+def read(stash: Any, slot: jax.Array) -> Any:
     """stash[slot]. -1, for no slot, reads the scratch slot."""
     return jax.tree.map(lambda held: lax.dynamic_index_in_dim(held, slot, keepdims=False), stash)
 
 
 @jax.named_scope("stash")
-def _write(stash: Any, value: Any, slot: jax.Array) -> Any:
+def write(stash: Any, value: Any, slot: jax.Array) -> Any:
     """The stash with stash[slot] replaced. -1, for no slot, writes to the scratch slot."""
 
     def write(held: jax.Array, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.residuals import depends_on_first, restored, saved
 from mesh_lm.model.stack import RETURNED, RowRange, Sinks, add_sums, loss_sums, run_segment
 from mesh_lm.parallel.layout import ModelLayout, Params
 
@@ -80,7 +81,7 @@ class StageProgram:
         self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
         self.of_layers, self.of_loss, self.of_embed = (self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed))
         _require_no_permutes_in_branches(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
-        self.saved = self._depends_on_x(any_work) if layout.pipeline.stash == "residuals" and key is not None else []
+        self.saved: Any = self._saved(any_work) if layout.pipeline.stash == "residuals" and key is not None else []
 
     def _used_and_trained(self, jaxpr: Any) -> Params:
         """The shared parameters that a jaxpr uses and that have a gradient."""
@@ -107,8 +108,7 @@ class StageProgram:
         if self.layout.pipeline.stash == "input":
             return self._pin(self.run(work, None, self.shared, x)[0]), ()
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
-        residuals = [leaf for leaf, save in zip(jax.tree.leaves(pull), self.saved, strict=True) if save]
-        return self._pin(out[0]), (out, residuals)
+        return self._pin(out[0]), (out, saved(pull, self.saved))
 
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
         """(the chunk's output [B, S, D], its scalar sums), without dropout."""
@@ -126,36 +126,38 @@ class StageProgram:
         stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on the last virtual stage.
         """
         (y, more), pull = self._forward_vjp(work, self._input(work, stashed), saved)
-        with jax.named_scope("loss"):
-            sums, d_loss, dy = lax.cond(
-                self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
-            )
+        sums, d_loss, dy = self.loss_gradient(work, y, dy)
         wanted = dict(sums_of_layers), dict.fromkeys(self.of_layers, RETURNED), RETURNED
         _, d_shared, dx = pull.with_refs(*wanted)((dy, self._seeds(more)))
-        with jax.named_scope("embed"):
-            d_embed = lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))
+        d_embed = self.embed_gradient(work, dx)
         more, shared = self._unless_idle(work, (more, self._pin_params(d_shared)))
         sums = jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
         return Gradients(sums, _arrays(more), shared, d_loss, d_embed, self._pin(dx))
+
+    def loss_gradient(self, work: Work, y: jax.Array, dy: jax.Array) -> tuple[Sums, Params, jax.Array]:
+        """(scalar sums of the loss, gradients of its parameters, gradient of y); before the last virtual stage zeros and dy."""
+        with jax.named_scope("loss"):
+            return lax.cond(
+                self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
+            )
+
+    def embed_gradient(self, work: Work, dx: jax.Array) -> Params:
+        """The gradients of the parameters that the embedding uses: zeros after the first virtual stage. dx: of the chunk's input."""
+        with jax.named_scope("embed"):
+            return lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))
 
     def _unless_idle(self, work: Work, tree: Any) -> Any:
         """The tree, or zeros in an idle slot."""
         return jax.tree.map(lambda x: jnp.where(work.microbatch >= 0, x, jnp.zeros_like(x)), tree)
 
-    def _forward_vjp(self, work: Work, x: jax.Array, saved: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
-        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or restored from what `forward` saved.
-
-        A vjp function is a pytree whose leaves are its residuals. `jax.vjp` of the same function yields them in the same order each time,
-        so the saved ones replace their recomputed counterparts, and XLA removes the computations that made those.
-        """
+    def _forward_vjp(self, work: Work, x: jax.Array, stashed: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
+        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or restored from what `forward` saved."""
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         if self.layout.pipeline.stash == "input":
             return out, pull
-        (out, residuals), (leaves, structure) = saved, jax.tree.flatten(pull)
-        from_forward = iter(residuals)
+        out, residuals = stashed
         # Residuals that depend on weights only, such as casts of them, are recomputed rather than saved.
-        restored = [next(from_forward) if was_saved else leaf for leaf, was_saved in zip(leaves, self.saved, strict=True)]
-        return out, jax.tree.unflatten(structure, restored)
+        return out, restored(pull, self.saved, residuals)
 
     def _differentiated(self) -> tuple[Params, Params]:
         """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and the other parameters they use."""
@@ -169,18 +171,13 @@ class StageProgram:
         """Zeros that receive the gradients of this stage's layers (see `mesh_lm.model.stack.Sinks`)."""
         return {name: jnp.zeros(x.shape, jnp.float32) for name, x in self.layers.items() if name not in self.layout.buffers}
 
-    def _depends_on_x(self, any_work: Work) -> list[bool]:
-        """For each residual of a pass, whether it depends on x."""
+    def _saved(self, any_work: Work) -> Any:
+        """For each residual of a pass, whether it depends on x, and is saved."""
 
         def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(partial(self.run, work), *self._differentiated(), x)[1])
 
-        jaxpr = jax.make_jaxpr(residuals)(self.zero_input, any_work).jaxpr
-        reached = {id(jaxpr.invars[0])}
-        for equation in jaxpr.eqns:
-            if any(id(operand) in reached for operand in equation.invars):
-                reached.update(map(id, equation.outvars))
-        return [id(leaf) in reached for leaf in jaxpr.outvars]
+        return depends_on_first(residuals, self.zero_input, any_work)
 
     def _loss_and_grad(self, work: Work, y: jax.Array) -> tuple[Sums, Params, jax.Array]:
         sums, pull = jax.vjp(partial(self._loss, work), _wide(self.of_loss), y)
@@ -199,13 +196,16 @@ class StageProgram:
         sunk = Sinks(self._module({**params, **sinks}), work.microbatch >= 0) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.layout.segments:
-            stack = self.layout.stacks[segment.name]
-            first, start, skip, count = (self.at(segment.name, what, work) for what in ("first", "start", "skip", "count"))
-            start = start if stack.rows_per_stage > stack.rows_per_pass else 0
-            rows = RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
-            x, _, sums = run_segment(model, segment, x, ctx, first, rows, sunk)
+            x, _, sums = run_segment(model, segment, x, ctx, *self.rows(segment.name, work), sunk)
             total = add_sums(total, sums)
         return x, total
+
+    def rows(self, segment: str, work: Work) -> tuple[jax.Array, RowRange]:
+        """(the number of the first layer of a segment in the current chunk, the rows of its parameters)."""
+        stack = self.layout.stacks[segment]
+        first, start, skip, count = (self.at(segment, what, work) for what in ("first", "start", "skip", "count"))
+        start = start if stack.rows_per_stage > stack.rows_per_pass else 0
+        return first, RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:
         """One of this stage's numbers for the current chunk (see __init__)."""

@@ -51,8 +51,9 @@ class StageTransfers:
     def _gathered(self, rows: Mapping[str, int]) -> Params:
         out: Params = {}
         for segment, each in self.collectives.items():
-            height = self.plans[segment].gathers.shape[1]
-            stacked = {name: jnp.zeros((height, *like.shape), like.dtype) for name, like in each.abstract.items()}
+            stacked = {
+                name: jnp.zeros((self.plans[segment].gathers.shape[1], *like.shape), like.dtype) for name, like in each.abstract.items()
+            }
 
             def gather(weights: Params, row: jax.Array, each: LayerCollectives = each) -> tuple[Params, None]:
                 return each.of_stacked(with_row(weights, row, each.gather(self.vectors, row, jnp.float32(0))[0])), None
@@ -82,8 +83,10 @@ class StageTransfers:
 
     def gradients(self, tick: jax.Array, of_layers: Params) -> dict[str, Params]:
         """The gradients of those layers, one of each segment, that `sum` moves in this tick."""
-        own = {segment: {name: of_layers[name] for name in each.specs} for segment, each in self.collectives.items()}
-        return {segment: row_of(stacked, self._sum_row(segment, tick)) for segment, stacked in own.items()}
+        return {
+            segment: row_of({n: of_layers[n] for n in each.specs}, self._sum_row(segment, tick))
+            for segment, each in self.collectives.items()
+        }
 
     def sum(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
         """A row of each vector: this replica's shards of the gradients, summed over the replicas."""

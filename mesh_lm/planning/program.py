@@ -119,7 +119,7 @@ def flags_of(config: TrainConfig, target: str) -> str:
     """Returns the name of the set of XLA flags that a run of this config uses on such a GPU."""
     match config.launch.xla_flags:
         case "auto":
-            return auto(TARGETS[target].capability, config.mesh.pipeline != 1)
+            return auto(TARGETS[target].capability, config.mesh.pipeline != 1, config.pipeline.pair_layers)
         case "none":
             return "default"
         case name:

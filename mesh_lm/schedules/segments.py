@@ -7,6 +7,8 @@ import itertools
 from typing import Literal
 
 Remat = Literal["none", "full", "save_names", "offload"]
+LIGHTER: dict[Remat, Remat] = {"full": "save_names", "save_names": "none"}
+"""The policy that recomputes less than another, and saves more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +41,17 @@ class Segment:
     unroll: bool = False
     """Whether the loop over the layers is unrolled."""
     remat_layers: int | None = None
-    """The number of first layers to which `remat` applies; the others save what save_names saves. None: all."""
+    """The number of first layers to which `remat` applies; the others have the policy that is `LIGHTER`. None: all."""
     kept_layers: int = 0
     """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`) until their backward passes."""
 
     def runs(self) -> list[LayerRun]:
         """Its layers, in order, as runs of layers that are treated alike."""
-        first = self.n_layers if self.remat_layers is None else self.remat_layers
-        bounds = sorted({0, first, self.n_layers - self.kept_layers, self.n_layers})
+        first, keep = self.n_layers if self.remat_layers is None else self.remat_layers, self.n_layers - self.kept_layers
+        bounds = itertools.pairwise(sorted({0, first, keep, self.n_layers}))
         return [
-            LayerRun(begin, end, self.remat if begin < first else "save_names", begin >= self.n_layers - self.kept_layers)
-            for begin, end in itertools.pairwise(bounds)
+            LayerRun(begin, end, self.remat if begin < first else LIGHTER.get(self.remat, self.remat), begin >= keep)
+            for begin, end in bounds
         ]
 
 

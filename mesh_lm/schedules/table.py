@@ -22,6 +22,7 @@ from mesh_lm.schedules.schedule import Op, Schedule
 COLUMNS = (
     "forward_microbatch", "forward_chunk", "forward_input", "forward_residual", "receive_input",
     "backward_microbatch", "backward_chunk", "backward_input", "backward_grad", "backward_residual", "receive_grad",
+    "forward_output", "backward_output",
 )  # fmt: skip
 _Intervals = dict[tuple[int, int], tuple[int, int]]
 """(microbatch, virtual stage) -> the first and the last tick in which its slot is in use."""
@@ -41,6 +42,8 @@ class Table:
     """Slots for gradients of outputs of virtual stages."""
     n_residuals: int
     """Slots for the residuals that a forward pass saves for its backward pass."""
+    n_outputs: int
+    """Slots for outputs of the last virtual stage that wait for the loss, if slots run side by side."""
     columns: Mapping[str, np.ndarray]
     """`COLUMNS`, each int32 [ticks, stages]. An input of -1 comes from the embedding, a backward_grad of -1 from the head."""
 
@@ -56,10 +59,13 @@ class Table:
         return [(slots, ticks) for slots, ticks in parts if ticks.stop > ticks.start]
 
 
-def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
+def compile_table(schedule: Schedule, drop_last_forward: bool = True, side_by_side: bool = False) -> Table:
     """The table of a valid schedule, with the fewest slots that its ticks allow.
 
-    drop_last_forward: whether the last virtual stage has no F, since its B recomputes it, as each B does with a stash of inputs only.
+    Args:
+      drop_last_forward: whether the last virtual stage has no F, since its B recomputes it, as each B does with a stash of inputs only.
+      side_by_side: whether the two slots of a tick run at the same time. Then B does not read what F writes in its tick: where it would,
+        all B's come one tick later. B reads no inputs, and the last virtual stage's B, which computes the loss, reads that stage's output.
 
     Raises ConfigError for a schedule that splits the backward pass: the engine has no slot for weight gradients.
     """
@@ -69,7 +75,9 @@ def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     backward = "B" in schedule.kinds
     if backward and drop_last_forward:
         at = _without_idle_ticks({op: tick for op, tick in at.items() if op.kind == "B" or op.virtual < last})
-    final = "B" if backward else "F"
+    if side_by_side and any(at.get(Op("F", op.microbatch, op.virtual)) == tick for op, tick in at.items() if op.kind == "B"):
+        at = {op: tick + (op.kind == "B") for op, tick in at.items()}
+    final = "B" if backward and not side_by_side else "F"
     passes = [(m, s) for s in range(last + 1) for m in range(schedule.microbatches)]
     inputs = {(m, s): (at[Op("F", m, s - 1)] + 1, at[Op(final, m, s)]) for m, s in passes if s}
     grads = {(m, s): (at[Op("B", m, s + 1)] + 1, at[Op("B", m, s)]) for m, s in passes if s < last and backward}
@@ -77,20 +85,23 @@ def compile_table(schedule: Schedule, drop_last_forward: bool = True) -> Table:
     input_slot, n_inputs = _allocate(inputs, stages)
     grad_slot, n_grads = _allocate(grads, stages)
     residual_slot, n_residuals = _allocate(residuals, stages)
+    output_slot, n_outputs = _allocate({(m, s): ticks for (m, s), ticks in residuals.items() if s == last and side_by_side}, stages)
 
     ticks = max(at.values()) + 1
     columns = {name: np.full((ticks, stages), -1, np.int32) for name in COLUMNS}
     for (kind, m, s), tick in at.items():
-        slots = {"microbatch": m, "chunk": s // stages, "input": input_slot.get((m, s), -1), "residual": residual_slot.get((m, s), -1)}
+        slots = {"microbatch": m, "chunk": s // stages, "residual": residual_slot.get((m, s), -1), "output": output_slot.get((m, s), -1)}
         if kind == "B":
             slots["grad"] = grad_slot.get((m, s), -1)
+        if kind == "F" or not side_by_side:
+            slots["input"] = input_slot.get((m, s), -1)
         for name, value in slots.items():
             columns[f"{'forward' if kind == 'F' else 'backward'}_{name}"][tick, s % stages] = value
     for (m, s), slot in input_slot.items():
         columns["receive_input"][at[Op("F", m, s - 1)], s % stages] = slot
     for (m, s), slot in grad_slot.items():
         columns["receive_grad"][at[Op("B", m, s + 1)] + 1, s % stages] = slot
-    return Table(stages, schedule.microbatches, schedule.chunks, ticks, n_inputs, n_grads, n_residuals, columns)
+    return Table(stages, schedule.microbatches, schedule.chunks, ticks, n_inputs, n_grads, n_residuals, n_outputs, columns)
 
 
 def _without_idle_ticks(at: Mapping[Op, int]) -> dict[Op, int]:

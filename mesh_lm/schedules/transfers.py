@@ -23,8 +23,8 @@ _NEVER = np.iinfo(np.int32).max
 class Transfers:
     """The order in which each stage gathers the rows of a segment's stacked parameters, and that in which it sums their gradients.
 
-    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the first tick, and then one in each tick.
-    The last `after` rows of `sums` are summed after the last tick, and those before them one in each of the last ticks. A row that is
+    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the first tick, then one in each tick. The
+    last `after` rows of `sums` are summed after the last tick, and those before them one in each of the last ticks. A row that is
     gathered in a tick can be used from the next tick on; one whose gradient is summed in a tick has received its last gradient in an
     earlier one.
     """
@@ -69,7 +69,7 @@ def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
 
 
 def _uses(table: Table, stack: StackLayout) -> tuple[np.ndarray, np.ndarray]:
-    """(the first tick that reads a row, the last tick that adds to its gradient), int64 [P, rows]. Padding: never read, added to at -1."""
+    """(the first tick that reads a row, the last one that adds to its gradient), int64 [P, rows]; padding: never read, added to at -1."""
     shape = table.stages, stack.rows_per_stage
     first, last = np.full(shape, _NEVER, np.int64), np.full(shape, -1, np.int64)
     begin = stack.chunk_start_rows() + stack.chunk_skipped_rows()

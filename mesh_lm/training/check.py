@@ -15,7 +15,8 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.optim.contract import FLAT
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
-from sharding_rules import MANUAL, PRESETS, MeshConfig, MeshError, Rules, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from mesh_lm.schedules.segments import LIGHTER
+from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import Column, Kind
 
 
@@ -31,7 +32,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _pipeline, _permuted):
+    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -157,7 +158,7 @@ def _unused_axes(config: TrainConfig) -> Iterator[str]:
 
 def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
     """Rows that shard a dimension which must not be sharded that way: training would be wrong, not only slow."""
-    manual = _declared_manual(config.rules)  # `_flat` reports the axes of flat vectors
+    manual = config.rules.manual_axes()
     for kind, column in (("params", config.rules.params), ("gathered", config.rules.gathered or {})):
         for logical, entry in column.items():
             for axis in axes_of(entry):
@@ -180,8 +181,8 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
 
 
 def _flat(config: TrainConfig) -> Iterator[str]:
-    """Rows of flat vectors belong in the optimizer's column, and in that of params if layers gather them, over axes of replicas."""
-    rules = config.rules
+    """Rows of flat vectors belong in the optimizer's column, over mesh axes along which full matrices are replicated."""
+    rules, manual = config.rules, config.rules.manual_axes()
     for kind in get_args(Kind):
         for row, entry in (getattr(rules, kind) or {}).items():
             where, axes = f"rules.{kind}[{row!r}]={entry!r}", axes_of(entry)
@@ -189,37 +190,17 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 yield f"{where}: no parameter has such an axis{did_you_mean(_name(row), [FLAT])}"
             if _name(row) != FLAT or not axes:
                 continue
-            if kind not in ("params", "optimizer"):
-                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
-                continue
             if kind == "params":
                 yield from _gathered(config, row)
-                if rules.optimizer is not None:  # whose row must be the same
-                    continue
-            if twice := [axis for axis in axes if axes.count(axis) > 1]:
+            elif kind != "optimizer":
+                yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
+            elif twice := [axis for axis in axes if axes.count(axis) > 1]:
                 yield f"{where}: has {twice[0]!r} twice"
-            elif shared := [(axis, other) for axis in axes if (other := _sharded_over(rules, axis))]:
-                axis, other = shared[0]
-                yield f"{where}: flat vectors are sharded over replicas, and {axis} has none because of {other}; remove {axis!r}"
+            elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
+                over = ", ".join(axis for axis in rules.order() if axis in manual)
+                yield f"{where}: flat vectors are sharded over replicas, whose axes are {over}; remove {auto[0]!r}"
             elif (layers := rules.params.get("layers")) and axes_of(layers) != ("pipeline",):
                 yield f"{where}: each flat vector holds one layer, but rules.params['layers']={layers!r}; set that to 'pipeline'"
-
-
-def _sharded_over(rules: Rules, axis: str) -> str:
-    """A row of weights or activations by which devices along a mesh axis are no replicas, as an error message names it; empty: none.
-
-    For axes that are manual in any case, `_unsupported_rows` reports such rows.
-    """
-    if axis in _declared_manual(rules):
-        return ""
-    kinds: tuple[Kind, ...] = ("params", "gathered", "activations")
-    rows = ((kind, row, entry) for kind in kinds for row, entry in (getattr(rules, kind) or {}).items() if axis in axes_of(entry))
-    return next((f"rules.{kind}[{row!r}]={entry!r}" for kind, row, entry in rows if row != "batch" and _name(row) != FLAT), "")
-
-
-def _declared_manual(rules: Rules) -> frozenset[str]:
-    """The mesh axes that a step is manual over whatever the rows say."""
-    return MANUAL | {axis for axis, kind in rules.axes.items() if kind == "manual"}
 
 
 def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
@@ -236,6 +217,30 @@ def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
     for segment in config.model.stack().segments:
         if segment.remat == "offload" and scope in ("", segment.name):
             yield f"{where}: layers that gather their matrices cannot offload; set model.remat (of {segment.name!r}) to save_names or full"
+
+
+def _layer_runs(config: TrainConfig) -> Iterator[str]:
+    """Numbers of layers that recompute less, or that keep the weights they gather."""
+    if config.model.problems():
+        return
+    remat, kept, n = (getattr(config.model, field, None) for field in ("remat_layers", "kept_layers", "n_layers"))
+    segments, stages = config.model.stack().segments, config.mesh.pipeline
+    for field, number in (("remat_layers", remat), ("kept_layers", kept or None)):
+        if number is None:
+            continue
+        if not 0 <= number <= n:
+            yield f"model.{field}={number} must be in [0, {n}], the layers of the model"
+        elif any(run.begin % segment.period for segment in segments for run in segment.runs()):
+            yield f"model.{field}={number} divides a period of {segments[0].period} layers (model.window); set it to a multiple of that"
+    if remat is not None and (segment := next((s for s in segments if s.remat not in LIGHTER), None)):
+        fix = f"set model.remat to one of {', '.join(LIGHTER)}, or leave model.remat_layers unset"
+        yield f"model.remat_layers={remat}: no policy recomputes less than remat={segment.remat} of {segment.name!r}; {fix}"
+    if remat is not None and stages > 1:
+        yield f"model.remat_layers={remat}: stages treat all layers alike, and mesh.pipeline={stages}; leave model.remat_layers unset"
+    if kept and stages > 1:
+        yield f"model.kept_layers={kept}: a stage keeps what it gathers anyway, and mesh.pipeline={stages}; set model.kept_layers=0"
+    elif kept and not any(_name(row) == FLAT and entry for row, entry in config.rules.params.items()):
+        yield f"model.kept_layers={kept}: by rules {config.rules.name!r} no layer gathers its own weights; use zero3, or set it to 0"
 
 
 def _name(row: str) -> str:
@@ -292,6 +297,10 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 def _pipeline(config: TrainConfig) -> Iterator[str]:
     stages, pipeline, rules = config.mesh.pipeline, config.pipeline, config.rules
+    if pipeline.pair_layers and stages == 1:
+        yield "pipeline.pair_layers=True, but mesh.pipeline=1 has no stage that goes forward and backward in one tick; set it to False"
+    if pipeline.pair_layers and pipeline.stash == "input":
+        yield "pipeline.pair_layers=True runs layers one by one, whose residuals pipeline.stash=input drops; set pipeline.stash=residuals"
     if stages == 1 or config.model.problems() or (stack := config.model.stack()).problems():
         return
     if pipeline.chunks < 1 or config.train.microbatches < 1:

@@ -9,8 +9,9 @@ Shape suffixes: T tokens sorted by group, E groups, D width in, F width out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -58,15 +59,23 @@ def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occ
 
 
 def _launch(plan: Plan, body: Callable[[Refs], None], inputs: dict[str, Array], out: Any, right: tuple[int, int], **about: Any) -> Array:
-    """The result of a kernel whose step multiplies a_s, 64 x 64 for each warpgroup, with b_s, a matrix of shape `right`."""
-    scratch = {
-        "a_s": matrix(WARPGROUP, STEP, out.dtype, (plan.stages, COMPUTING)),
-        "b_s": matrix(*right, out.dtype, (plan.stages,)),
-        "out_s": matrix(WARPGROUP, plan.stored, out.dtype, (COMPUTING,)),
+    """The result of a kernel whose step multiplies by a matrix of shape `right`."""
+    scratch = buffers(plan, (WARPGROUP, STEP), right, out.dtype, out.dtype)
+    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
+
+
+def buffers(plan: Plan, left: tuple[int, int], right: tuple[int, int], operands: Any, stored: Any) -> dict[str, Any]:
+    """The shared memory of a `Product` whose step multiplies a_s, a matrix of shape `left` for each warpgroup, with b_s, one of `right`.
+
+    operands, stored: the dtypes of the factors and of the result.
+    """
+    return {
+        "a_s": matrix(*left, operands, (plan.stages, COMPUTING)),
+        "b_s": matrix(*right, operands, (plan.stages,)),
+        "out_s": matrix(WARPGROUP, plan.stored, stored, (COMPUTING,)),
         "here": plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=plan.stages),
         "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=plan.stages),
     }
-    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
 
 
 class Tile(NamedTuple):
@@ -75,14 +84,17 @@ class Tile(NamedTuple):
     group: Any
     steps: Any
     column: Any
-    entry: Any
-    """Its row of the table."""
+    entry: Any = None
+    """Its row of the table, if there is one."""
     row: Any = None
     """The first of the result, where the table does not say it."""
 
 
-class _Product:
+class Product:
     """The tiles of one block of threads. A subclass says what a tile is, and how it is loaded and stored."""
+
+    reduction: Literal["add"] | None = None
+    """How a tile meets what its place holds; None: it is overwritten."""
 
     def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan, self.refs = plan, refs
@@ -109,7 +121,7 @@ class _Product:
         raise NotImplementedError
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
-        """Stores the result of a warpgroup, fp32 [64, columns]."""
+        """Stores the result of a warpgroup, fp32 [height, columns]."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -159,7 +171,7 @@ class _Product:
             self.ring.give(turn + step)
 
     def multiply(self, tile: Tile, wg: Any, turn: Any) -> Array:
-        """The sums of a warpgroup, fp32 [64, columns]. One step is in flight while the next one is issued."""
+        """The sums of a warpgroup, fp32 [height, columns]. One step is in flight while the next one is issued."""
 
         def sums(acc: Any) -> Array:
             @pl.loop(0, tile.steps)
@@ -173,20 +185,20 @@ class _Product:
             pl.when(tile.steps > 0)(lambda: self.ring.give(turn + tile.steps - 1))
             return total
 
-        return pl.run_scoped(sums, accumulator(self.plan.columns))
+        return pl.run_scoped(sums, accumulator(self.plan.columns, self.plan.height))
 
-    def put(self, wg: Any, sums: Array, target: Callable[[Any], Any]) -> None:
-        """Starts to store all rows of a warpgroup. target: the place of the columns from a given one of the tile on."""
+    def put(self, wg: Any, sums: Array, target: Callable[[int, int], Any]) -> None:
+        """Starts to store all rows of a warpgroup, part by part. target: the place of a part, from its first row and column in `sums`."""
         out_s, wide = self.refs.out_s.at[wg], self.plan.stored
-        for first in range(0, self.plan.columns, wide):
-            part = lax.slice(sums, (0, first), (WARPGROUP, first + wide)).astype(self.refs.out.dtype)
+        for row, column in itertools.product(range(0, self.plan.height, WARPGROUP), range(0, self.plan.columns, wide)):
+            part = lax.slice(sums, (row, column), (row + WARPGROUP, column + wide)).astype(self.refs.out.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = part
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, target(first))
+            plgpu.copy_smem_to_gmem(out_s, target(row, column), reduction_op=self.reduction)
 
 
-class _Rows(_Product):
+class _Rows(Product):
     """Tiles of rows of one group: tile number = row of the table * tiles of columns + tile of columns."""
 
     def __init__(self, plan: Plan, across: int, transpose: bool, refs: Refs) -> None:
@@ -222,7 +234,7 @@ class _Rows(_Product):
         refs, wide = self.refs, self.plan.stored
         row, count = (refs.table[tile.entry, field + wg] for field in (FIRST, COUNT))
 
-        def target(first: int) -> Any:
+        def target(_: int, first: int) -> Any:
             return refs.out.at[pl.ds(row, WARPGROUP), pl.ds(tile.column + first, wide)]
 
         pl.when(count == WARPGROUP)(lambda: self.put(wg, sums, target))
@@ -247,7 +259,7 @@ def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float
     )  # fmt: skip
 
 
-class _Weights(_Product):
+class _Weights(Product):
     """Tiles of a group's gradient: tile number = (row of the table * tiles of rows + tile of rows) * tiles of columns + tile of columns.
 
     A step is 64 tokens of the group. In the last one, those of the next group are set to 0 in one of the operands.
@@ -296,4 +308,4 @@ class _Weights(_Product):
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
         rows, wide = pl.ds(tile.row + wg * WARPGROUP, WARPGROUP), self.plan.stored
-        self.put(wg, sums, lambda first: self.refs.out.at[tile.group, rows, pl.ds(tile.column + first, wide)])
+        self.put(wg, sums, lambda _, first: self.refs.out.at[tile.group, rows, pl.ds(tile.column + first, wide)])

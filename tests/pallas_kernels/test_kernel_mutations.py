@@ -1,8 +1,8 @@
-"""Faults planted into the attention kernels, one at a time: the interpreter or the check of what is compiled finds each, by name.
+"""Faults planted into our kernels, one at a time: the interpreter or the check of what is compiled finds each, by name.
 
 The faults are data, in kernel_mutations.toml. An entry has:
 
-- changes: pairs of a text that is in the file (of pallas_kernels/attention/hopper) exactly once, and what replaces it;
+- changes: pairs of a text that is in the file (of pallas_kernels/attention/hopper, or of `folder`) exactly once, and what replaces it;
 - runs: the case in which it shows, of CASES below;
 - caught: a regular expression that the error must match; or
 - equivalent: why it is no fault, where the case must still give the right numbers.
@@ -29,17 +29,22 @@ import numpy as np
 import pytest
 from attention_formula import normal
 
+import pallas_kernels
 from pallas_kernels import attention as package
-from pallas_kernels import describe_attention
+from pallas_kernels import describe_attention, grouped, stacked
 from pallas_kernels.attention import hopper
 from pallas_kernels.dev.interpreter import KernelError, interpreted
 from pallas_kernels.dev.limits import faults
 from pallas_kernels.dev.resources import resources
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 90
 
 HOPPER = "pallas_kernels.attention.hopper"
-FOLDER = Path(hopper.__file__).parent
+PLACES = {
+    HOPPER: (package, "hopper", hopper),
+    **{one.__name__: (pallas_kernels, one.__name__.split(".")[1], one) for one in (grouped, stacked)},
+}
+"""Packages of kernels -> their parent, the attribute of it, and themselves."""
 SEEDS = None, 1
 
 
@@ -54,11 +59,17 @@ class Mutation:
     runs: str
     caught: str = ""
     equivalent: str = ""
+    folder: str = "attention/hopper"
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return ".".join(("pallas_kernels", *self.folder.split("/"), self.file.removesuffix(".py")))
 
     @property
     def source(self) -> str:
         """The file with its changes. Raises AssertionError if a text is not there exactly once."""
-        source = (FOLDER / self.file).read_text()
+        source = (Path(pallas_kernels.__file__).parent / self.folder / self.file).read_text()
         for old, new in self.changes:
             times = source.count(old)
             assert times == 1, f"{self.id}: the text to change is {times} times in {self.file}, so find its new place:\n{old}"
@@ -87,12 +98,12 @@ def planted(mutation: Mutation | None) -> Iterator[None]:
     """A context in which modules of the Hopper kernels are imported anew, with the mutation; those of before are back after it."""
 
     def loaded() -> dict[str, ModuleType]:
-        return {name: module for name, module in sys.modules.items() if name == HOPPER or name.startswith(f"{HOPPER}.")}
+        return {name: module for name, module in sys.modules.items() if f"{name}.".startswith(tuple(f"{place}." for place in PLACES))}
 
     before = loaded()
     for name in before:
         del sys.modules[name]
-    finder = [_Planted(f"{HOPPER}.{mutation.file.removesuffix('.py')}", mutation.source)] if mutation else []
+    finder = [_Planted(mutation.module, mutation.source)] if mutation else []
     sys.meta_path[:0] = finder
     try:
         yield
@@ -101,12 +112,13 @@ def planted(mutation: Mutation | None) -> Iterator[None]:
         for name in loaded():
             del sys.modules[name]
         sys.modules.update(before)
-        setattr(package, "hopper", hopper)  # noqa: B010, a submodule is no declared attribute
+        for parent, name, here in PLACES.values():
+            setattr(parent, name, here)
 
 
-def module(name: str) -> Any:
+def module(name: str, package: str = HOPPER) -> Any:
     """A module of the Hopper kernels, as this context has it."""
-    return importlib.import_module(f"{HOPPER}.{name}")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def formula(q: Any, k: Any, v: Any, dout: Any) -> dict[str, np.ndarray]:
@@ -159,6 +171,25 @@ def empty_rows() -> dict[str, tuple[Any, Any]]:
     }
 
 
+def one_stack() -> dict[str, tuple[Any, Any]]:
+    """The kernels of the stacked matmul in row 1 of 3: 3 or 4 tiles that exceed its edges, 5 or 6 steps each, in 4 slots."""
+    kernels, plan = module("hopper", "pallas_kernels.stacked"), module("plan", "pallas_kernels.stacked")
+    plain, adding, row = module("plan", "pallas_kernels.grouped").Plan(256, 1), plan.AddingPlan(256, 1), jnp.int32(1)
+    random = np.random.default_rng(0)
+    x, dy, w, sums = (random.standard_normal(shape).astype(np.float32) for shape in ((384, 192), (384, 320), (3, 192, 320), (3, 192, 320)))
+    narrow = [a.astype(jnp.bfloat16) for a in (x, dy, w)]
+    x, dy, w = (a.astype(np.float32) for a in narrow)
+
+    @jax.jit
+    def both(x: Any, dy: Any, w: Any, sums: Any) -> Any:
+        return kernels.product(plain, dy, w, row, transpose=True), kernels.add(adding, sums, row, x, dy)
+
+    dx, added = (np.asarray(a, np.float32) for a in both(*narrow, sums))
+    wanted = sums.copy()
+    wanted[1] += x.T @ dy
+    return {"dx": (dx, dy @ w[1].T), "sums": (added, wanted)}
+
+
 CASES = {
     "forward": lambda: one_kernel("forward", 128, 320),
     "dq": lambda: one_kernel("dq", 128, 320),
@@ -167,6 +198,7 @@ CASES = {
     "fused": lambda: one_kernel("red", 320, 128),
     "fused, tma": lambda: one_kernel("tma", 320, 128),
     "empty rows": empty_rows,
+    "stack": one_stack,
 }
 
 

@@ -29,9 +29,10 @@ from tests.sharding_rules.subjects import Decoder, Strategy
 
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 BYTES = {"bf16": 2, "f32": 4}
-Per = Literal["forward", "backward", "microbatch", "chunk", "forward tick", "backward tick", "row", "step"]
-"""forward, backward: a layer's pass, in each microbatch; with stages, in each tick that has that slot, of the layers of one chunk. row: a
-layer of this stage, once a step."""
+Per = Literal["forward", "backward", "recompute", "regather", "microbatch", "chunk", "forward tick", "backward tick", "row", "step"]
+"""forward, backward: a layer's pass, in each microbatch; with stages, in each tick that has that slot, of the layers of one chunk.
+recompute: a backward pass of a layer with remat=full, where not all have it. regather: a backward pass of a layer that has not kept its
+matrices, or the one gather before the first of these. row: a layer of this stage, once a step."""
 _ALIGNED = 128
 """Elements: a replica's part of a flat vector is a multiple of so many."""
 
@@ -106,6 +107,8 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     of_chunk = model.layers // (P * strategy.virtual)
     runs = {
         "forward": of_chunk * forward, "backward": of_chunk * backward, "microbatch": microbatches, "chunk": chunks * microbatches,
+        "recompute": microbatches * (model.layers if model.recomputed is None else model.recomputed),
+        "regather": microbatches * (model.layers - model.kept + (0 < model.kept < model.layers)),
         "forward tick": forward, "backward tick": backward, "row": model.layers // P, "step": 1,
     }  # fmt: skip
     terms = []
@@ -200,7 +203,7 @@ def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int
     yield from _fsdp(model, strategy)
     if strategy.pipeline > 1:
         yield from _pipeline(strategy, microbatches)
-    yield from _once_a_step(strategy)
+    yield from _once_a_step(model, strategy)
 
 
 def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tuple]:
@@ -222,7 +225,7 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
             "recompute: inputs of qkv and up, which their weight gradients need in full",
         )
         why = "recompute: out, for the residual between the halves; down's result is not needed"
-        yield "layer", RS, t, "bf16", "X", again[1], "backward", why
+        yield "layer", RS, t, "bf16", "X", again[1], "backward" if model.recomputed is None else "recompute", why
         yield "layer", AG, t, "bf16", "X", 2, "backward", "backward: dy of out and of down, once for both of their gradients"
         yield "layer", RS, t, "bf16", "X", 2, "backward", "backward: dx of qkv and of up"
         yield "embedding", RS, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed into a sharded sequence"
@@ -236,7 +239,8 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
     else:
         yield "layer", AR, t, "bf16", "X", 2, "forward", "forward: out and down sum over tensor"
         yield "layer", AR, t, "bf16", "X", 2 * twice, "backward", slot
-        yield "layer", AR, t, "bf16", "X", again[1], "backward", "recompute: out, for the residual between the halves"
+        per = "backward" if model.recomputed is None else "recompute"
+        yield "layer", AR, t, "bf16", "X", again[1], per, "recompute: out, for the residual between the halves"
         yield "layer", AR, t, "bf16", "X", 2, "backward", "backward: dx of qkv and of up"
         yield "embedding", AR, t, "bf16", "X", 1, "microbatch", "each device looks up its ids; summed"
         yield "embedding", AR, t, "bf16", "X", int(twice), "microbatch", slot
@@ -317,11 +321,12 @@ def _flat(strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: s
     yield "weights", AG, axes, "bf16", f"{size}/2", 1, per, "new weights, from the device that has their moments, as the layers use them"
 
 
-def _gathered(strategy: Strategy) -> Iterator[tuple]:
+def _gathered(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     """What layers gather of their flat vectors, and the sums of their gradients, in each microbatch."""
     d, dtype, size = ("data",), *(("bf16", "R/2") if strategy.reduction == "bfloat16" else ("f32", "R"))
     yield "layer", AG, d, "bf16", "R/2", 1, "forward", "forward: the next layer's matrices; in the last layer, its own for the backward"
-    yield "layer", AG, d, "bf16", "R/2", 1, "backward", "backward: the matrices of the layer before; in the first layer, in vain"
+    per = "regather" if model.kept else "backward"
+    yield "layer", AG, d, "bf16", "R/2", 1, per, "backward: the matrices of the layer before; in the first layer, in vain"
     yield "layer", AG, d, "bf16", "R/2", 1, "microbatch", "forward: the first layer's matrices, before the loop", 0.0, _ENDS
     yield "layer", RS, d, dtype, size, 1, "backward", "backward: the gradients of the layer after, and at the end those of the first layer"
     yield "layer", RS, d, dtype, size, 1, "microbatch", "backward: in the last layer, of zeros", 0.0, _ENDS
@@ -330,13 +335,13 @@ def _gathered(strategy: Strategy) -> Iterator[tuple]:
 _ENDS = "each loop has one more than layers, so that its trips are alike"
 
 
-def _once_a_step(strategy: Strategy) -> Iterator[tuple]:
+def _once_a_step(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     d, new = ("data",), "new weights, from the device that has their moments"
     whole = "gradients, summed once after the last microbatch"
     cut = RS if strategy.zero == 2 else AR
     if strategy.distributed:
-        if strategy.gathered:
-            yield from _gathered(strategy)
+        if strategy.gathered and strategy.pipeline == 1:
+            yield from _gathered(model, strategy)
         else:
             yield from _flat(strategy, d, "R", "row", f"{whole}, layer by layer, each part where its moments are")
         if strategy.pipeline == 1:

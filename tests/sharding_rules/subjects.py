@@ -31,6 +31,10 @@ class Decoder:
     remat: str
     """none, save_names (offload counts as that) or full."""
     loss_chunk: int
+    recomputed: int | None = None
+    """The number of layers with this remat, full; the others have save_names. None: all."""
+    kept: int = 0
+    """The number of layers that keep the matrices they gather until their backward passes."""
 
     @classmethod
     def of(cls, model: Any) -> Decoder:
@@ -40,8 +44,12 @@ class Decoder:
             head_dim=model.d_head, vocab=model.padded_vocab, seq=model.seq_len, learned_positions=model.positions == "learned",
             biases=model.biases, norm_vectors=2 if model.norm == "layernorm" and model.biases else 1,
             gated=model.activation == "swiglu", tied=model.tied, remat="save_names" if model.remat == "offload" else model.remat,
-            loss_chunk=model.loss_chunk,
+            loss_chunk=model.loss_chunk, recomputed=model.remat_layers, kept=model.kept_layers,
         )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.recomputed is not None and self.remat != "full":
+            raise ValueError(f"no closed form for layers of which {self.recomputed} have remat={self.remat}")
 
     @property
     def matrices(self) -> int:
@@ -83,8 +91,6 @@ class Strategy:
         cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
-        if self.gathered and self.pipeline > 1:
-            raise ValueError(f"{self.preset} needs a pipeline of one stage")
         if self.distributed and self.zero:
             raise ValueError(f"{self.preset} cuts the moments twice over data")
         if self.reduction == "bfloat16" and self.zero_by == "layers":

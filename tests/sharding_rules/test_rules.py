@@ -270,15 +270,6 @@ def test_declared_mesh_axes() -> None:
     assert str(caught.value) == "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; rename one of them"
 
 
-def test_axes_of_flat_vectors_are_manual() -> None:
-    """Those of params, of the optimizer and of one segment; not those of other rows."""
-    assert PRESETS["zero3"].manual_axes() == PRESETS["distributed"].manual_axes() == MANUAL
-    assert PRESETS["ddp"].replace(optimizer={"flat": ("data", "fsdp"), "embed": "tensor"}).manual_axes() == MANUAL | {"fsdp"}
-    assert PRESETS["ddp"].replace(optimizer={"blocks/flat": "tensor"}).manual_axes() == MANUAL | {"tensor"}
-    assert PRESETS["ddp"].replace(params={"flat": "fsdp"}, optimizer={"flat": "tensor"}).manual_axes() == MANUAL | {"fsdp", "tensor"}
-    assert PRESETS["hsdp"].replace(params={"flat": "data"}).manual_axes() == MANUAL
-
-
 def test_the_type_of_sums() -> None:
     auto, float32 = PRESETS["hsdp"], PRESETS["hsdp"].replace("hsdp", reduction="float32")
     assert (auto.reduction, float32.reduction) == ("auto", "float32") and float32.replace(params={"mlp": None}).reduction == "float32"

@@ -29,7 +29,7 @@ _THREADS = 128
 def launch_adding(
     body: Callable[[Refs], None],
     inputs: Mapping[str, Array | None],
-    sums: Mapping[str, tuple[int, ...]],
+    sums: Mapping[str, tuple[int, ...] | Array],
     out: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
     *,
@@ -38,21 +38,24 @@ def launch_adding(
     grid: tuple[int, int, int],
     section: int,
     occupancy: float | None = None,
+    moved: int | None = None,
 ) -> Refs:
-    """As `spec.launch`, for a kernel that also adds to fp32 arrays of the shapes `sums`, which start at zero. They are returned, too.
+    """As `spec.launch`, for a kernel that also adds to fp32 arrays: `sums`, by name, a shape if it starts at zero. They are returned, too.
 
-    The zeros are passed in the buffers of the outputs. Pallas's public functions can do that only with mutable references, and the call
+    The sums are passed in the buffers of the outputs. Pallas's public functions can do that only with mutable references, and the call
     would then have a side effect.
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
-    results = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in sums.items()} | dict(out)
+    given = {key: x for key, x in sums.items() if not isinstance(x, tuple)}
+    shapes = {key: x if isinstance(x, tuple) else x.shape for key, x in sums.items()}
+    results = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()} | dict(out)
     aliases = {len(inputs) + i: i for i in range(len(sums))}
-    moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results.values(), *(results[key] for key in sums)))
+    each_once = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results.values(), *(results[key] for key in sums)))
 
     def entry(*refs: Any) -> None:
-        given, written = refs[: len(inputs)], refs[len(inputs) + len(sums) :]
-        operands = absent | dict(zip(inputs, given, strict=True)) | dict(zip(results, written, strict=True))
+        read, written = refs[: len(inputs)], refs[len(inputs) + len(sums) :]
+        operands = absent | dict(zip(inputs, read, strict=True)) | dict(zip(results, written, strict=True))
         pl.run_scoped(lambda **own: body(Refs(operands | own)), collective_axes=THREAD, **scratch)
 
     mesh = plgpu.Mesh(grid=in_sections(grid, section), grid_names=GRID, num_threads=COMPUTING + 1, thread_name=THREAD, kernel_name=name)
@@ -64,10 +67,12 @@ def launch_adding(
 
     @jax.custom_batching.sequential_vmap  # jax has no rule for a kernel whose operands are outputs
     def call(*arrays: Array) -> list[Array]:
-        return kernel(*arrays, *(jnp.zeros(shape, jnp.float32) for shape in sums.values()))
+        own = dict(zip(given, arrays[len(inputs) :], strict=True))
+        starts = [own[key] if key in own else jnp.zeros(shape, jnp.float32) for key, shape in shapes.items()]
+        return kernel(*arrays[: len(inputs)], *starts)
 
-    with config._check_vma(False), cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
-        return Refs(zip(results, call(*inputs.values()), strict=True))
+    with config._check_vma(False), cost_metadata(name, flops=flops, bytes_accessed=moved or each_once, occupancy=occupancy):
+        return Refs(zip(results, call(*inputs.values(), *given.values()), strict=True))
 
 
 def add_from_registers(ref: Any, x: Array) -> None:

@@ -179,18 +179,20 @@ def launch(
     grid: tuple[int, int, int],
     section: int,
     occupancy: float | None = None,
+    moved: int | None = None,
     computing: int = COMPUTING,
     automatic_barriers: bool = True,
     **how: Any,
 ) -> Refs:
     """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are None are left out.
 
-    grid: batch, heads, tiles; section: heads that go through their tiles together (see `occupancy.py`); flops and occupancy: metadata;
-    computing: warpgroups besides the one that loads; automatic_barriers: as in `ForwardTiles`.
+    grid: batch, heads, tiles; section: heads that go through their tiles together (see `occupancy.py`); flops, occupancy and moved:
+    metadata, the last in bytes, None: each input and output once; computing: warpgroups besides the one that loads; automatic_barriers: as
+    in `ForwardTiles`.
     """
     absent = dict.fromkeys((*SIDES, *scratch))
     inputs, scratch = ({key: x for key, x in some.items() if x is not None} for some in (inputs, scratch))
-    moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
+    each_once = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
 
     def entry(*refs: Any) -> None:
         body(Refs(absent | dict(zip((*inputs, *out, *scratch), refs, strict=True))))
@@ -213,7 +215,7 @@ def launch(
         kernel_name=name,
         **how,
     )
-    with cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved or each_once, occupancy=occupancy):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
@@ -241,8 +243,9 @@ def accumulator(columns: int, rows: int = WARPGROUP) -> Any:
 
 def matrix(rows: int, columns: int, dtype: Any, copies: tuple[int, ...] = ()) -> Any:
     """Shared memory for tiles [rows, columns], in a layout that both wgmma and TMA use."""
-    wide = 64 if columns % 64 == 0 else 32
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(2 * wide))
+    size = jnp.dtype(dtype).itemsize
+    wide = 128 // size if columns % (128 // size) == 0 else 64 // size
+    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(size * wide))
     return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)
 
 

@@ -42,6 +42,12 @@ def test_a_mesh_with_stages_sends_beside_their_work(driver: Path) -> None:
     assert sends not in set_flags("overlap", {}, driver, pipeline=True), "a set that was asked for stays as it is"
 
 
+def test_slots_side_by_side_keep_their_collectives_apart(driver: Path) -> None:
+    apart = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1"
+    said = set_flags("auto", {}, driver, pipeline=True, pairs=True)
+    assert said.endswith(f" {apart}") and said.removesuffix(f" {apart}") == set_flags("auto", {}, driver, pipeline=True)
+
+
 def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
     environment = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}
     assert set_flags("overlap", environment, driver) == ""

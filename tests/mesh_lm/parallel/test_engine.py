@@ -118,8 +118,8 @@ def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_idle_slots_cannot_poison_gradients(stash: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle slots read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
-    stash_of = ring._stash
-    monkeypatch.setattr(ring, "_stash", lambda slots, like: jax.tree.map(_infinite, stash_of(slots, like)))
+    stash_of = ring.stash
+    monkeypatch.setattr(ring, "stash", lambda slots, like: jax.tree.map(_infinite, stash_of(slots, like)))
     assert_equal(MODELS["untied"], "megatron_sp", {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(chunks=2, stash=stash))
 
 

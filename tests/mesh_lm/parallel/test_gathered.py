@@ -19,7 +19,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.check import check
 from sharding_rules import Rules, preset
 
-COMPILE_BUDGET = 150
+COMPILE_BUDGET = 200
 TINY = get_config()
 
 FULL = dataclasses.replace(GPT, remat="full")
@@ -27,6 +27,9 @@ SAVED = dataclasses.replace(GPT, n_layers=3, remat="save_names")
 NONE = dataclasses.replace(GPT, n_layers=1, remat="none")
 GROUPED = dataclasses.replace(LLAMA, n_layers=4)
 """Two periods of two layers with different windows."""
+PARTLY = dataclasses.replace(GPT, n_layers=4, remat="full", remat_layers=1, kept_layers=2)
+KEPT = dataclasses.replace(GPT, n_layers=3, remat="save_names", kept_layers=3, unroll=True)
+MIXED = dataclasses.replace(LLAMA, n_layers=4, remat_layers=2, kept_layers=4)
 GROUPED_SAVED = dataclasses.replace(LLAMA, n_kv_heads=4, remat="save_names")
 
 
@@ -41,6 +44,9 @@ GROUPED_SAVED = dataclasses.replace(LLAMA, n_kv_heads=4, remat="save_names")
         (NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True),
         (GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False),
         (FULL, "zero3", {"data": 1}, 2, True),
+        (PARTLY, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
+        (KEPT, "zero3", {"data": 4}, 1, False),
+        (MIXED, "zero3", {"data": 4}, 2, True),
     ],
     ids=str,
 )

@@ -26,6 +26,7 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
         (DEEP, "zero3+megatron_sp", {"pipeline": 2, "data": 2, "tensor": 2}, 4, {"chunks": 2, "stash": "residuals"}, True),
         (UNEVEN, "zero3+megatron", {"pipeline": 2, "data": 2, "tensor": 2}, 2, {"chunks": 2, "balance": "flops"}, False),
         (GROUPED, "zero3+reduce_float32", {"pipeline": 2, "data": 2}, 4, {"chunks": 2}, True),
+        (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 2, "stash": "residuals", "pair_layers": True}, True),
         (DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False),
     ],
     ids=str,

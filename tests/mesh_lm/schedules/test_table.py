@@ -16,14 +16,18 @@ from mesh_lm.schedules.table import COLUMNS, Table, compile_table
 RUN = ("1f1b", "gpipe", "classic_1f1b", "forward")
 
 
-def run(t: Table) -> Counter[Op]:
-    """The ops that the columns execute. Fails if an op reads a value that is not its own; a token is (microbatch, virtual)."""
+def run(t: Table, side_by_side: bool = False) -> Counter[Op]:
+    """The ops that the columns execute. Fails if an op reads a value that is not its own; a token is (microbatch, virtual).
+
+    side_by_side: a B reads its residuals and the output of the last stage before the F of its tick writes any.
+    """
     last, stages = t.stages * t.chunks - 1, t.stages
-    inputs, grads, residuals = (np.full((stages, max(n, 1), 2), -9) for n in (t.n_inputs, t.n_grads, t.n_residuals))
+    inputs, grads, residuals, outputs = (np.full((stages, max(n, 1), 2), -9) for n in (t.n_inputs, t.n_grads, t.n_residuals, t.n_outputs))
     sent_back = np.full((stages, 2), -9)
     done: Counter[Op] = Counter()
     for tick in range(t.ticks):
         at = {name: column[tick] for name, column in t.columns.items()}
+        before = (residuals.copy(), outputs.copy()) if side_by_side else (residuals, outputs)
         sent, arriving, sent_back = np.full((stages, 2), -9), np.roll(sent_back, -1, 0), np.full((stages, 2), -9)
         for p in range(stages):
             if at["receive_grad"][p] >= 0:
@@ -34,14 +38,19 @@ def run(t: Table) -> Counter[Op]:
                 assert at["forward_input"][p] == -1 if s == 0 else tuple(inputs[p, at["forward_input"][p]]) == (m, s)
                 if at["forward_residual"][p] >= 0:
                     residuals[p, at["forward_residual"][p]] = m, s
+                if at["forward_output"][p] >= 0:
+                    outputs[p, at["forward_output"][p]] = m, s
                 sent[p] = m, s + 1
             if at["backward_microbatch"][p] >= 0:
                 m, s = at["backward_microbatch"][p], at["backward_chunk"][p] * stages + p
                 done[Op("B", int(m), int(s))] += 1
-                assert at["backward_input"][p] == -1 if s == 0 else tuple(inputs[p, at["backward_input"][p]]) == (m, s)
+                no_input = s == 0 or side_by_side
+                assert at["backward_input"][p] == -1 if no_input else tuple(inputs[p, at["backward_input"][p]]) == (m, s)
                 assert at["backward_grad"][p] == -1 if s == last else tuple(grads[p, at["backward_grad"][p]]) == (m, s)
                 if at["backward_residual"][p] >= 0:
-                    assert tuple(residuals[p, at["backward_residual"][p]]) == (m, s)
+                    assert tuple(before[0][p, at["backward_residual"][p]]) == (m, s)
+                if side_by_side and s == last:
+                    assert tuple(before[1][p, at["backward_output"][p]]) == (m, s)
                 sent_back[p] = m, s - 1
         for p in range(stages):
             if at["receive_input"][p] >= 0:
@@ -60,6 +69,27 @@ def test_every_read_sees_its_own_value(one: Schedule, drop: bool) -> None:
     assert int(residuals.sum()) == (0 if one.name == "forward" else one.microbatches * (one.n_virtual - drop))
     assert all(column.dtype == np.int32 and column.shape == (t.ticks, t.stages) for column in t.columns.values())
     assert tuple(t.columns) == COLUMNS
+
+
+@given(schedules(RUN))
+def test_side_by_side_nothing_goes_backward_in_the_tick_of_its_own_forward(one: Schedule) -> None:
+    t, before = compile_table(one, False, side_by_side=True), compile_table(one, False)
+    assert run(t, side_by_side=True) == Counter(one.ticks.keys())
+    backward = [op for op in one.ticks if op.kind == "B"]
+    meets = any(one.ticks[op] == one.ticks[op._replace(kind="F")] for op in backward)
+    assert t.ticks == before.ticks + meets
+    reads = t.columns["backward_residual"]
+    assert not ((reads == t.columns["forward_residual"]) & (reads >= 0)).any(), "a slot is written in the tick in which it is read"
+    assert t.n_inputs <= before.n_inputs and t.n_outputs <= t.n_residuals <= before.n_residuals + t.stages
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "slots"), [("1f1b", 1, (1, 1, 16, 2)), ("1f1b", 4, (1, 1, 40, 2)), ("gpipe", 1, (1, 1, 64, 64))]
+)
+def test_slots_of_eight_stages_side_by_side(name: str, chunks: int, slots: tuple[int, int, int, int]) -> None:
+    """Inputs wait for no backward pass; the last stage's output waits for the next tick."""
+    t = compile_table(make_schedule(name, 8, 64, chunks), False, side_by_side=True)
+    assert (t.n_inputs, t.n_grads, t.n_residuals, t.n_outputs) == slots
 
 
 @given(schedules(RUN))

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from mesh_lm.commands.command_line import parse
-from mesh_lm.config import load
+from mesh_lm.config import TrainLoop, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
-from sharding_rules import MeshConfig, Rules, preset
+from sharding_rules import MeshConfig, preset
 
 TINY = "configs/gpt_tiny.py"
 
@@ -78,6 +78,14 @@ def test_all_problems_at_once() -> None:
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.stash=residuals", "model.remat=offload"],
             "pipeline.stash=residuals keeps on the device what model.remat=offload moves to the host; change one of them",
+        ),
+        (
+            ["mesh.data=4", "mesh.pipeline=2", "pipeline.pair_layers=True"],
+            "pipeline.pair_layers=True runs layers one by one, whose residuals pipeline.stash=input drops; set pipeline.stash=residuals",
+        ),
+        (
+            ["pipeline.pair_layers=True", "pipeline.stash=residuals"],
+            "pipeline.pair_layers=True, but mesh.pipeline=1 has no stage that goes forward and backward in one tick; set it to False",
         ),
         (
             ["mesh.data=1", "mesh.pipeline=8"],
@@ -166,24 +174,14 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
     check(dataclasses.replace(config, rules=unused, optimizer=dataclasses.replace(config.optimizer, name="muon")), 8)
 
 
-REPLICAS = "flat vectors are sharded over replicas, and"
-NO_TENSOR = f"{REPLICAS} tensor has none because of rules.params['vocab']='tensor'; remove 'tensor'"
-NO_FSDP = f"{REPLICAS} fsdp has none because of rules.params['embed']='fsdp'; remove 'fsdp'"
+REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence"
 
 
 @pytest.mark.parametrize(
     ("column", "rows", "problem"),
     [
-        (
-            "optimizer",
-            {"flat": ("data", "tensor")},
-            f"rules.optimizer['flat']=('data', 'tensor'): {NO_TENSOR}",
-        ),
-        (
-            "optimizer",
-            {"blocks/flat": "fsdp"},
-            f"rules.optimizer['blocks/flat']='fsdp': {NO_FSDP}",
-        ),
+        ("optimizer", {"flat": ("data", "tensor")}, f"rules.optimizer['flat']=('data', 'tensor'): {REPLICAS}; remove 'tensor'"),
+        ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'"),
@@ -292,41 +290,21 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
     ]
 
 
-GATHER = "layers gather what the optimizer keeps, and"
+FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipeline, data, expert, sequence; remove"
 
 
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        (
-            {"optimizer": {"flat": ("data", "fsdp")}},
-            f"rules.optimizer['flat']=('data', 'fsdp'): {NO_FSDP}",
-        ),
-        (
-            {"optimizer": {"blocks/flat": "tensor"}},
-            f"rules.optimizer['blocks/flat']='tensor': {NO_TENSOR}",
-        ),
+        ({"optimizer": {"flat": ("data", "fsdp")}}, f"rules.optimizer['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp'"),
+        ({"optimizer": {"blocks/flat": "tensor"}}, f"rules.optimizer['blocks/flat']='tensor': {FLAT_NOT_ALONG} 'tensor'"),
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
         (
-            {"params": {"flat": "fsdp"}},
-            f"rules.params['flat']='fsdp': {NO_FSDP}",
-        ),
-        ({"params": {"flat": ("data", "data")}}, "rules.params['flat']=('data', 'data'): has 'data' twice"),
-        (
-            {"params": {"flat": "data"}, "optimizer": {}},
-            f"rules.params['flat']='data': {GATHER} rules.optimizer['flat']=None; set rules.optimizer['flat'] to ('pipeline', 'data')",
-        ),
-        (
-            {"params": {"flat": "data"}, "optimizer": {"flat": ("data", "expert")}},
-            f"rules.params['flat']='data': {GATHER} rules.optimizer['flat']=('data', 'expert'); "
+            {"params": {"flat": "data"}, "optimizer": {"flat": ("pipeline", "sequence")}},
+            "rules.params['flat']='data': layers gather what the optimizer keeps, and rules.optimizer['flat']=('pipeline', 'sequence'); "
             "set rules.optimizer['flat'] to ('pipeline', 'data')",
-        ),
-        (
-            {"params": {"blocks/flat": ("data", "expert")}, "optimizer": {"flat": ("pipeline", "expert", "data")}},
-            f"rules.params['blocks/flat']=('data', 'expert'): {GATHER} rules.optimizer['blocks/flat']=('pipeline', 'expert', 'data'); "
-            "set rules.optimizer['blocks/flat'] to ('pipeline', 'data', 'expert')",
         ),
         (
             {"optimizer": {"flat": "replica"}},
@@ -352,38 +330,37 @@ def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
 
 
+STAGED = {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)}
+
+
 @pytest.mark.parametrize(
-    ("rules", "mesh"),
+    ("model", "changes", "problem"),
     [
-        (preset("zero3"), MeshConfig(data=8)),
-        (preset("zero3"), MeshConfig(pipeline=2, data=4)),
-        (preset("hsdp+megatron").replace(params={"flat": "data"}), MeshConfig(data=2, fsdp=2, tensor=2)),
-        (preset("hsdp").replace(params={"blocks/flat": "data"}, optimizer={"flat": ("pipeline", "data")}), MeshConfig(data=2, fsdp=4)),
+        ({"remat": "full", "remat_layers": 9}, {}, "model.remat_layers=9 must be in [0, 4], the layers of the model"),
         (
-            preset("zero3").replace(
-                params={"flat": ("data", "fsdp")}, optimizer={"flat": ("data", "fsdp")}, activations={"batch": ("data", "fsdp")}
-            ),
-            MeshConfig(data=2, fsdp=4),
+            {"remat": "full", "remat_layers": 1, "window": (64, 0)}, {},
+            "model.remat_layers=1 divides a period of 2 layers (model.window); set it to a multiple of that",
         ),
+        (
+            {"remat": "none", "remat_layers": 2}, {},
+            "model.remat_layers=2: no policy recomputes less than remat=none of 'blocks'; set model.remat to one of full, save_names, or "
+            "leave model.remat_layers unset",
+        ),
+        (
+            {"remat": "full", "remat_layers": 2}, STAGED,
+            "model.remat_layers=2: stages treat all layers alike, and mesh.pipeline=2; leave model.remat_layers unset",
+        ),
+        (
+            {"kept_layers": 2}, STAGED,
+            "model.kept_layers=2: a stage keeps what it gathers anyway, and mesh.pipeline=2; set model.kept_layers=0",
+        ),
+        ({"kept_layers": 2}, {}, "model.kept_layers=2: by rules 'ddp' no layer gathers its own weights; use zero3, or set it to 0"),
     ],
-    ids=["zero3", "zero3, stages", "params only", "one segment", "fsdp as an axis of replicas"],
-)
-def test_layers_may_gather_what_the_optimizer_keeps(rules: Rules, mesh: MeshConfig) -> None:
-    config = dataclasses.replace(load(TINY), rules=rules, mesh=mesh)
-    check(config, 8)
-    offloaded = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="offload"))
-    with pytest.raises(
-        ConfigError, match=r"layers that gather their matrices cannot offload; set model.remat \(of 'blocks'\) to save_names"
-    ):
-        check(offloaded, 8)
-
-
-def test_activations_along_an_axis_of_flat_vectors() -> None:
-    """Devices along tensor are no replicas if activations are sharded over it, even if no weight is."""
-    rows = {"heads": "tensor"}
-    rules = preset("ddp").replace("mine", activations=rows, optimizer={"flat": "tensor"})
+    ids=str,
+)  # fmt: skip
+def test_layers_that_are_treated_unlike_others(model: dict[str, Any], changes: dict[str, Any], problem: str) -> None:
+    config = load(TINY)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model), rules=preset("ddp"), **changes)
     with pytest.raises(ConfigError) as caught:
-        check(dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=4, tensor=2)), 8)
-    because = "rules.activations['heads']='tensor'"
-    problem = f"rules.optimizer['flat']='tensor': {REPLICAS} tensor has none because of {because}; remove 'tensor'"
+        check(config, 8)
     assert str(caught.value) == f"this config cannot run\n  - {problem}"

@@ -85,7 +85,7 @@ def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: p
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").exists()
     out = capsys.readouterr().out
-    assert "rules distributed+megatron_sp" in out and "pipeline=2 x data=2 x tensor=2" in out and "gzip -9" in out
+    assert "rules zero3+megatron_sp" in out and "pipeline=2 x data=2 x tensor=2" in out and "gzip -9" in out
 
 
 KILLED = """

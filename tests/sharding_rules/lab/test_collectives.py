@@ -137,6 +137,7 @@ FLAT = [
     Program("distributed+hsdp+megatron_sp", "save_names", "llama", {"data": 3, "fsdp": 2, "tensor": 4}, 2),
     Program("distributed+reduce_bfloat16", "full", "gpt", {"data": 8}, 2),
     Program("distributed+megatron_sp+reduce_bfloat16", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+    Program("zero3+megatron_sp", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
 ]
 """With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
 
@@ -173,8 +174,9 @@ def assert_sends(report: Report, terms: list[Term]) -> None:
             assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
 
 
-NOTICES = {"exposed-communication", "whole-copy"}
-"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; copies are of stages."""
+NOTICES = {"exposed-communication", "exposed-hop", "whole-copy"}
+"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; no backward slot hides
+what stages send while the pipeline fills; copies are of stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""
 
@@ -301,7 +303,7 @@ def without_stages() -> TrainConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "devices"),
-    [pytest.param("megatron_177b", 6, 2304, marks=pytest.mark.exhaustive), ("megatron_462b", 16, 6144), ("gpt_175b", 8, 1024)],
+    [pytest.param("megatron_177b", 6, 2304, marks=pytest.mark.exhaustive), ("megatron_314b", 8, 3072), ("gpt_175b", 8, 1024)],
 )
 def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int) -> None:
     """Compiles with tensor 8 and its published stages, fits, and sends over pipeline what the form says, as over all other axes."""
@@ -312,7 +314,8 @@ def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int
     assert_sends(report, terms)
     assert report.wire_bytes(["pipeline"]) == pytest.approx(by_axes(terms)["pipeline",], rel=0.01)
     assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
-    hops = [one for one in report.select("collective-permute", "pipeline") if one.loops]
+    every = [one for one in report.select("collective-permute", "pipeline") if one.loops]
+    hops = [one for one in every if one.times == max(other.times for other in every)]  # of the ticks with both slots
     whole = [one for one in report.copies if one.times >= hops[0].times and one.bytes > hops[0].payload]
     assert not whole, f"a stash or gradients are copied in each tick: {whole}"
     assert len(hops) == 2 and all(one.asynchronous for one in hops)

@@ -23,6 +23,8 @@ def test_a_gpu_gets_the_set_of_its_generation() -> None:
     assert xla_flags("auto", (9, 0)) == "--xla_gpu_enable_latency_hiding_scheduler=true"
     assert xla_flags("auto", (7, 0)) == xla_flags("default", (9, 0)) == "", "nothing is vetted for a V100"
     assert [auto(gpu, pipeline=True) for gpu in ((9, 0), (8, 0), (7, 0))] == ["pipeline", "pipeline", "default"]
+    assert [auto((9, 0), stages, pairs=True) for stages in (True, False)] == ["pipeline_pairs", "overlap"]
+    assert options("pipeline_pairs") == {**options("pipeline"), "xla_gpu_reduce_scatter_combine_threshold_bytes": 1}
 
 
 def test_flags_are_written_as_xla_reads_them() -> None:

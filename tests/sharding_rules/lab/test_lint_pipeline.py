@@ -96,8 +96,9 @@ def test_idle_stages_gather_too() -> None:
     """Each of the M + P - 1 ticks of a slot gathers, whether its stage has work or not; one tick more is a finding."""
 
     def ticks(n: int) -> tuple[Any, ...]:
-        changes = {"loops": (n, flat.L // P), "conditional": False}
-        return tuple(dataclasses.replace(one, **changes) if one.kind == "all-gather" else one for one in LAWFUL)
+        return tuple(
+            dataclasses.replace(one, loops=(n, flat.L // P), conditional=False) if one.kind == "all-gather" else one for one in LAWFUL
+        )
 
     assert findings(collectives=ticks(M + P - 1)) == ()
     found = findings(collectives=ticks(M + P))

@@ -187,23 +187,23 @@ def cross_entropy_without_a_constraint(patch: pytest.MonkeyPatch) -> Step:
 
 
 def hop_of_whole_sequences(patch: pytest.MonkeyPatch) -> Step:
-    hop = ring._hop
+    hop = ring.hop
 
     def whole(table: Any, x: jax.Array, step: int) -> jax.Array:
         pinned = (lax.with_sharding_constraint(y, PartitionSpec(None, None, None)) for y in (x, hop(table, x, step)))
         return lax.optimization_barrier(tuple(pinned))[1]
 
-    patch.setattr(ring, "_hop", whole)
+    patch.setattr(ring, "hop", whole)
     return STAGED
 
 
 def hop_in_f32(patch: pytest.MonkeyPatch) -> Step:
-    hop = ring._hop
+    hop = ring.hop
 
     def wide(table: Any, x: jax.Array, step: int) -> jax.Array:
         return lax.optimization_barrier(hop(table, lax.optimization_barrier(x.astype(jnp.float32)), step)).astype(x.dtype)
 
-    patch.setattr(ring, "_hop", wide)
+    patch.setattr(ring, "hop", wide)
     return STAGED
 
 

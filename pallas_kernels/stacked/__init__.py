@@ -1,0 +1,1 @@
+"""Implementations of `stacked_matmul`: XLA's form (`xla.py`), and kernels for Hopper (`hopper.py`) with their plans (`plan.py`)."""
