@@ -181,7 +181,7 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
 
 
 def _flat(config: TrainConfig) -> Iterator[str]:
-    """Rows of flat vectors belong in the optimizer's column, over mesh axes along which full matrices are replicated."""
+    """Rows of flat vectors belong in the optimizer's column, and in that of params if layers gather them, over axes of replicas."""
     rules, manual = config.rules, config.rules.manual_axes()
     for kind in get_args(Kind):
         for row, entry in (getattr(rules, kind) or {}).items():
@@ -192,9 +192,12 @@ def _flat(config: TrainConfig) -> Iterator[str]:
                 continue
             if kind == "params":
                 yield from _gathered(config, row)
+                if rules.optimizer is not None:  # whose row must name the same axes
+                    continue
             elif kind != "optimizer":
                 yield f"{where}: flat vectors are the optimizer's; set rules.optimizer[{row!r}]"
-            elif twice := [axis for axis in axes if axes.count(axis) > 1]:
+                continue
+            if twice := [axis for axis in axes if axes.count(axis) > 1]:
                 yield f"{where}: has {twice[0]!r} twice"
             elif auto := [axis for axis in axes if axis in rules.order() and axis not in manual]:
                 over = ", ".join(axis for axis in rules.order() if axis in manual)

@@ -71,13 +71,15 @@ def rows(capsys: pytest.CaptureFixture[str]) -> list[dict]:
 @pytest.mark.slow
 def test_strategies_equal_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, pipeline = str(tmp_path / "reference.npz"), Strategy("fsdp", {"pipeline": 2, "fsdp": 4})
-    flat = Strategy("distributed", {"pipeline": 2, "data": 4})
+    flat, gathered = Strategy("distributed", {"pipeline": 2, "data": 4}), Strategy("zero3", {"data": 8})
+    gathered_by_stages = Strategy("zero3", {"pipeline": 2, "data": 4}, {"chunks": 2})
+    right_ones = [(pipeline, 4), (flat, 4), (gathered, 2), (gathered_by_stages, 4)]
     worker.reference(str(tmp_path), TINY, [ONE.variant(1)], path)
     unknown = {"rules": "fsdp", "mesh": "fsdp=3", "changes": {"mesh": {"data": 1, "fsdp": 3}}}
-    worker.equality(str(tmp_path), TINY, [unknown, pipeline.variant(4), flat.variant(4)], path)
-    _, wrong, *both = rows(capsys)
+    worker.equality(str(tmp_path), TINY, [unknown, *(strategy.variant(microbatches) for strategy, microbatches in right_ones)], path)
+    _, wrong, *found = rows(capsys)
     assert "is not divisible by" in wrong["error"] and wrong["mesh"] == "fsdp=3"
-    for right, strategy in zip(both, (pipeline, flat), strict=True):
+    for right, (strategy, _) in zip(found, right_ones, strict=True):
         assert right.items() >= (strategy.columns | {"init_differ": 0}).items() and "error" not in right
         assert 0 < right["grads_rel"] <= worker.TOLERANCE and right["sums_rel"] <= worker.TOLERANCE
 

@@ -9,7 +9,7 @@ from mesh_lm.commands.command_line import parse
 from mesh_lm.config import TrainLoop, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
-from sharding_rules import MeshConfig, preset
+from sharding_rules import MeshConfig, Rules, preset
 
 TINY = "configs/gpt_tiny.py"
 
@@ -301,6 +301,20 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
         ({"optimizer": {"flat": ("data", "data")}}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ({"optimizer": {"flatt": "data"}}, "rules.optimizer['flatt']='data': no parameter has such an axis; did you mean 'flat'?"),
         ({"gradients": {"flat": "data"}}, "rules.gradients['flat']='data': flat vectors are the optimizer's; set rules.optimizer['flat']"),
+        # Without a column of the optimizer, that of params is its column, too.
+        ({"params": {"flat": ("data", "fsdp")}}, f"rules.params['flat']=('data', 'fsdp'): {FLAT_NOT_ALONG} 'fsdp'"),
+        ({"params": {"flat": ("data", "data")}}, "rules.params['flat']=('data', 'data'): has 'data' twice"),
+        (
+            {"params": {"flat": "data"}, "optimizer": {}},
+            "rules.params['flat']='data': layers gather what the optimizer keeps, and rules.optimizer['flat']=None; "
+            "set rules.optimizer['flat'] to ('pipeline', 'data')",
+        ),
+        (
+            {"params": {"blocks/flat": ("data", "expert")}, "optimizer": {"flat": ("pipeline", "expert", "data")}},
+            "rules.params['blocks/flat']=('data', 'expert'): layers gather what the optimizer keeps, and "
+            "rules.optimizer['blocks/flat']=('pipeline', 'expert', 'data'); "
+            "set rules.optimizer['blocks/flat'] to ('pipeline', 'data', 'expert')",
+        ),
         (
             {"params": {"flat": "data"}, "optimizer": {"flat": ("pipeline", "sequence")}},
             "rules.params['flat']='data': layers gather what the optimizer keeps, and rules.optimizer['flat']=('pipeline', 'sequence'); "
@@ -328,6 +342,26 @@ def test_rows_of_flat_vectors(columns: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config, 8)
     assert str(caught.value) == f"this config cannot run\n  - {problem}"
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        (preset("zero3"), MeshConfig(data=8)),
+        (preset("zero3"), MeshConfig(pipeline=2, data=4)),
+        (preset("hsdp+megatron").replace(params={"flat": "data"}), MeshConfig(data=2, fsdp=2, tensor=2)),
+        (preset("hsdp").replace(params={"blocks/flat": "data"}, optimizer={"flat": ("pipeline", "data")}), MeshConfig(data=2, fsdp=4)),
+    ],
+    ids=["zero3", "zero3 with stages", "params only", "one segment"],
+)
+def test_layers_may_gather_what_the_optimizer_keeps(rules: Rules, mesh: MeshConfig) -> None:
+    config = dataclasses.replace(load(TINY), rules=rules, mesh=mesh)
+    check(config, 8)
+    offloaded = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="offload"))
+    with pytest.raises(
+        ConfigError, match=r"layers that gather their matrices cannot offload; set model.remat \(of 'blocks'\) to save_names"
+    ):
+        check(offloaded, 8)
 
 
 STAGED = {"mesh": MeshConfig(pipeline=2, data=4), "train": TrainLoop(global_batch=16, microbatches=4)}
