@@ -25,6 +25,8 @@ from worker import emit, reported, serve
 from mesh_lm.distributed import gpu
 from mesh_lm.optim.unflatten import unflatten_matrices
 from mesh_lm.parallel.engine import region
+from mesh_lm.state import weights_of
+from mesh_lm.state.disk_form import complete_weights
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5
@@ -75,15 +77,15 @@ def equality(directory: str, changes: dict[str, dict], variants: list[Variant], 
 
 def outcome(run: Run) -> Outcome:
     """Returns one global batch whose sequences have from few labels to all, so that a mean of means is not the mean."""
-    layout, train, params = run.layout, run.config.train, run.state()["params"]
+    layout, train, state = run.layout, run.config.train, run.state()
     rows = run.sequences.rows(np.arange(train.global_batch))
     kept = np.random.default_rng(0).random(rows["weights"].shape) < np.linspace(0.1, 1, train.global_batch)[:, None]
     batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
-    (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(params, batch, jax.random.key(run.config.seed))
+    (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(weights_of(layout, state), batch, jax.random.key(run.config.seed))
     grads = unflatten_matrices(layout.flat, grads, layout.shardings("params"))
-    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in (("params", params), ("grads", grads))}
-    found = {**ordered, "sums": sums}
-    return {f"{kind}.{name}": np.asarray(x) for kind, tree in found.items() for name, x in tree.items()}
+    found = {"params": complete_weights(layout, state), "grads": grads}
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in found.items()}
+    return {f"{kind}.{name}": np.asarray(x) for kind, tree in {**ordered, "sums": sums}.items() for name, x in tree.items()}
 
 
 def compared(found: Outcome, wanted: Outcome) -> Row:
