@@ -17,10 +17,7 @@ from sharding_rules.lab.lint import lint
 COMPILE_BUDGET = 20
 pytestmark = pytest.mark.deviceless
 DEVICES = {row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text())["tables"][plan_page.CONFIGS]["rows"]}
-EXPOSED = {
-    "llama3_405b": {"fsdp"}, "llama3_70b": {"fsdp"}, "megatron_16b": {"data"}, "megatron_32b": {"data"}, "megatron_70b": {"data"},
-    "megatron_119b": {"data"},
-}  # fmt: skip
+EXPOSED = {"llama3_405b": {"tensor"}, "megatron_119b": {"tensor"}, "megatron_462b": {"tensor"}}
 """Mesh axes for whose collectives compute waits a tenth of the predicted step or more. That is so, and no mistake of a config."""
 SLOW = ("gpt_1_3b", "llama3_8b", "megatron_32b", "megatron_462b")
 """Those that CI lints: one node, FSDP, data parallelism, stages. The others are exhaustive."""
@@ -35,6 +32,6 @@ def test_a_shipped_config_has_no_errors(reports: str, name: str) -> None:
     made = Program.of(config, "h100", DEVICES[name])
     found = lint(made.compile(options(flags_of(config, "h100"))), config.rules, made.layout.axes)
     assert not [one for one in found if one.severity == "error"], "\n".join(map(str, found))
-    assert {one.check for one in found} <= {"exposed-communication"}
-    axes = {one.text.partition(" over ")[2].partition(" ")[0] for one in found}
+    assert {one.check for one in found} <= {"exposed-communication", "exposed-hop"}  # no backward slot hides hops while a pipeline fills
+    axes = {one.text.partition(" over ")[2].partition(" ")[0] for one in found if one.check == "exposed-communication"}
     assert axes == EXPOSED.get(name, set()), "\n".join(map(str, found))
