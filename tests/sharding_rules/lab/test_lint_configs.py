@@ -17,8 +17,8 @@ from sharding_rules.lab.lint import lint
 COMPILE_BUDGET = 20
 pytestmark = pytest.mark.deviceless
 DEVICES = {row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text())["tables"][plan_page.CONFIGS]["rows"]}
-EXPOSED = {"llama3_405b": {"tensor"}, "megatron_119b": {"tensor"}, "megatron_462b": {"tensor"}}
-"""Mesh axes for whose collectives compute waits a tenth of the predicted step or more. That is so, and no mistake of a config."""
+EXPOSED: dict[str, set[str]] = {}
+"""By config, the mesh axes of a collective for which compute waits a tenth of the predicted step or more: none does."""
 SLOW = ("gpt_1_3b", "llama3_8b", "megatron_32b", "megatron_462b")
 """Those that CI lints: one node, FSDP, data parallelism, stages. The others are exhaustive."""
 
