@@ -59,7 +59,7 @@ def get_config() -> TrainConfig:
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     return dataclasses.replace(
         config,
-        model=MyConfig(**fields),
+        model=MyConfig(**fields | {"unroll": False}),
         mesh=MeshConfig(fsdp=2, tensor=8, data=1),
         rules=preset("fsdp+megatron_sp"),
         output="runs/joint_qkv",

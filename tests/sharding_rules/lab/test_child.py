@@ -69,7 +69,16 @@ def test_a_child_compiles_what_this_process_would(monkeypatch: pytest.MonkeyPatc
             program,
             (),
             mesh,
-            {"name": "w", "target": "h100", "options": options, "slots": (), "vocabulary": NEUTRAL, "versions": {}, "model_flops": 0.0},
+            {
+                "name": "w",
+                "target": "h100",
+                "options": options,
+                "slots": (),
+                "vocabulary": NEUTRAL,
+                "versions": {},
+                "model_flops": 0.0,
+                "attention_flops": 0.0,
+            },
         )
     (text, memory, _), (here, stats, _) = made
     assert text == here and "all-gather" in text
