@@ -15,13 +15,18 @@ SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", 
 attention kernel, which are expensive to recompute. Norms and the nonlinearity are recomputed."""
 
 
-def remat(policy: Remat) -> Callable[[Callable], Callable]:
-    """A function transformation: the backward pass of the result recomputes by this policy (see `DecoderConfig.remat`)."""
+def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callable]:
+    """A function transformation: the backward pass of the result recomputes by this policy (see `DecoderConfig.remat`).
+
+    unrolled: whether the forward pass is in one computation with its backward, instead of a loop of its own: without barriers XLA would
+    find the recomputation equal to it, and save the activations after all.
+    """
+    checkpoint = partial(jax.checkpoint, prevent_cse=unrolled)
     policies = jax.checkpoint_policies
     if policy == "none":
         return lambda f: f
     if policy == "full":
-        return partial(jax.checkpoint, prevent_cse=False)
+        return checkpoint
     if policy == "save_names":
         named = policies.save_only_these_names(*SAVED_NAMES)
 
@@ -29,8 +34,8 @@ def remat(policy: Remat) -> Callable[[Callable], Callable]:
             # The residuals of cuDNN have no checkpoint names.
             return primitive.name.startswith("dot_product_attention_fwd") or named(primitive, *args, **params)
 
-        return partial(jax.checkpoint, prevent_cse=False, policy=keep)
+        return partial(checkpoint, policy=keep)
     offload = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=list(SAVED_NAMES), offload_src="device", offload_dst="pinned_host"
     )
-    return partial(jax.checkpoint, prevent_cse=False, policy=offload)
+    return partial(checkpoint, policy=offload)

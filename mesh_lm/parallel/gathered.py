@@ -170,7 +170,7 @@ class _Layers(LayerCollectives):
             y, _, sums = layer(x, ctx)
             return y, sums
 
-        return remat(policy)(run)(x, used, others, floats)
+        return remat(policy, self.segment.unroll)(run)(x, used, others, floats)
 
     def saves(self, policy: Remat) -> list[list[bool]]:
         """For each layer of a period and each of its residuals, whether the forward pass saves it."""

@@ -28,7 +28,7 @@ GPT, LLAMA = (load(str(ROOT / "configs" / f"{name}.py")).model for name in ("gpt
         (LLAMA, "residual and norm", "backward", 1.55),
         (LLAMA, "rotary, q and k", "backward", 1.10),
         (LLAMA, "SwiGLU", "backward", 1.01),
-        (GPT, "bias and GELU", "backward", 1.05),
+        (GPT, "bias and GELU", "backward", 1.35),  # its gradient is read again for the bias's: see docs/kernels.md
     ],
 )
 def test_bytes_against_the_least(config, part: str, direction: str, most: float) -> None:
