@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import get_args
 
 from sharding_rules.mesh import AXES
-from sharding_rules.rules import Column, Kind, MeshAxes, Reduction, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
+from sharding_rules.rules import FLAT, Column, Kind, MeshAxes, Reduction, Rules, ShardingRuleError, axes_of, did_you_mean, row_of
 
 _REPLICATED: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"))
 _WEIGHTS: Column = {**_REPLICATED, "layers": "pipeline"}  # a stage holds its own layers, whatever else is sharded
@@ -18,6 +18,7 @@ _ACTS: Column = dict.fromkeys(("batch", "seq", "seq_resid", "embed", "heads", "k
 _TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 _BY_DATA: Column = {**_WEIGHTS, "embed": "data"}
 _DATA: Column = {**_ACTS, "batch": "data"}
+_CONTEXT: Column = {**_DATA, "seq": "sequence", "seq_resid": "sequence"}
 
 PRESETS: dict[str, Rules] = {
     rules.name: rules
@@ -41,8 +42,17 @@ PRESETS: dict[str, Rules] = {
         Rules("megatron", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR}),
         # Megatron's sequence parallelism (arXiv 2205.05198): the residual stream is sharded along the sequence between the matmul pairs.
         Rules("megatron_sp", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR, "seq_resid": "tensor"}),
+        # Context parallel: each device has a part of every sequence, in all layers. They differ in what attention exchanges.
+        Rules("context_gather", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "gather"}),
+        Rules("ulysses", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "ulysses"}),
+        Rules("ring", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "ring"}),
+        # Both (arXiv 2405.07719): Ulysses inside a node, a ring across nodes.
+        Rules(
+            "usp", params=_WEIGHTS, activations={**_CONTEXT, **dict.fromkeys(("seq", "seq_resid"), ("sequence", "ulysses"))},
+            axes={"ulysses": "manual"}, context={"sequence": "ring", "ulysses": "ulysses"},
+        ),
     )
-}
+}  # fmt: skip
 
 REDUCTIONS: dict[str, Reduction] = {f"reduce_{reduction}": reduction for reduction in get_args(Reduction) if reduction != "auto"}
 """Words of a product that are not strategies, but choose the type in which gradients are summed."""
@@ -71,7 +81,8 @@ def preset(name: str) -> Rules:
 def product(a: Rules, b: Rules) -> Rules:
     """Both strategies combined: each row has the mesh axes of both. A scoped row of one combines with the plain row of the other.
 
-    A `reduction` other than auto applies to the product. Raises ShardingRuleError if the two contradict each other.
+    A `reduction` other than auto applies to the product. Flat vectors are sharded over the axes of the sequence, too, along which weights
+    are replicated. Raises ShardingRuleError if the two contradict each other.
     """
 
     def both(kind: Kind) -> Column | None:
@@ -83,6 +94,8 @@ def product(a: Rules, b: Rules) -> Rules:
     def union(row: str, left: Column, right: Column, first: MeshAxes) -> MeshAxes:
         # Mesh order, but moments and gradients start with the axes of their weight: the other order costs two permutes a step (measured).
         used = {*axes_of(axes_in(row, left)), *axes_of(axes_in(row, right))}
+        if used and row.rpartition("/")[2] == FLAT:
+            used |= context.keys()
         axes = sorted(used, key=lambda axis: (axis not in axes_of(first), order.index(axis)))
         return axes[0] if len(axes) == 1 else tuple(axes) or None
 
@@ -92,13 +105,16 @@ def product(a: Rules, b: Rules) -> Rules:
     if clash := [axis for axis, kind in a.axes.items() if b.axes.get(axis, kind) != kind]:
         kinds = f"as {a.axes[clash[0]]} and as {b.axes[clash[0]]}"
         raise ShardingRuleError(f"{a.name} and {b.name} declare the mesh axis {clash[0]!r} {kinds}; rename one of them")
+    if clash := [axis for axis, exchange in a.context.items() if b.context.get(axis, exchange) != exchange]:
+        kinds = f"by {a.context[clash[0]]} and by {b.context[clash[0]]}"
+        raise ShardingRuleError(f"{a.name} and {b.name} exchange keys over {clash[0]!r} {kinds}; keep one of them")
     if "auto" not in (a.reduction, b.reduction) and a.reduction != b.reduction:
         kinds = f"in {a.reduction} and in {b.reduction}"
         raise ShardingRuleError(f"{a.name} and {b.name} sum gradients {kinds}; set one of them to auto: replace(reduction='auto')")
     reduction = a.reduction if a.reduction != "auto" else b.reduction
-    axes = {**a.axes, **b.axes}
+    axes, context = {**a.axes, **b.axes}, {**a.context, **b.context}
     used = a.mesh_axes() | b.mesh_axes()
     order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # undeclared axes are refused by `spec`, which has a mesh
     params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
-    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, reduction=reduction, **columns)  # pyright: ignore[reportArgumentType]
+    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, context=context, reduction=reduction, **columns)  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,10 @@ MeshAxes = str | tuple[str, ...] | None
 Column = Mapping[str, MeshAxes]
 AxisType = Literal["auto", "manual"]
 Reduction = Literal["auto", "float32", "bfloat16"]
+Exchange = Literal["gather", "ulysses", "ring"]
 
+FLAT = "flat"
+"""The row of flat vectors: see `Rules.params` and `Rules.optimizer`."""
 _UNSCOPED = {
     "batch": "the whole model has one batch",
     "layers": "all segments are divided into the same stages",
@@ -59,8 +62,15 @@ class Rules:
     axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
     """Additional mesh axes that these rules use; `MeshConfig.extra` has their sizes.
 
-    auto: XLA shards along the axis and inserts the collectives, as along fsdp and tensor. manual: the axis shards the batch only, weights
-    are replicated along it, and gradients are summed over it once a step, as along data.
+    auto: XLA shards along the axis and inserts the collectives, as along fsdp and tensor. manual: the axis shards the batch or the
+    sequence only, weights are replicated along it, and gradients are summed over it once a step, as along data.
+    """
+    context: Mapping[str, Exchange] = dataclasses.field(default_factory=dict)
+    """How attention sees all keys, for each mesh axis that shards the sequence (the row "seq" of activations): context parallelism.
+
+    gather: every device gathers the keys and values of all tokens. ulysses: an all-to-all gives each device all tokens of a part of the
+    heads (DeepSpeed-Ulysses, arXiv 2309.14509). ring: keys and values travel from device to device, beside the attention of those that
+    came before (arXiv 2310.01889). One axis may have gather or ring, and further axes inside of it ulysses (USP, arXiv 2405.07719).
     """
     reduction: Reduction = "auto"
     """The type in which gradients of matrices are summed over devices. Those of vectors are always summed in float32.
@@ -77,6 +87,10 @@ class Rules:
                 raise ShardingRuleError(f"rules.axes[{axis!r}]: every mesh has an axis of that name; choose another")
             if kind not in get_args(AxisType):
                 raise ShardingRuleError(f"rules.axes[{axis!r}]={kind!r}: a mesh axis is one of {', '.join(get_args(AxisType))}")
+        for axis, exchange in self.context.items():
+            if exchange not in get_args(Exchange):
+                known = did_you_mean(str(exchange), get_args(Exchange))
+                raise ShardingRuleError(f"rules.context[{axis!r}]={exchange!r}: attention has no such exchange{known}")
         if self.reduction not in get_args(Reduction):
             known = did_you_mean(str(self.reduction), get_args(Reduction))
             raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients cannot be summed in this type{known}")
@@ -113,18 +127,20 @@ class Rules:
         return (*AXES, *self.axes)
 
     def replace(
-        self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, reduction: Reduction | None = None, **columns: Column
-    ) -> Rules:
+        self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, context: Mapping[str, Exchange] | None = None,
+        reduction: Reduction | None = None, **columns: Column,
+    ) -> Rules:  # fmt: skip
         """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
 
-        axes: additional mesh axes to declare. reduction: None: unchanged.
+        axes: additional mesh axes to declare. context: changed or added, too. reduction: None: unchanged.
         """
         if unknown := set(columns) - set(get_args(Kind)):
             raise ShardingRuleError(
                 f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
             )
         changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
-        changed |= {"axes": {**self.axes, **(axes or {})}, "reduction": reduction or self.reduction}
+        changed |= {"axes": {**self.axes, **(axes or {})}, "context": {**self.context, **(context or {})}}
+        changed |= {"reduction": reduction or self.reduction}
         return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
 
     def spec(
@@ -183,6 +199,7 @@ class Rules:
             "name": self.name,
             **{k: None if column is None else {row: list(axes_of(entry)) for row, entry in column.items()} for k, column in plain.items()},
             **({"axes": dict(self.axes)} if self.axes else {}),
+            **({"context": dict(self.context)} if self.context else {}),
             **({"reduction": self.reduction} if self.reduction != "auto" else {}),
         }
 

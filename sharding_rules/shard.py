@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding_rules.rules import Kind, Rules, ShardingRuleError, axes_of
+from sharding_rules.rules import Exchange, Kind, Rules, ShardingRuleError, axes_of
 
 _NOUN: dict[Kind, str] = {
     "params": "weight",
@@ -134,6 +134,17 @@ class Shard:
     def axes_for(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that shard a logical axis of the activations here, over which code inside `shard_map` must reduce or gather."""
         return axes_of(self.spec("activations", (logical,))[0])
+
+    def exchanges(self) -> list[tuple[str, Exchange]]:
+        """(mesh axis, exchange) of each axis that shards the sequence on this mesh, outermost first: see `Rules.context`.
+
+        Raises ShardingRuleError for an axis without an exchange.
+        """
+        axes = [axis for axis in axes_of(self.rules.activations.get("seq")) if self.mesh.shape[axis] > 1]
+        if unknown := [axis for axis in axes if axis not in self.rules.context]:
+            fix = f"set rules.context[{unknown[0]!r}] to gather, ulysses or ring"
+            raise ShardingRuleError(f"rules.activations['seq'] is sharded over {unknown[0]!r}, and attention needs all keys; {fix}")
+        return [(axis, self.rules.context[axis]) for axis in axes]
 
     def n_shards(self, axes: Sequence[str]) -> int:
         """The number of shards that mesh axes make: the product of their sizes."""

@@ -14,7 +14,7 @@ from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
-from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset
+from sharding_rules import MeshConfig, Rules, Shard, make_mesh, preset, token_order
 
 SEQ, VOCAB, BATCH = 16, 250, 16
 
@@ -65,6 +65,9 @@ def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict
 
 def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, jax.Array]:
     mesh, spec = layout.shard.mesh, engine.batch_sharding(layout).spec
+    order = token_order(layout.shard.rules, mesh.shape, SEQ)
+    if order is not None:
+        batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
     return {name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape))) for name, x in batch.items()}
 
 

@@ -14,6 +14,7 @@ from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
 from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
+from sharding_rules import token_order
 
 
 class Batches:
@@ -75,6 +76,7 @@ class Batches:
         self._heldout = RowReader(corpus.heldout_order(config), eod=eod, documents=documents)
         self._batching = {
             "global_batch": train.global_batch, "microbatches": train.microbatches, "sharding": sharding,
+            "token_order": token_order(config.rules, sharding.mesh.shape, config.model.seq_len),
             "threads": data.threads, "prefetch": data.prefetch,
         }  # fmt: skip
 

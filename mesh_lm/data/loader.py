@@ -38,14 +38,15 @@ class Loader:
         Its sum over all processes is the same on any mesh: it proves that a run resumed elsewhere has read the same samples.
 
     A batch has the leaves of `RowReader.rows` as global arrays: [M, B, S] with `sharding`, and sample_ids [M, B] with its spec's first two
-    entries. It also has indices, int32 [M, 1, S] with the last entry, which number the tokens of a sequence. When a batch is returned, the
-    next one is already being transferred to the devices.
+    entries. It also has indices, int32 [M, 1, S] with the last entry, which number the tokens of a sequence. Tokens are in the order that
+    `sharding_rules.token_order` returns. When a batch is returned, the next one is already being transferred to the devices.
 
     Args:
       rows: the training split.
       global_batch: sequences in a batch, M x B.
       microbatches: M.
       sharding: of a [M, B, S] leaf.
+      token_order: the index of each token, int32 [S], as they lie in memory; None: in their own order.
       position: samples consumed so far.
       threads: Grain's reader threads; 0: read in the calling thread.
       prefetch: batches that the threads read ahead.
@@ -61,12 +62,13 @@ class Loader:
         global_batch: int,
         microbatches: int,
         sharding: NamedSharding,
+        token_order: np.ndarray | None = None,
         position: int,
         threads: int,
         prefetch: int,
     ) -> None:
         rows.require(global_batch)
-        self._layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
+        self._layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding, token_order)
         self._position, self._global_batch = position, global_batch
         self._batches = _read(_Source(rows, self._layout, position, sys.maxsize, certified=True), threads, prefetch)
         self._ahead: tuple[int, Batch] | None = None
@@ -106,7 +108,7 @@ def heldout(
     The last batch is padded with repeats of the last sequence at weight 0, so that all batches have the same shape. Raises as `Loader`, but
     accepts any number of sequences.
     """
-    layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding)
+    layout = _Layout.of(global_batch, microbatches, rows.seq_len, sharding, token_order)
     stop = min(limit or len(rows), len(rows))
     with contextlib.closing(_read(_Source(rows, layout, 0, stop, len(rows)), threads, prefetch)) as batches:
         for batch in batches:
@@ -125,9 +127,13 @@ class _Layout:
     """Index of row (m, b) in `rows`, int64 [M, B]; -1 if this process does not hold it."""
     first: np.ndarray
     """Whether no process with a lower index holds the row as well, bool [R]."""
+    token_order: np.ndarray | None
+    """As for `Loader`."""
 
     @classmethod
-    def of(cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding) -> _Layout:
+    def of(
+        cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding, token_order: np.ndarray | None
+    ) -> _Layout:
         if global_batch % microbatches:
             raise ConfigError(f"train.global_batch={global_batch} must be a multiple of train.microbatches={microbatches}")
         shape = (microbatches, global_batch // microbatches, seq_len)
@@ -141,7 +147,7 @@ class _Layout:
             is_here[held] |= device.process_index == jax.process_index()
             holder[held] = np.minimum(holder[held], device.process_index)
         row_index = np.where(is_here, np.cumsum(is_here).reshape(is_here.shape) - 1, -1)
-        return cls(shape, sharding, np.flatnonzero(is_here), row_index, holder[is_here] == jax.process_index())
+        return cls(shape, sharding, np.flatnonzero(is_here), row_index, holder[is_here] == jax.process_index(), token_order)
 
     def to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         """Returns global arrays [M, B, ...] from this process's rows [R, ...], plus token indices; devices do not communicate."""
@@ -153,7 +159,8 @@ class _Layout:
         M, _, S = self.shape
         spec = self.sharding.spec[2:]
         sharding = NamedSharding(self.sharding.mesh, PartitionSpec(None, None, *spec))
-        positions = np.broadcast_to(np.arange(S, dtype=np.int32), (M, 1, S))
+        order = np.arange(S, dtype=np.int32) if self.token_order is None else self.token_order
+        positions = np.broadcast_to(order, (M, 1, S))
         return jax.make_array_from_callback(positions.shape, sharding, lambda index: positions[index])
 
     def _to_device(self, leaf: np.ndarray) -> jax.Array:
@@ -189,9 +196,10 @@ class _Source:
         taken = np.minimum(indices, self.stop - 1)
         batch = self.rows.rows(taken * self.spread // self.stop if self.spread else taken)
         batch["weights"][indices >= self.stop] = 0.0
-        if self.certified:
-            batch["certificate"] = self._certificate(indices, batch["tokens"])
-        return batch
+        certificate = {"certificate": self._certificate(indices, batch["tokens"])} if self.certified else {}
+        if (order := self.layout.token_order) is not None:
+            batch = {name: leaf[:, order] if leaf.ndim == 2 else leaf for name, leaf in batch.items()}
+        return batch | certificate
 
     def _certificate(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns this process's share, uint64 []; computed in the reader thread, because a large batch takes milliseconds."""

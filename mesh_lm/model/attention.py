@@ -6,7 +6,7 @@ Activations are [B, S, ...], or [S, B, ...] where the context says so; T stands 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_lm.errors import ConfigError
 from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
+from mesh_lm.model.context import attend
 from mesh_lm.model.layers import Linear, Norm, Weights
-from pallas_kernels import Unsupported, capability_of, flash_attention
+from pallas_kernels import Features, Unsupported, capability_of
 from sharding_rules import Shard, ShardingRuleError
 
 
@@ -95,7 +96,7 @@ class Attention(nnx.Module):
 
         device = shard.mesh.devices.flat[0]
         # --plan compiles for GPUs that are not here. On those that are, our kernels are tested before their first use.
-        target = {} if device in jax.devices() else {"platform": device.platform, "capability": capability_of(device)}
+        target: Any = {} if device in jax.devices() else {"platform": device.platform, "capability": capability_of(device)}
         local = config.n_heads // shard.n_shards(heads_by)
         if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
             raise ShardingRuleError(
@@ -114,12 +115,11 @@ class Attention(nnx.Module):
                 q, k, v = (x.reshape(1, x.shape[0], -1, x.shape[3]) for x in (q, k, v))
             elif tokens[0] == "seq":
                 q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
+            features: Features = {"window": window, "softcap": config.softcap or None, "implementation": implementation, **target}
+            if start is not None:
+                features |= {"kv_segment_ids": kv_segment_ids, "q_offset": start}
             try:
-                y = flash_attention(
-                    q, k, v, window=window, softcap=config.softcap or None, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
-                    sinks=sinks, q_offset=0 if start is None else start, implementation=implementation,
-                    **target,
-                )  # fmt: skip
+                y = attend(shard.exchanges(), q, k, v, segment_ids, sinks, features)
             except Unsupported as error:
                 raise ConfigError(f"model.attention={config.attention}: {error}") from error
             return y.swapaxes(0, 1) if tokens[0] == "seq" and segment_ids is not None else y.reshape(shape)

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from sharding_rules.rules import FLAT
+
 Params = dict[str, jax.Array]
 """Arrays by the name of the parameter: weights, gradients, or optimizer state."""
 Slots = dict[str, Params]
@@ -75,8 +77,6 @@ class Rule(Protocol):
         ...
 
 
-FLAT = "flat"
-"""The last logical axis of a flat vector, and the row of rules.optimizer with the mesh axes that shard flat vectors."""
 UNDECAYED = ("bias", "scale", "sinks")
 """Last parts of the names of parameters that are not matrices, whatever their shape."""
 

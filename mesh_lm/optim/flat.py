@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm.optim.contract import FLAT, ArraySpec, Params, is_matrix
+from mesh_lm.optim.contract import ArraySpec, Params, is_matrix
 from sharding_rules import Rules, axes_of
+from sharding_rules.rules import FLAT
 
 _F32 = jnp.dtype("float32")
 _ALIGNED = 128

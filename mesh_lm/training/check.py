@@ -12,12 +12,11 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import FLAT
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
-from sharding_rules.rules import Column, Kind
+from sharding_rules.rules import FLAT, Column, Kind
 
 
 def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:

@@ -1,6 +1,14 @@
 """Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its implementations, `reference.py` the formula."""
 
-from pallas_kernels.attention.api import Choice, Unsupported, choose_attention, choose_trusted_attention, flash_attention
+from pallas_kernels.attention.api import (
+    Choice,
+    Features,
+    Unsupported,
+    attention_gradients,
+    choose_attention,
+    choose_trusted_attention,
+    flash_attention,
+)
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.merge import merge
 from pallas_kernels.attention.problem import AttentionProblem, capability_of, describe_attention
@@ -10,7 +18,9 @@ __all__ = [
     "AttentionProblem",
     "BlockMask",
     "Choice",
+    "Features",
     "Unsupported",
+    "attention_gradients",
     "capability_of",
     "choose_attention",
     "choose_trusted_attention",

@@ -5,13 +5,13 @@ Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax import Array
 
 from pallas_kernels.attention import cudnn, mosaic, xla
 from pallas_kernels.attention.block_mask import BlockMask
-from pallas_kernels.attention.problem import AttentionProblem, describe_attention
+from pallas_kernels.attention.problem import AttentionProblem, Sides, describe_attention
 from pallas_kernels.trust.verdict import trusted
 
 # In order of preference, but see `preferred`. The last one serves every valid problem.
@@ -60,22 +60,23 @@ def choose_trusted_attention(problem: AttentionProblem) -> Choice:
     return choice if verdict.passed else choose_attention(problem, without={"mosaic": verdict.reason})
 
 
-class Features(TypedDict, total=False):
-    """The keywords of `flash_attention` except `return_lse`, for type checkers."""
+class Static(TypedDict, total=False):
+    """The keywords of `flash_attention` that are no arrays, except `implementation` and `return_lse`, for type checkers."""
 
     causal: bool
     scale: float | None
     window: int | None
     softcap: float | None
-    segment_ids: Array | None
-    kv_segment_ids: Array | None
-    q_offset: int | Array
-    sinks: Array | None
     block_mask: BlockMask | None
     deterministic: bool | None
-    implementation: Literal["mosaic", "cudnn", "xla"] | None
     platform: str | None
     capability: tuple[int, int] | None
+
+
+class Features(Static, Sides, total=False):
+    """All of them except `return_lse`."""
+
+    implementation: Literal["mosaic", "cudnn", "xla"] | None
 
 
 @overload
@@ -125,15 +126,52 @@ def flash_attention(
         q_offset=q_offset, sinks=sinks, block_mask=block_mask, return_lse=return_lse, deterministic=deterministic, platform=platform,
         capability=capability,
     )  # fmt: skip
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"flash_attention: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    here = implementation is None and platform is None and capability is None
-    choice = choose_trusted_attention(problem) if here else choose_attention(problem)
-    name = implementation or choice.name
-    if name in choice.rejected:
-        raise Unsupported(f"flash_attention: implementation={name!r} cannot serve this call: {choice.rejected[name]}")
+    serves = _chosen("flash_attention", problem, implementation, here=platform is None and capability is None)
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    out, lse = IMPLEMENTATIONS[name].attend(
+    out, lse = serves.attend(
         q, k, v, problem, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks
     )
     return (out, lse) if return_lse else out
+
+
+def attention_gradients(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *, segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None, q_offset: int | Array = 0, sinks: Array | None = None,
+    implementation: Literal["mosaic", "cudnn", "xla"] | None = None, **features: Unpack[Static],
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """The gradients (dq, dk, dv, dsinks) that these keys contribute to an attention over these and other keys.
+
+    The softmax of a query is over all keys, so its gradients are sums over sets of keys, given the output and the log-sum-exp of all of
+    them. Context parallelism has one set of keys at a time.
+
+    Args:
+      q, k, v, segment_ids, kv_segment_ids, q_offset, sinks and the features: as of the `flash_attention` of these keys.
+      out [B, S, N, Hv], lse [B, S, N]: of all keys, as `merge` makes them from the parts.
+      dout: gradient of out, [B, S, N, Hv].
+
+    Returns:
+      dq [B, S, N, H]: to be summed over the sets. dk, dv: like k and v, for this dout. dsinks [N], None without sinks: pass the sinks in
+      the same call as to `flash_attention`.
+
+    Raises as `flash_attention` does. `cudnn` cannot serve it.
+    """
+    problem = describe_attention(
+        q, k, v, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks, return_lse=True, **features
+    )
+    serves = _chosen("attention_gradients", problem, implementation, here=features.get("platform") is None is features.get("capability"))
+    sides: Sides = {
+        "segment_ids": segment_ids, "kv_segment_ids": segment_ids if kv_segment_ids is None else kv_segment_ids,
+        "q_offset": q_offset, "sinks": sinks,
+    }  # fmt: skip
+    return serves.gradients(q, k, v, out, lse, dout, problem, **sides)
+
+
+def _chosen(function: str, problem: AttentionProblem, implementation: str | None, *, here: bool) -> Any:
+    """The module that serves a call. here: it is for this process's own devices. Raises as `flash_attention` does."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{function}: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
+    choice = choose_trusted_attention(problem) if here and implementation is None else choose_attention(problem)
+    name = implementation or choice.name
+    if name in choice.rejected:
+        raise Unsupported(f"{function}: implementation={name!r} cannot serve this call: {choice.rejected[name]}")
+    return IMPLEMENTATIONS[name]

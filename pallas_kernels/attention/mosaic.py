@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.attention.occupancy import section_of_keys, section_of_queries
-from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.problem import AttentionProblem, Sides
 
 if TYPE_CHECKING:
     from pallas_kernels.attention.hopper.differentiable import Tiling
@@ -63,16 +63,7 @@ def as_padded(problem: AttentionProblem) -> AttentionProblem:
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: AttentionProblem,
-    *,
-    segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
-    q_offset: int | Array = 0,
-    sinks: Array | None = None,
-    tiles: Tiling | None = None,
+    q: Array, k: Array, v: Array, problem: AttentionProblem, *, tiles: Tiling | None = None, **sides: Unpack[Sides]
 ) -> tuple[Array, Array]:
     """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`; tiles: None means those of the table.
 
@@ -81,11 +72,29 @@ def attend(
     from pallas_kernels.attention.hopper import attention  # here, so that no other platform loads Mosaic
     from pallas_kernels.attention.tuning import tiling
 
-    sides = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "q_offset": q_offset, "sinks": sinks}
     if not pads(problem):
         return attention(q, k, v, problem, tiles or tiling(problem), **sides)
     # Zeros add nothing to a dot product, and columns of zeros of v give columns of zeros, which are dropped.
     wide = as_padded(problem)
-    q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, getattr(wide, name)[3] - x.shape[3])]) for x, name in zip((q, k, v), _SHAPES, strict=True))
-    out, lse = attention(q, k, v, wide, tiles or tiling(wide), **sides)
+    out, lse = attention(*_widened(wide, q, k, v), wide, tiles or tiling(wide), **sides)
     return out[..., : problem.v_shape[3]], lse
+
+
+def gradients(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, problem: AttentionProblem, *,
+    tiles: Tiling | None = None, **sides: Unpack[Sides],
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """Returns dq, dk, dv and dsinks as `attention_gradients` does, for a problem that `attend` serves."""
+    from pallas_kernels.attention.hopper import gradients
+    from pallas_kernels.attention.tuning import tiling
+
+    wide = as_padded(problem)
+    (qw, kw, vw), (_, _, out), (_, _, dout) = (_widened(wide, q, k, last) for last in (v, out, dout))
+    dq, dk, dv, dsinks = gradients(qw, kw, vw, out, lse, dout, wide, tiles or tiling(wide), **sides)
+    return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]], dsinks
+
+
+def _widened(wide: AttentionProblem, *arrays: Array) -> list[Array]:
+    """q, k and v (or an array like the output) with zeros up to the head dims of a problem."""
+    widths = (getattr(wide, name)[3] for name in _SHAPES)
+    return [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x, width in zip(arrays, widths, strict=True)]

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import re
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,15 @@ class AttentionProblem:
     return_lse: bool = False
     block_mask: BlockMask | None = None
     deterministic: bool = False
+
+
+class Sides(TypedDict, total=False):
+    """The arrays of a call besides q, k and v, as in `flash_attention`; kv_segment_ids are given if segment_ids are."""
+
+    segment_ids: Array | None
+    kv_segment_ids: Array | None
+    q_offset: int | Array
+    sinks: Array | None
 
 
 def describe_attention(

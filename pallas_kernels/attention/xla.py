@@ -58,6 +58,18 @@ def attend(
     return _attention(plan, q, k, v, sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32))
 
 
+def gradients(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, problem: AttentionProblem, *,
+    segment_ids: Array | None = None, kv_segment_ids: Array | None = None, q_offset: int | Array = 0, sinks: Array | None = None,
+    q_chunk: int = 512, kv_chunk: int = 512,
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """Returns dq, dk, dv and dsinks as `attention_gradients` does. The other arguments are those of `attend`."""
+    sinks = None if sinks is None else sinks.astype(_accum(q))
+    residuals = q, k, v, sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32), out, lse
+    dq, dk, dv, dsinks, *_ = _backward(TilePlan.of(problem, q_chunk, kv_chunk), residuals, (dout, jnp.zeros_like(lse)))
+    return dq, dk, dv, dsinks
+
+
 def _accum(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 

@@ -4,7 +4,7 @@
 `differentiable.py` the function with its gradient.
 """
 
-from pallas_kernels.attention.hopper.differentiable import Tiling, attention
+from pallas_kernels.attention.hopper.differentiable import Tiling, attention, gradients
 from pallas_kernels.attention.hopper.spec import ForwardTiles, Tiles
 
-__all__ = ["ForwardTiles", "Tiles", "Tiling", "attention"]
+__all__ = ["ForwardTiles", "Tiles", "Tiling", "attention", "gradients"]

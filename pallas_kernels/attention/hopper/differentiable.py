@@ -55,7 +55,33 @@ def attention(
     problem: describes these arrays, which are as in `flash_attention`. A `jax.checkpoint` policy can save what the backward pass needs by
     the names "attention_out" and "attention_lse".
     """
-    spec = Spec(
+    sinks, ids, offset = _inputs(sinks, segment_ids, kv_segment_ids, q_offset)
+    return _attention(_spec(problem), tiling, q, k, v, sinks, ids, offset)
+
+
+def gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    problem: AttentionProblem,
+    tiling: Tiling,
+    *,
+    segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    q_offset: int | Array = 0,
+    sinks: Array | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Returns dq, dk, dv and dsinks as `attention_gradients` does. problem, tiling: as for `attention`."""
+    sinks, ids, offset = _inputs(sinks, segment_ids, kv_segment_ids, q_offset)
+    dq, dk, dv, dsinks, *_ = _backward(_spec(problem), tiling, (q, k, v, sinks, ids, offset, out, lse), (dout, jnp.zeros_like(lse)))
+    return dq, dk, dv, dsinks
+
+
+def _spec(problem: AttentionProblem) -> Spec:
+    return Spec(
         S=problem.q_shape[1],
         T=problem.k_shape[1],
         scale=problem.scale,
@@ -63,14 +89,18 @@ def attention(
         window=None if problem.window is None else min(problem.window, _FAR),
         softcap=problem.softcap,
         q_offset=(None if problem.q_offset is None else max(-_FAR, min(problem.q_offset, _FAR))) if problem.causal else 0,
-        segments=segment_ids is not None,
-        sinks=sinks is not None,
+        segments=problem.segments,
+        sinks=problem.sinks,
         block_mask=problem.block_mask,
         deterministic=problem.deterministic,
     )
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
+
+
+def _inputs(
+    sinks: Array | None, segment_ids: Array | None, kv_segment_ids: Array | None, q_offset: int | Array
+) -> tuple[Array | None, tuple[Array, Array] | None, Array]:
     ids = None if segment_ids is None or kv_segment_ids is None else (segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32))
-    return _attention(spec, tiling, q, k, v, sinks, ids, jnp.asarray(q_offset, jnp.int32))
+    return None if sinks is None else sinks.astype(jnp.float32), ids, jnp.asarray(q_offset, jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

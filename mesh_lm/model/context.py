@@ -1,0 +1,92 @@
+"""Attention over sequences that mesh axes shard (context parallelism): the exchange of keys, values or heads over each axis.
+
+The functions run on local shards: inside `Shard.shard_map`, or where the axes are manual. Tokens are in the order of
+`sharding_rules.token_order`: over an axis of n shards with gather or ring, the shard i has the chunks i and 2 n - 1 - i of 2 n.
+
+Sizes: B batch, S tokens of one device, T tokens of all, N query heads, K kv heads, H head dim, C = S / 2 tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mesh_lm.model.ring_attention import ring_attention
+from pallas_kernels import Features, flash_attention
+from sharding_rules.rules import Exchange
+
+
+def attend(
+    exchanges: Sequence[tuple[str, Exchange]], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None,
+    sinks: jax.Array | None, features: Features,
+) -> jax.Array:  # fmt: skip
+    """Causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k and v [B, S, K, H] of all shards.
+
+    exchanges: mesh axes that shard the sequence, outermost first, and how each exchanges. segment_ids [B, S], sinks [N] and features as of
+    `flash_attention`.
+    """
+    if not exchanges:
+        return flash_attention(q, k, v, segment_ids=segment_ids, sinks=sinks, **features)
+    *outer, (axis, exchange) = exchanges
+    if exchange == "ulysses":
+        return ulysses(axis, q, k, v, segment_ids, sinks, partial(attend, outer, features=features))
+    return {"gather": gather, "ring": ring_attention}[exchange](axis, q, k, v, segment_ids, sinks, features)
+
+
+def ulysses(
+    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, inner: Callable[..., jax.Array]
+) -> jax.Array:
+    """DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n devices all tokens of N / n heads, another one gives them back.
+
+    inner: attention of (q, k, v, segment_ids, sinks) over the tokens that one device then has. Kv heads that do not divide are repeated
+    first, as few times as possible (`repeats`).
+    """
+    n, (B, S, N, H) = lax.axis_size(axis), q.shape
+    copies = repeats(k.shape[2], n)
+    k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
+    heads = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
+    sizes = [x.shape[3] for x in heads]
+    # One collective for the three.
+    joined = lax.all_to_all(jnp.concatenate(heads, axis=3), axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+    q, k, v = jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2)
+    if segment_ids is not None:
+        segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
+    y = inner(q, k, v, segment_ids, sinks)
+    return lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def repeats(kv_heads: int, ways: int) -> int:
+    """How often Ulysses over so many devices repeats each kv head, so that every device gets as many."""
+    return math.lcm(kv_heads, ways) // kv_heads
+
+
+def gather(
+    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Features
+) -> jax.Array:
+    """Each device gathers all keys and values; the gradients of its copies are summed and scattered. All are in memory at once."""
+    n, i, C = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
+    k, v = jnp.split(_in_order(lax.all_gather(jnp.concatenate([k, v], axis=2), axis)), 2, axis=2)
+    ids = None if segment_ids is None else _in_order(lax.all_gather(segment_ids, axis))
+
+    def chunk(of_shard: int, number: jax.Array) -> jax.Array:
+        rows = slice(of_shard * C, (of_shard + 1) * C)
+        own: Any = {} if segment_ids is None else {"segment_ids": segment_ids[:, rows], "kv_segment_ids": ids}
+        return flash_attention(q[:, rows], k, v, sinks=sinks, q_offset=number * C, **own, **features)
+
+    return jnp.concatenate([chunk(0, i), chunk(1, 2 * n - 1 - i)], axis=1)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """The gathered shards [n, B, S, ...] as [B, T, ...], tokens in their own order."""
+    n, B, S, *rest = x.shape
+    halves = x.reshape(n, B, 2, S // 2, *rest)
+    chunks = jnp.concatenate([halves[:, :, 0], halves[::-1, :, 1]])
+    return jnp.moveaxis(chunks, 0, 1).reshape(B, n * S, *rest)
