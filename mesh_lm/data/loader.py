@@ -99,6 +99,7 @@ def heldout(
     global_batch: int,
     microbatches: int,
     sharding: NamedSharding,
+    token_order: np.ndarray | None = None,
     threads: int,
     prefetch: int,
     limit: int = 0,
@@ -131,9 +132,7 @@ class _Layout:
     """As for `Loader`."""
 
     @classmethod
-    def of(
-        cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding, token_order: np.ndarray | None
-    ) -> _Layout:
+    def of(cls, global_batch: int, microbatches: int, seq_len: int, sharding: NamedSharding, token_order: np.ndarray | None) -> _Layout:
         if global_batch % microbatches:
             raise ConfigError(f"train.global_batch={global_batch} must be a multiple of train.microbatches={microbatches}")
         shape = (microbatches, global_batch // microbatches, seq_len)

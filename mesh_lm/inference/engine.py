@@ -32,6 +32,8 @@ before each row, and rows, its number for the seed, int32 [B]; seed; stop_ids in
 def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
     """Returns the layout with rules that do not shard sequences, because one token cannot be sharded. Parameters keep their shardings.
 
+    Devices along an axis of context parallelism then repeat the same work.
+
     Raises ConfigError for a model in pipeline stages.
     """
     if layout.n_stages > 1:
@@ -40,7 +42,7 @@ def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
             "merge its stages (mesh_lm/parallel/merge_stages.py)"
         )
     rules = layout.shard.rules
-    unsharded = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] == "seq_resid")
+    unsharded = dict.fromkeys(row for row in ("seq_resid", *rules.activations) if row.rpartition("/")[2] in ("seq", "seq_resid"))
     return ModelLayout.of(layout.config, Shard(rules.replace(rules.name, activations=unsharded), layout.shard.mesh))
 
 

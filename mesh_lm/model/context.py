@@ -8,6 +8,7 @@ Sizes: B batch, S tokens of one device, T tokens of all, N query heads, K kv hea
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,8 +40,44 @@ def attend(
     return {"gather": gather, "ring": ring_attention}[exchange](axis, q, k, v, segment_ids, sinks, features)
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the attention kernel on one device: numbers of queries, keys, heads and kv heads, and what its masks are."""
+
+    S: int
+    T: int
+    N: int
+    K: int
+    causal: bool = True
+    offset: bool = False
+    """Whether the queries come after a traced number of keys."""
+    lse: bool = False
+    """Whether the log-sum-exp is returned."""
+    sinks: bool = True
+    """Whether the model's sinks take part, if it has any."""
+
+
+def calls(exchanges: Sequence[tuple[int, Exchange]], S: int, N: int, K: int, window: int | None) -> list[Call]:
+    """The kinds of calls that `attend` makes for S tokens and N heads of one device, by the size and exchange of each axis."""
+    if not exchanges:
+        return [Call(S, S, N, K)]
+    *outer, (n, exchange) = exchanges
+    if exchange == "ulysses":
+        return calls(outer, S * n, N // n, K * repeats(K, n) // n, window)
+    C = S // 2
+    if exchange == "gather":
+        return [Call(C, n * S, N, K, offset=True)]
+    return [Call(C, C, N, K, lse=True), Call(C, C, N, K, causal=window is not None, offset=window is not None, lse=True, sinks=False)]
+
+
 def ulysses(
-    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, inner: Callable[..., jax.Array]
+    axis: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
+    inner: Callable[..., jax.Array],
 ) -> jax.Array:
     """DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n devices all tokens of N / n heads, another one gives them back.
 

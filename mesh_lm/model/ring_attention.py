@@ -117,7 +117,7 @@ def _forward(
             done = add(done, keys, *block)
         return done, following
 
-    first = ring.send(own, (ring.steps(C) + [0])[1])
+    first = ring.send(own, [*ring.steps(C), 0][1])
     y, lse = flash_attention(_flat(q), _flat(k), _flat(v), sinks=sinks, return_lse=True, **ring.diagonal(ids))
     done = y.reshape(2, B, C, *y.shape[2:]).astype(jnp.float32), lse.reshape(2, B, C, -1)
     done = add(done, own, 1, 0, (2 * (ring.size - lax.axis_index(ring.axis)) - 1) * C)
@@ -144,7 +144,7 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
         return dq, following, d_keys
 
     steps = ring.steps(C)
-    following = ring.send(own, (steps + [0])[1])
+    following = ring.send(own, [*steps, 0][1])
     # The block of this shard's own keys that is not on the diagonal is computed while the first keys travel, and those on it while the
     # gradients of the last ones go back.
     of_q, *off_diagonal = gradients(own, 1, 0, (2 * (ring.size - lax.axis_index(ring.axis)) - 1) * C)

@@ -188,7 +188,9 @@ def one_period(
         (x, cache), (row, own), of_layers = carry, scanned, []
         by_row = own is None
         for i in range(period):
-            x, cache, sums = remat(segment.remat, segment.unroll)(partial(layer, i=i, by_row=by_row))(x, cache, stacked if by_row else own, row)
+            x, cache, sums = remat(segment.remat, segment.unroll)(partial(layer, i=i, by_row=by_row))(
+                x, cache, stacked if by_row else own, row
+            )
             of_layers.append(sums)
         return (x, cache), stacked_sums(of_layers)
 

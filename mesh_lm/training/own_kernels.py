@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.context import Call, calls
 from pallas_kernels import AttentionProblem, Choice, choose_attention, describe_attention
 from pallas_kernels.trust import VARIABLE, Kind, Store, Verdict, assess, policy, settle, worst
 from pallas_kernels.trust.verdict import warning
@@ -36,11 +38,23 @@ def attention_problems(config: TrainConfig, platform: str, capability: tuple[int
     # Where there are more devices than kv heads, each device has those of its own query heads.
     kv_heads = max(1, heads * model.kv_heads // max(1, model.n_heads))
     heads = max(1, heads // kv_heads) * kv_heads  # a config that does not divide is refused elsewhere
-    q, k = (jax.ShapeDtypeStruct((1, S, n, model.d_head), jnp.dtype(model.dtype)) for n in (heads, kv_heads))
-    ids = None if config.data.documents == "joined" else jax.ShapeDtypeStruct((1, S), jnp.int32)
-    sinks = jax.ShapeDtypeStruct(q.shape[2:3], jnp.float32) if model.sinks else None
-    on = {"platform": platform, "capability": capability, "softcap": model.softcap or None, "segment_ids": ids, "sinks": sinks}
-    return [describe_attention(q, k, k, window=window, **on) for window in dict.fromkeys(model.windows())]
+    along = [axis for axis in axes_of(config.rules.activations.get("seq")) if axis in config.rules.context and sizes.get(axis, 1) > 1]
+    exchanges = [(sizes[axis], config.rules.context[axis]) for axis in along]
+    S //= math.prod(size for size, _ in exchanges)
+    on: Any = {"platform": platform, "capability": capability, "softcap": model.softcap or None}
+
+    def problem(call: Call, window: int | None) -> AttentionProblem:
+        q, k = (jax.ShapeDtypeStruct((1, *dims, model.d_head), jnp.dtype(model.dtype)) for dims in ((call.S, call.N), (call.T, call.K)))
+        if config.data.documents != "joined":
+            on.update({name: jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for name, x in (("segment_ids", q), ("kv_segment_ids", k))})
+        sinks = jax.ShapeDtypeStruct(q.shape[2:3], jnp.float32) if model.sinks and call.sinks else None
+        made = describe_attention(
+            q, k, k, window=window if call.causal else None, causal=call.causal, sinks=sinks, return_lse=call.lse, **on
+        )
+        return dataclasses.replace(made, q_offset=None) if call.offset else made
+
+    windows = dict.fromkeys(model.windows())
+    return [problem(call, window) for window in windows for call in calls(exchanges, S, heads, kv_heads, window)]
 
 
 def examine(config: TrainConfig, judge: Callable[[Kind], Verdict] = assess) -> Examined:

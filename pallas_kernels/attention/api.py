@@ -128,9 +128,7 @@ def flash_attention(
     )  # fmt: skip
     serves = _chosen("flash_attention", problem, implementation, here=platform is None and capability is None)
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    out, lse = serves.attend(
-        q, k, v, problem, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks
-    )
+    out, lse = serves.attend(q, k, v, problem, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks)
     return (out, lse) if return_lse else out
 
 

@@ -64,7 +64,7 @@ def test_a_column_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"), [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: ddp")]
+    ("name", "suggestion"), [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: context_gather, ddp")]
 )
 def test_unknown_presets(name: str, suggestion: str) -> None:
     with pytest.raises(ShardingRuleError, match=suggestion):
@@ -95,12 +95,18 @@ def test_products() -> None:
 
 @given(st.lists(st.sampled_from(sorted(PRESETS)), min_size=1, max_size=3))
 def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
+    exchanges = [PRESETS[name].context["sequence"] for name in names if PRESETS[name].context]
+    if len(set(exchanges)) > 1:
+        with pytest.raises(ShardingRuleError, match="exchange keys over 'sequence' by"):
+            preset("+".join(names))
+        return
     rules = preset("+".join(names))
     for kind in ("params", "activations", "gradients", "optimizer"):
         for name in names:
             for row, entry in PRESETS[name].column(kind).items():
                 assert set(axes_of(entry)) <= set(axes_of(rules.column(kind)[row]))
     assert rules.mesh_axes() == {axis for name in names for axis in PRESETS[name].mesh_axes()}
+    assert rules.context.keys() == {axis for name in names for axis in PRESETS[name].context}
     assert hash(rules) == hash(preset("+".join(names)))
 
 
