@@ -11,9 +11,7 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(
-            vocab_size=131_072, seq_len=4096, n_layers=24, d_model=2048, n_heads=16, tied=False, unroll=True
-        ),
+        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=24, d_model=2048, n_heads=16, tied=False, unroll=True),
         output="runs/megatron_1_7b",
         mesh=MeshConfig(data=48),
         rules=preset("zero3"),

@@ -25,21 +25,14 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import Features, attention_gradients, flash_attention, merge
 
 
-class Keys(NamedTuple):
-    """What travels: the keys, values and segment ids of a shard, in chunks."""
-
-    k: jax.Array
-    v: jax.Array
-    ids: jax.Array | None
-
-
 def ring_attention(
     axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Features
 ) -> jax.Array:
     """Causal attention [B, S, N, H] of this device's queries over the keys of all shards along the axis. Arguments as of `gather`."""
-    ring = Ring(axis, lax.axis_size(axis), features.get("window"), features)
-    ids = None if segment_ids is None else _chunks(segment_ids)
-    return _whole(_ring(ring, _chunks(q), _chunks(k), _chunks(v), ids, sinks))
+    ring = Ring(axis, lax.axis_size(axis), features)
+    # The ids of all tokens are fewer bytes than one shard's keys, and one gather has less latency than a permute at each step.
+    ids = None if segment_ids is None else lax.all_gather(_chunks(segment_ids), axis)
+    return _whole(_ring(ring, _chunks(q), jnp.stack([_chunks(k), _chunks(v)]), ids, sinks))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,21 +41,28 @@ class Ring:
 
     axis: str
     size: int
-    window: int | None
     features: Features
+
+    @property
+    def place(self) -> jax.Array:
+        """The number of this shard."""
+        return lax.axis_index(self.axis)
 
     def steps(self, C: int) -> list[int]:
         """The steps t at which some shard has keys that a query sees. With a window, these are the nearest in both directions."""
-        far = self.size if self.window is None else (self.window - 2 + C) // C  # chunks from a query to the farthest key
+        window = self.features.get("window")
+        far = self.size if window is None else (window - 2 + C) // C  # chunks from a query to the farthest key
         return [t for t in range(self.size) if min(t, self.size - t) <= far]
 
     def walk(self, C: int, body: Callable[[Any, jax.Array, int, int], Any], carry: Any) -> Any:
-        """`carry` after `body(carry, t, before, after)` for each step t but 0. before, after: devices that keys have come since the last
-        step, and will go to the next one; 0: there is none.
+        """`carry` after `body(carry, t, came, goes)` for each step t > 0.
+
+        came: how many devices further keys are than at the last step; goes: how many further they will be at the next one. came is 0 at the
+        first of these steps, and goes at the last one.
         """
         steps = self.steps(C)
-        before = [b - a for a, b in itertools.pairwise(steps)]
-        of_step = list(zip(steps[1:], [0, *before[1:]], [*before[1:], 0], strict=True))
+        hops = [b - a for a, b in itertools.pairwise(steps)][1:]
+        of_step = list(zip(steps[1:], [0, *hops], [*hops, 0], strict=True))
         for (came, goes), run in itertools.groupby(of_step, lambda step: step[1:]):
             numbers = jnp.array([t for t, _, _ in run], jnp.int32)
             if len(numbers) == 1:
@@ -71,96 +71,111 @@ class Ring:
                 carry = lax.scan(lambda c, t, came=came, goes=goes: (body(c, t, came, goes), None), carry, numbers)[0]
         return carry
 
-    def send(self, tree: Any, by: int) -> Any:
-        """The tree of the device `by` places before this one."""
+    def first_hop(self, C: int) -> int:
+        """How far the keys go after step 0."""
+        return [*self.steps(C), 0][1]
+
+    def send(self, x: jax.Array, by: int) -> jax.Array:
+        """The array of the device `by` places before this one."""
         if by % self.size == 0:
-            return tree
-        return lax.ppermute(tree, self.axis, [(i, (i + by) % self.size) for i in range(self.size)])
+            return x
+        return lax.ppermute(x, self.axis, [(i, (i + by) % self.size) for i in range(self.size)])
 
-    def blocks(self, t: jax.Array | int, C: int) -> Iterator[tuple[Any, Any, Any]]:
-        """(chunk of this shard's queries, chunk of the keys, tokens from the one's start to the other's) of step t > 0."""
-        i = lax.axis_index(self.axis)
+    def blocks(self, t: jax.Array | int) -> Iterator[Block]:
+        """The blocks of step t."""
+        i = self.place
         j = (i - t) % self.size
-        yield 1, 0, (2 * self.size - 1 - i - j) * C
-        which = jnp.where(j < i, 0, 1)
-        yield which, which, jnp.abs(i - j) * C
+        yield Block(1, 0, j, 2 * self.size - 1 - i - j)
+        if not (isinstance(t, int) and t == 0):  # where `diagonal` has these
+            which = jnp.where(j < i, 0, 1)
+            yield Block(which, which, j, jnp.abs(i - j))
 
-    def kernel(self, offset: Any, q_ids: jax.Array | None, keys: Keys) -> dict[str, Any]:
-        """The arguments of the kernel for queries that come after all of these keys."""
-        ids = {} if q_ids is None else {"segment_ids": q_ids, "kv_segment_ids": keys.ids}
-        return {**self.features, **ids, **({"causal": False} if self.window is None else {"q_offset": offset})}
+    def kernel(self, block: Block, C: int, ids: jax.Array | None) -> dict[str, Any]:
+        """The arguments of the kernel for a block besides its matrices."""
+        given: dict[str, Any] = (
+            {} if ids is None else {"segment_ids": ids[self.place, block.q], "kv_segment_ids": ids[block.shard, block.kv]}
+        )
+        masks = {"causal": False} if self.features.get("window") is None else {"q_offset": block.distance * C}
+        return {**self.features, **given, **masks}
 
-    def diagonal(self, q_ids: jax.Array | None) -> dict[str, Any]:
-        """The arguments of the kernel for both of this shard's chunks, each with its own keys, [2 B, C, ...]."""
-        return {**self.features, **({} if q_ids is None else {"segment_ids": _flat(q_ids)})}
+    def diagonal(self, ids: jax.Array | None) -> dict[str, Any]:
+        """The same for both chunks of this shard, each with its own keys, [2 B, C, ...]."""
+        return {**self.features, **({} if ids is None else {"segment_ids": _flat(ids[self.place])})}
+
+
+class Block(NamedTuple):
+    """A chunk of this shard's queries, and a chunk of the keys of a shard, which all come before."""
+
+    q: Any
+    kv: Any
+    shard: Any
+    distance: Any
+    """Chunks from the keys to the queries."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
-    return _forward(ring, q, k, v, ids, sinks)[0]
+def _ring(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
+    """q: [2, B, C, N, H]. kv: keys and values, [2, 2, B, C, K, H]. ids: of all shards, [n, 2, B, C]."""
+    return _forward(ring, q, kv, ids, sinks)[0]
 
 
-def _forward(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    (_, B, C, *_), own = q.shape, Keys(k, v, ids)
+def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None) -> tuple[jax.Array, tuple[Any, ...]]:
+    (_, B, C, *_), own = q.shape, kv
 
-    def add(done: tuple[jax.Array, jax.Array], keys: Keys, a: Any, b: Any, offset: Any) -> tuple[jax.Array, jax.Array]:
-        part = _take(keys, b)
-        y = flash_attention(q[a], part.k, part.v, return_lse=True, **ring.kernel(offset, _take(ids, a), part))
-        return tuple(_put(x, a, new) for x, new in zip(done, merge(done[0][a], done[1][a], *y), strict=True))  # pyright: ignore[reportReturnType]
+    def add(done: tuple[jax.Array, jax.Array], kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+        part = flash_attention(q[block.q], *kv[:, block.kv], return_lse=True, **ring.kernel(block, C, ids))
+        y, lse = merge(done[0][block.q], done[1][block.q], *part)
+        return _put(done[0], block.q, y), _put(done[1], block.q, lse)
 
     def step(carry: Any, t: jax.Array, came: int, goes: int) -> Any:
-        done, keys = carry
-        following = ring.send(keys, goes)
-        for block in ring.blocks(t, C):
-            done = add(done, keys, *block)
+        done, kv = carry
+        following = ring.send(kv, goes)
+        for block in ring.blocks(t):
+            done = add(done, kv, block)
         return done, following
 
-    first = ring.send(own, [*ring.steps(C), 0][1])
-    y, lse = flash_attention(_flat(q), _flat(k), _flat(v), sinks=sinks, return_lse=True, **ring.diagonal(ids))
+    following = ring.send(own, ring.first_hop(C))
+    y, lse = flash_attention(_flat(q), *map(_flat, own), sinks=sinks, return_lse=True, **ring.diagonal(ids))
     done = y.reshape(2, B, C, *y.shape[2:]).astype(jnp.float32), lse.reshape(2, B, C, -1)
-    done = add(done, own, 1, 0, (2 * (ring.size - lax.axis_index(ring.axis)) - 1) * C)
-    (y, lse), _ = ring.walk(C, step, (done, first))
+    for block in ring.blocks(0):
+        done = add(done, own, block)
+    (y, lse), _ = ring.walk(C, step, (done, following))
     y, lse = checkpoint_name(y.astype(q.dtype), "attention_out"), checkpoint_name(lse, "attention_lse")
-    return y, (q, k, v, ids, sinks, y, lse)
+    return y, (q, kv, ids, sinks, y, lse)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, sinks, y, lse = residuals
-    C, own = q.shape[2], Keys(k, v, ids)
+    q, own, ids, sinks, y, lse = residuals
+    C = q.shape[2]
 
-    def gradients(keys: Keys, a: Any, b: Any, offset: Any) -> tuple[jax.Array, ...]:
-        part = _take(keys, b)
-        return attention_gradients(q[a], part.k, part.v, y[a], lse[a], dy[a], **ring.kernel(offset, _take(ids, a), part))[:3]
+    def add(dq: jax.Array, d_kv: jax.Array, kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+        a, b = block.q, block.kv
+        of_q, *of_kv, _ = attention_gradients(q[a], *kv[:, b], y[a], lse[a], dy[a], **ring.kernel(block, C, ids))
+        return _put(dq, a, dq[a] + of_q), lax.dynamic_update_index_in_dim(d_kv, d_kv[:, b] + jnp.stack(of_kv), b, 1)
 
     def step(carry: Any, t: jax.Array, came: int, goes: int) -> Any:
-        dq, keys, d_keys = carry
-        following, d_keys = ring.send(keys, goes), ring.send(d_keys, came)
-        for a, b, offset in ring.blocks(t, C):
-            of_q, *of_keys = gradients(keys, a, b, offset)
-            dq = _put(dq, a, dq[a] + of_q)
-            d_keys = tuple(_put(d, b, d[b] + new) for d, new in zip(d_keys, of_keys, strict=True))
-        return dq, following, d_keys
+        dq, kv, d_kv = carry
+        if came == goes:  # in one collective
+            following, d_kv = ring.send(jnp.stack([kv, d_kv]), goes)
+        else:
+            following, d_kv = ring.send(kv, goes), ring.send(d_kv, came)
+        for block in ring.blocks(t):
+            dq, d_kv = add(dq, d_kv, kv, block)
+        return dq, following, d_kv
 
-    steps = ring.steps(C)
-    following = ring.send(own, [*steps, 0][1])
     # The block of this shard's own keys that is not on the diagonal is computed while the first keys travel, and those on it while the
     # gradients of the last ones go back.
-    of_q, *off_diagonal = gradients(own, 1, 0, (2 * (ring.size - lax.axis_index(ring.axis)) - 1) * C)
-    dq = _put(jnp.zeros(q.shape, jnp.float32), 1, of_q.astype(jnp.float32))
-    zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in (k, v))
-    dq, _, d_keys = ring.walk(C, step, (dq, following, zeros))
-    d_keys = ring.send(d_keys, -steps[-1])
-    of_q, *diagonal, d_sinks = attention_gradients(*map(_flat, (q, k, v, y, lse, dy)), sinks=sinks, **ring.diagonal(ids))
-    if sinks is not None:
-        d_sinks = d_sinks.astype(sinks.dtype)
-    dq = dq + of_q.reshape(q.shape)
-    dk, dv = (
-        (d.astype(jnp.float32) + near.reshape(d.shape)).at[0].add(off).astype(d.dtype)
-        for d, near, off in zip(d_keys, diagonal, off_diagonal, strict=True)
-    )
-    return dq.astype(q.dtype), dk, dv, None, d_sinks
+    following = ring.send(own, ring.first_hop(C))
+    dq, here = jnp.zeros(q.shape, jnp.float32), jnp.zeros(own.shape, jnp.float32)
+    for block in ring.blocks(0):
+        dq, here = add(dq, here, own, block)
+    dq, _, d_kv = ring.walk(C, step, (dq, following, jnp.zeros_like(own)))
+    d_kv = ring.send(d_kv, -ring.steps(C)[-1])
+    diagonal = attention_gradients(_flat(q), *map(_flat, own), *map(_flat, (y, lse, dy)), sinks=sinks, **ring.diagonal(ids))
+    of_q, *of_kv, d_sinks = diagonal
+    d_kv = d_kv.astype(jnp.float32) + here + jnp.stack(of_kv).reshape(own.shape)
+    d_sinks = None if sinks is None or d_sinks is None else d_sinks.astype(sinks.dtype)
+    return (dq + of_q.reshape(q.shape)).astype(q.dtype), d_kv.astype(own.dtype), None, d_sinks
 
 
 _ring.defvjp(_forward, _backward)
@@ -179,10 +194,6 @@ def _whole(x: jax.Array) -> jax.Array:
 def _flat(x: jax.Array) -> jax.Array:
     """[2, B, C, ...] as [2 B, C, ...]."""
     return x.reshape(-1, *x.shape[2:])
-
-
-def _take(tree: Any, chunk: Any) -> Any:
-    return jax.tree.map(lambda x: x[chunk], tree)
 
 
 def _put(x: jax.Array, chunk: Any, new: jax.Array) -> jax.Array:

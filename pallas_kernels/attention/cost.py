@@ -30,9 +30,13 @@ def visible_pairs(
 ) -> float:
     """The number of pairs of query and key that see each other in one head (the mean over heads, if a pattern differs by head).
 
-    Documents are ignored, because they are data. A traced offset (None) counts as if queries and keys ended together.
+    Documents are ignored, because they are data. A traced offset (None) counts as the mean of those at which queries and keys begin
+    together and end together: a shard of a sequence has queries from all of it.
     """
-    first = (T - S if q_offset is None else q_offset) + np.arange(S)
+    if q_offset is None:
+        masks = {"causal": causal, "window": window, "block_mask": block_mask}
+        return (visible_pairs(S, T, **masks) + visible_pairs(S, T, q_offset=T - S, **masks)) / 2
+    first = q_offset + np.arange(S)
     stop = np.clip(first + 1, 0, T) if causal else np.full(S, T)
     start = np.zeros(S, int) if window is None else np.clip(first - window + 1, 0, T)
     if block_mask is None:

@@ -27,13 +27,18 @@ def test_pairs_are_those_of_the_mask(S: int, T: int, causal: bool, window: int |
     window = window if causal else None
     shape = (2, -(-S // 64), -(-T // 64))
     mask = BlockMask(np.random.default_rng(S).random(shape) < 0.5, 64) if sparse else None
-    row, key = (T - S if q_offset is None else q_offset) + np.arange(S)[:, None], np.arange(T)
-    visible = np.ones((2, S, T), bool) if mask is None else mask.dense(S, T).copy()
-    if causal:
-        visible &= row >= key
-    if window is not None:
-        visible &= row - key < window
-    assert visible_pairs(S, T, causal=causal, window=window, q_offset=q_offset, block_mask=mask) == visible.sum() / 2
+
+    def pairs(offset: int) -> float:
+        row, key = offset + np.arange(S)[:, None], np.arange(T)
+        visible = np.ones((2, S, T), bool) if mask is None else mask.dense(S, T).copy()
+        if causal:
+            visible &= row >= key
+        if window is not None:
+            visible &= row - key < window
+        return visible.sum() / 2
+
+    wanted = (pairs(0) + pairs(T - S)) / 2 if q_offset is None else pairs(q_offset)
+    assert visible_pairs(S, T, causal=causal, window=window, q_offset=q_offset, block_mask=mask) == wanted
 
 
 def test_the_numbers_are_attributes_of_the_program() -> None:

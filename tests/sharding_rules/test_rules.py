@@ -64,7 +64,8 @@ def test_a_column_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"), [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: context_gather, ddp")]
+    ("name", "suggestion"),
+    [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: context_gather, ddp")],
 )
 def test_unknown_presets(name: str, suggestion: str) -> None:
     with pytest.raises(ShardingRuleError, match=suggestion):

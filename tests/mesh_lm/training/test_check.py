@@ -167,10 +167,14 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     ("column", "rows", "problem"),
     [
         ("params", {"embed": "data"}, "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'"),
-        ("activations", {"seq": "tensor"}, (
-            "attention needs all keys, and no rule says how over tensor; set rules.context['tensor'] to gather, ulysses or ring, "
-            "or leave 'tensor' out"
-        )),
+        (
+            "activations",
+            {"seq": "tensor"},
+            (
+                "attention needs all keys, and no rule says how over tensor; set rules.context['tensor'] to gather, ulysses or ring, "
+                "or leave 'tensor' out"
+            ),
+        ),
         ("activations", {"batch": ("data", "pipeline")}, "every stage needs the full batch; remove 'pipeline'"),
         ("activations", {"embed": "tensor"}, "the residual stream is sharded over batch and seq_resid only; set it to None"),
     ],
