@@ -19,7 +19,7 @@ from mesh_lm.model.cache import Past
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.context import attend
 from mesh_lm.model.layers import Linear, Norm, Weights
-from pallas_kernels import Features, Unsupported, capability_of
+from pallas_kernels import Unsupported, capability_of
 from sharding_rules import Shard, ShardingRuleError
 
 
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
                 q, k, v = (x.reshape(1, x.shape[0], -1, x.shape[3]) for x in (q, k, v))
             elif tokens[0] == "seq":
                 q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
-            features: Features = {"window": window, "softcap": config.softcap or None, "implementation": implementation, **target}
+            features: dict[str, Any] = {"window": window, "softcap": config.softcap or None, "implementation": implementation, **target}
             if start is not None:
                 features |= {"kv_segment_ids": kv_segment_ids, "q_offset": start}
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_lm.model.ring_attention import ring_attention
-from pallas_kernels import Features, flash_attention
+from pallas_kernels import flash_attention
 from sharding_rules.rules import Exchange
 
 
 def attend(
     exchanges: Sequence[tuple[str, Exchange]], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None,
-    sinks: jax.Array | None, features: Features,
+    sinks: jax.Array | None, features: Mapping[str, Any],
 ) -> jax.Array:  # fmt: skip
     """Causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k and v [B, S, K, H] of all shards.
 
@@ -106,7 +106,7 @@ def repeats(kv_heads: int, ways: int) -> int:
 
 
 def gather(
-    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Features
+    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Mapping[str, Any]
 ) -> jax.Array:
     """Each device gathers all keys and values; the gradients of its copies are summed and scattered. All are in memory at once."""
     n, i, C = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import Features, attention_gradients, flash_attention, merge
+from pallas_kernels import attention_gradients, flash_attention, merge
 
 
 def ring_attention(
-    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Features
+    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Mapping[str, Any]
 ) -> jax.Array:
     """Causal attention [B, S, N, H] of this device's queries over the keys of all shards along the axis. Arguments as of `gather`."""
     ring = Ring(axis, lax.axis_size(axis), features)
@@ -41,7 +41,7 @@ class Ring:
 
     axis: str
     size: int
-    features: Features
+    features: Mapping[str, Any]
 
     @property
     def place(self) -> jax.Array:
@@ -123,7 +123,8 @@ def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sin
     (_, B, C, *_), own = q.shape, kv
 
     def add(done: tuple[jax.Array, jax.Array], kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
-        part = flash_attention(q[block.q], *kv[:, block.kv], return_lse=True, **ring.kernel(block, C, ids))
+        k, v = kv[:, block.kv]
+        part = flash_attention(q[block.q], k, v, return_lse=True, **ring.kernel(block, C, ids))
         y, lse = merge(done[0][block.q], done[1][block.q], *part)
         return _put(done[0], block.q, y), _put(done[1], block.q, lse)
 
@@ -135,7 +136,8 @@ def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sin
         return done, following
 
     following = ring.send(own, ring.first_hop(C))
-    y, lse = flash_attention(_flat(q), *map(_flat, own), sinks=sinks, return_lse=True, **ring.diagonal(ids))
+    k, v = map(_flat, own)
+    y, lse = flash_attention(_flat(q), k, v, sinks=sinks, return_lse=True, **ring.diagonal(ids))
     done = y.reshape(2, B, C, *y.shape[2:]).astype(jnp.float32), lse.reshape(2, B, C, -1)
     for block in ring.blocks(0):
         done = add(done, own, block)
@@ -150,7 +152,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
 
     def add(dq: jax.Array, d_kv: jax.Array, kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
         a, b = block.q, block.kv
-        of_q, *of_kv, _ = attention_gradients(q[a], *kv[:, b], y[a], lse[a], dy[a], **ring.kernel(block, C, ids))
+        k, v = kv[:, b]
+        of_q, *of_kv, _ = attention_gradients(q[a], k, v, y[a], lse[a], dy[a], **ring.kernel(block, C, ids))
         return _put(dq, a, dq[a] + of_q), lax.dynamic_update_index_in_dim(d_kv, d_kv[:, b] + jnp.stack(of_kv), b, 1)
 
     def step(carry: Any, t: jax.Array, came: int, goes: int) -> Any:
@@ -171,8 +174,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
         dq, here = add(dq, here, own, block)
     dq, _, d_kv = ring.walk(C, step, (dq, following, jnp.zeros_like(own)))
     d_kv = ring.send(d_kv, -ring.steps(C)[-1])
-    diagonal = attention_gradients(_flat(q), *map(_flat, own), *map(_flat, (y, lse, dy)), sinks=sinks, **ring.diagonal(ids))
-    of_q, *of_kv, d_sinks = diagonal
+    k, v = map(_flat, own)
+    of_q, *of_kv, d_sinks = attention_gradients(_flat(q), k, v, _flat(y), _flat(lse), _flat(dy), sinks=sinks, **ring.diagonal(ids))
     d_kv = d_kv.astype(jnp.float32) + here + jnp.stack(of_kv).reshape(own.shape)
     d_sinks = None if sinks is None or d_sinks is None else d_sinks.astype(sinks.dtype)
     return (dq + of_q.reshape(q.shape)).astype(q.dtype), d_kv.astype(own.dtype), None, d_sinks

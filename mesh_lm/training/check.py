@@ -179,8 +179,9 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
                 if axis not in config.rules.context:
                     fix = f"set rules.context[{axis!r}] to gather, ulysses or ring, or leave {axis!r} out"
                     yield f"rules.activations[{logical!r}]={entry!r}: attention needs all keys, and no rule says how over {axis}; {fix}"
-        elif name != "batch" and (axis := next((a for a in axes_of(entry) if a in manual), "")):
-            if name != "seq_resid" or axis not in config.rules.context:  # see `_context`
+        elif name != "batch":
+            allowed = config.rules.context if name == "seq_resid" else ()  # see `_context`
+            for axis in [axis for axis in axes_of(entry) if axis in manual and axis not in allowed][:1]:
                 what = "no activation" if axis == "pipeline" else "only the batch"
                 yield f"rules.activations[{logical!r}]={entry!r}: {what} is sharded over {axis}; remove {axis!r}"
 

@@ -22,6 +22,7 @@ from pallas_kernels import AttentionProblem, Choice, choose_attention, describe_
 from pallas_kernels.trust import VARIABLE, Kind, Store, Verdict, assess, policy, settle, worst
 from pallas_kernels.trust.verdict import warning
 from sharding_rules import axes_of
+from sharding_rules.rules import Exchange
 
 Examined = list[tuple[Kind, Verdict]]
 HOPPER = (9, 0)
@@ -39,7 +40,7 @@ def attention_problems(config: TrainConfig, platform: str, capability: tuple[int
     kv_heads = max(1, heads * model.kv_heads // max(1, model.n_heads))
     heads = max(1, heads // kv_heads) * kv_heads  # a config that does not divide is refused elsewhere
     along = [axis for axis in axes_of(config.rules.activations.get("seq")) if axis in config.rules.context and sizes.get(axis, 1) > 1]
-    exchanges = [(sizes[axis], config.rules.context[axis]) for axis in along]
+    exchanges: list[tuple[int, Exchange]] = [(sizes[axis], config.rules.context[axis]) for axis in along]
     S //= math.prod(size for size, _ in exchanges)
     on: Any = {"platform": platform, "capability": capability, "softcap": model.softcap or None}
 

@@ -2,7 +2,6 @@
 
 from pallas_kernels.attention.api import (
     Choice,
-    Features,
     Unsupported,
     attention_gradients,
     choose_attention,
@@ -18,7 +17,6 @@ __all__ = [
     "AttentionProblem",
     "BlockMask",
     "Choice",
-    "Features",
     "Unsupported",
     "attention_gradients",
     "capability_of",

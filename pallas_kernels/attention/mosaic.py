@@ -76,7 +76,8 @@ def attend(
         return attention(q, k, v, problem, tiles or tiling(problem), **sides)
     # Zeros add nothing to a dot product, and columns of zeros of v give columns of zeros, which are dropped.
     wide = as_padded(problem)
-    out, lse = attention(*_widened(wide, q, k, v), wide, tiles or tiling(wide), **sides)
+    q, k, v = _widened(wide, q, k, v)
+    out, lse = attention(q, k, v, wide, tiles or tiling(wide), **sides)
     return out[..., : problem.v_shape[3]], lse
 
 

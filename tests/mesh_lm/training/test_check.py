@@ -78,8 +78,8 @@ def test_all_problems_at_once() -> None:
         ),
         (
             ["mesh.sequence=8", "rules=ulysses"],
-            "model.n_heads=4: Ulysses cannot divide them over mesh.sequence=8; mesh.sequence can be 1, 2, 4, or exchange by gather or ring, "
-            "which divide no heads",
+            "model.n_heads=4: Ulysses cannot divide them over mesh.sequence=8; mesh.sequence can be 1, 2, 4, or exchange by gather or "
+            "ring, which divide no heads",
         ),
         (
             ["mesh.sequence=4", "mesh.tensor=2", "rules=ulysses+megatron", "model.n_heads=8", "model.n_kv_heads=6"],
