@@ -6,9 +6,10 @@ runs again), `mesh_lm/model/loss.py` and `TableSharding` (tables, by hand). Pure
 docs/closed_forms.md is made from here.
 
 Sizes: D data, F fsdp, T tensor, P pipeline (devices along the mesh axes); L layers (of one stage), M microbatches, b sequences of a
-microbatch on one batch shard, s sequence (of which a device has s / C by context parallelism), h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its
-result, of a reduce-scatter its operand, of an all-reduce or a permute the array. Wire, for a ring of n: (n-1)/n of the payload, twice that
-for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage that runs it most.
+microbatch on one batch shard, s sequence (of which a device has s / C by context parallelism), h d_model, V vocabulary with its padding.
+Bytes are per device. Payload: of an all-gather its result, of a reduce-scatter its operand, of any other the array. Wire, for a ring of n:
+(n-1)/n of the payload, twice that for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage
+that runs it most.
 
 A step can do no less for a matrix that replicas share than add up its gradient once, in fp32, and give each replica the new weight in the
 type in which its layers use it: 4 and 2 bytes a parameter on the wire, 2 and 2 where gradients are summed in bf16. That is the least, which
