@@ -10,8 +10,6 @@ sums_RKN = add_weight_gradient(sums_RKN, row, x_TK, dy_TN)
 from pallas_kernels.attention import (
     AttentionProblem,
     BlockMask,
-    Choice,
-    Unsupported,
     attention_gradients,
     capability_of,
     choose_attention,
@@ -21,6 +19,7 @@ from pallas_kernels.attention import (
     merge,
     reference_attention,
 )
+from pallas_kernels.choice import Choice, Unsupported
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.stacked_matmul import add_weight_gradient, stacked_matmul
 

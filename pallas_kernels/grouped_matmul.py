@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.api import Choice, Unsupported
 from pallas_kernels.attention.problem import DTYPES, target_of
+from pallas_kernels.choice import Choice, serving, trusted_choice
 from pallas_kernels.grouped import xla
 from pallas_kernels.grouped.plan import balanced, plan_rows, plan_weights
-from pallas_kernels.trust.verdict import trusted
+from pallas_kernels.trust.verdict import Verdict, trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 KNOWN = ("0.10.", "0.11.")
@@ -98,13 +98,13 @@ def choose_trusted_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
     """The implementation that serves `problem` on this process's GPUs: as `choose_grouped_matmul`, but `mosaic` only if it passed its
     self-test, which the first call for a kind of problem may run (`pallas_kernels.trust`).
     """
-    choice = choose_grouped_matmul(problem)
-    if choice.name != "mosaic":
-        return choice
-    from pallas_kernels.grouped.self_test import kind_of  # here: no other platform loads Mosaic
 
-    verdict = trusted(kind_of(problem))
-    return choice if verdict.passed else Choice("xla", {"mosaic": verdict.reason})
+    def verdict() -> Verdict:
+        from pallas_kernels.grouped.self_test import kind_of  # here: no other platform loads Mosaic
+
+        return trusted(kind_of(problem))
+
+    return trusted_choice(choose_grouped_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason}))
 
 
 def grouped_matmul(
@@ -133,12 +133,12 @@ def grouped_matmul(
     Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
     """
     problem = describe_grouped_matmul(x, w, group_sizes, platform=platform, capability=capability)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"grouped_matmul: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
     here = platform is None and capability is None
-    name = implementation or (choose_trusted_grouped_matmul if here else choose_grouped_matmul)(problem).name
-    if name == "mosaic" and (reason := unsupported_reason(problem)):
-        raise Unsupported(f"grouped_matmul: implementation={name!r} cannot serve this call: {reason}")
+    name = serving(
+        "grouped_matmul", implementation, IMPLEMENTATIONS,
+        choose=lambda: (choose_trusted_grouped_matmul if here else choose_grouped_matmul)(problem),
+        reason=lambda name: unsupported_reason(problem) if name == "mosaic" else None,
+    )  # fmt: skip
     return _product(x, w, group_sizes.astype(jnp.int32), name)
 
 

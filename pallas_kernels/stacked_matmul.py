@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.api import Choice, Unsupported
 from pallas_kernels.attention.problem import DTYPES, target_of
+from pallas_kernels.choice import Choice, serving, trusted_choice
 from pallas_kernels.stacked import xla
-from pallas_kernels.trust.verdict import trusted
+from pallas_kernels.trust.verdict import Verdict, trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 KNOWN = ("0.10.", "0.11.")
@@ -153,13 +153,13 @@ def choose_trusted_stacked_matmul(problem: StackedMatmulProblem) -> Choice:
     """The implementation that serves `problem` on this process's GPUs: as `choose_stacked_matmul`, but `mosaic` only if it passed its
     self-test, which the first call for a kind of problem may run (`pallas_kernels.trust`).
     """
-    choice = choose_stacked_matmul(problem)
-    if choice.name != "mosaic":
-        return choice
-    from pallas_kernels.stacked.self_test import kind_of  # here: no other platform loads Mosaic
 
-    verdict = trusted(kind_of(problem))
-    return choice if verdict.passed else Choice("xla", {"mosaic": verdict.reason})
+    def verdict() -> Verdict:
+        from pallas_kernels.stacked.self_test import kind_of  # here: no other platform loads Mosaic
+
+        return trusted(kind_of(problem))
+
+    return trusted_choice(choose_stacked_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason}))
 
 
 def stacked_matmul(
@@ -228,12 +228,11 @@ def add_weight_gradient(
 
 def _serving(problem: StackedMatmulProblem, implementation: str | None, *, here: bool, caller: str) -> str:
     """The implementation that serves a call."""
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"{caller}: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    name = implementation or (choose_trusted_stacked_matmul if here else choose_stacked_matmul)(problem).name
-    if name == "mosaic" and (reason := unsupported_reason(problem)):
-        raise Unsupported(f"{caller}: implementation={name!r} cannot serve this call: {reason}")
-    return name
+    return serving(
+        caller, implementation, IMPLEMENTATIONS,
+        choose=lambda: (choose_trusted_stacked_matmul if here else choose_stacked_matmul)(problem),
+        reason=lambda name: unsupported_reason(problem) if name == "mosaic" else None,
+    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -1,8 +1,6 @@
 """Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its implementations, `reference.py` the formula."""
 
 from pallas_kernels.attention.api import (
-    Choice,
-    Unsupported,
     attention_gradients,
     choose_attention,
     choose_trusted_attention,
@@ -16,8 +14,6 @@ from pallas_kernels.attention.reference import reference_attention
 __all__ = [
     "AttentionProblem",
     "BlockMask",
-    "Choice",
-    "Unsupported",
     "attention_gradients",
     "capability_of",
     "choose_attention",

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -12,22 +11,11 @@ from jax import Array
 from pallas_kernels.attention import cudnn, mosaic, xla
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import AttentionProblem, Sides, describe_attention
-from pallas_kernels.trust.verdict import trusted
+from pallas_kernels.choice import Choice, serving, trusted_choice
+from pallas_kernels.trust.verdict import Verdict, trusted
 
 # In order of preference, but see `preferred`. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
-
-
-class Unsupported(ValueError):
-    """Raised if the named implementation cannot serve a call; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The implementation for a problem, with the reasons why others cannot serve it."""
-
-    name: str
-    rejected: Mapping[str, str]
 
 
 def preferred(problem: AttentionProblem) -> tuple[str, ...]:
@@ -51,13 +39,13 @@ def choose_trusted_attention(problem: AttentionProblem) -> Choice:
 
     The first call for a kind of problem may run that self-test (`pallas_kernels.trust`), which takes about a minute.
     """
-    choice = choose_attention(problem)
-    if choice.name != "mosaic":
-        return choice
-    from pallas_kernels.attention.self_test import kind_of  # here, so that no other platform loads Mosaic
 
-    verdict = trusted(kind_of(problem))
-    return choice if verdict.passed else choose_attention(problem, without={"mosaic": verdict.reason})
+    def verdict() -> Verdict:
+        from pallas_kernels.attention.self_test import kind_of  # here, so that no other platform loads Mosaic
+
+        return trusted(kind_of(problem))
+
+    return trusted_choice(choose_attention(problem), verdict, lambda reason: choose_attention(problem, without={"mosaic": reason}))
 
 
 class Static(TypedDict, total=False):
@@ -166,10 +154,8 @@ def attention_gradients(
 
 def _chosen(function: str, problem: AttentionProblem, implementation: str | None, *, here: bool) -> Any:
     """The module that serves a call. here: it is for this process's own devices. Raises as `flash_attention` does."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{function}: implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, got {implementation!r}")
-    choice = choose_trusted_attention(problem) if here and implementation is None else choose_attention(problem)
-    name = implementation or choice.name
-    if name in choice.rejected:
-        raise Unsupported(f"{function}: implementation={name!r} cannot serve this call: {choice.rejected[name]}")
+    name = serving(
+        function, implementation, IMPLEMENTATIONS, choose=lambda: (choose_trusted_attention if here else choose_attention)(problem),
+        reason=lambda name: IMPLEMENTATIONS[name].unsupported_reason(problem),
+    )  # fmt: skip
     return IMPLEMENTATIONS[name]

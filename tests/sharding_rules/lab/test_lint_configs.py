@@ -17,10 +17,8 @@ from sharding_rules.lab.lint import lint
 COMPILE_BUDGET = 20
 pytestmark = pytest.mark.deviceless
 DEVICES = {row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text())["tables"][plan_page.CONFIGS]["rows"]}
-EXPOSED: dict[str, set[str]] = {}
-"""By config, the mesh axes of a collective for which compute waits a tenth of the predicted step or more: none does."""
-SLOW = ("gpt_1_3b", "llama3_8b", "megatron_32b", "megatron_462b")
-"""Those that CI lints: one node, FSDP, data parallelism, stages. The others are exhaustive."""
+SLOW = ("gpt_1_3b", "llama3_8b", "megatron_32b", "gpt_175b")
+"""Those that CI lints: one node, FSDP, data and tensor parallelism, stages. The others are exhaustive."""
 
 
 @pytest.mark.parametrize(
@@ -32,6 +30,4 @@ def test_a_shipped_config_has_no_errors(reports: str, name: str) -> None:
     made = Program.of(config, "h100", DEVICES[name])
     found = lint(made.compile(options(flags_of(config, "h100"))), config.rules, made.layout.axes)
     assert not [one for one in found if one.severity == "error"], "\n".join(map(str, found))
-    assert {one.check for one in found} <= {"exposed-communication", "exposed-hop"}  # no backward slot hides hops while a pipeline fills
-    axes = {one.text.partition(" over ")[2].partition(" ")[0] for one in found if one.check == "exposed-communication"}
-    assert axes == EXPOSED.get(name, set()), "\n".join(map(str, found))
+    assert {one.check for one in found} <= {"exposed-hop"}  # no backward slot hides hops while a pipeline fills
