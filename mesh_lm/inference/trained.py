@@ -224,7 +224,8 @@ def _rules(plain: dict[str, Any]) -> Rules:
     """Inverse of `Rules.as_dict`."""
     given = {kind: plain[kind] for kind in get_args(Kind)}
     columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
-    return Rules(plain["name"], **columns, axes=plain.get("axes", {}), reduction=plain.get("reduction", "auto"))
+    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction") if name in plain}
+    return Rules(plain["name"], **columns, **named)
 
 
 def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh_lm.model.ring_attention import ring_attention
 from pallas_kernels import flash_attention
@@ -91,13 +92,14 @@ def ulysses(
     sizes = [x.shape[3] for x in heads]
     # One collective for the three.
     joined = lax.all_to_all(jnp.concatenate(heads, axis=3), axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
-    q, k, v = jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2)
+    # What remat=save_names saves, so that the backward pass exchanges nothing again.
+    q, k, v = (checkpoint_name(x, name) for x, name in zip(jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2), "qkv", strict=True))
     if segment_ids is not None:
         segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
     y = inner(q, k, v, segment_ids, sinks)
-    return lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+    return checkpoint_name(lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True), "attention_out")
 
 
 def repeats(kv_heads: int, ways: int) -> int:

@@ -61,8 +61,8 @@ class Ring:
         first of these steps, and goes at the last one.
         """
         steps = self.steps(C)
-        hops = [b - a for a, b in itertools.pairwise(steps)][1:]
-        of_step = list(zip(steps[1:], [0, *hops], [*hops, 0], strict=True))
+        hops = [0, *[b - a for a, b in itertools.pairwise(steps[1:])], 0]  # before the first of these steps, between them, after the last
+        of_step = [(t, hops[m], hops[m + 1]) for m, t in enumerate(steps[1:])]
         for (came, goes), run in itertools.groupby(of_step, lambda step: step[1:]):
             numbers = jnp.array([t for t, _, _ in run], jnp.int32)
             if len(numbers) == 1:

@@ -160,6 +160,10 @@ def one_period(
     period, wide = segment.period, model.shard.rules.reduction == "float32"
     zeros, working = (nnx.split(getattr(sinks.model, segment.name), nnx.Param, ...)[1], sinks.working) if sinks else (None, None)
 
+    # XLA:CPU deadlocks at permutes in a conditional that some devices skip, so layers with a ring run in padding rows, too.
+    ring_axes = (axis for axis, exchange in model.shard.rules.context.items() if exchange == "ring")
+    masked = any(model.shard.mesh.shape[axis] > 1 for axis in ring_axes)
+
     # The conditional is inside the rematerialised function, too, so that it saves no weights.
     def layer(x: jax.Array, cache: Any, stack: Any, row: jax.Array, i: int, by_row: bool) -> tuple[jax.Array, Any, Sums]:
         def of_layer(tree: Any) -> Any:
@@ -179,7 +183,12 @@ def one_period(
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
 
-        return lax.cond((row + i >= rows.skip) & (row + i < rows.skip + rows.count), run, idle)
+        active = (row + i >= rows.skip) & (row + i < rows.skip + rows.count)
+        if not masked:
+            return lax.cond(active, run, idle)
+        y, after, sums = run()
+        x, cache = jax.tree.map(lambda new, old: jnp.where(active, new, old), (y, after), (x, cache))
+        return pinned(x, cache, jax.tree.map(lambda s: jnp.where(active, s, 0), sums))
 
     def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:  # branches must agree on the sharding
         return model.shard(x, *ctx.residual), cache, sums

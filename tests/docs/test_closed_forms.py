@@ -10,12 +10,13 @@ import pytest
 
 from mesh_lm.config import load
 from mesh_lm.training.check import check
-from tests.sharding_rules.closed_forms import AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
+from tests.sharding_rules.closed_forms import A2A, AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
 
 PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text()
-SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP"}
+SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP", A2A: "A2A"}
 AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
-STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:])
+STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:], ("data", "sequence"), ("sequence",))
+CONTEXTS = ("context_gather", "ulysses", "ring", "usp")
 REMATS = ("none", "save_names", "full")
 PRESETS = (
     "ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp", "zero1+megatron", "zero1+megatron_sp",
@@ -101,6 +102,17 @@ def stage_table() -> str:
     return table(["preset", "remat", "stash=input", "stash=residuals"], rows)
 
 
+def context_table() -> str:
+    """What attention exchanges in a layer of a microbatch, over 4 shards of the sequence (usp: 2 x 2)."""
+    rows = []
+    for preset, remat in itertools.product(CONTEXTS, REMATS):
+        shards = {"sequence": 2, "ulysses": 2} if preset == "usp" else {"sequence": 4}
+        found = expected(gpt(remat), dataclasses.replace(Strategy(preset), **shards), 2, 4)
+        of_layer = [t for t in found if t.part == "layer" and set(t.axes) & shards.keys()]
+        rows.append([f"`{preset}`", remat, *(run_counts(t for t in of_layer if t.axes == (axis,)) for axis in ("sequence", "ulysses"))])
+    return table(["preset", "remat", "`sequence`, of 4 (2)", "`ulysses`, of 2"], rows)
+
+
 def term_table(preset: str, axis: str) -> str:
     """Each collective along an axis, with its reason."""
     times = {"forward": "L M", "backward": "L M", "microbatch": "M", "chunk": "M x chunks", "row": "L", "step": "1"}
@@ -155,7 +167,9 @@ def reduced_config_table() -> str:
     return table(["config", *(f"{axis}, {r}" for axis in ("data", "fsdp") for r in ("auto", "float32", "bfloat16"))], rows)
 
 
-@pytest.mark.parametrize("render", [symbol_table, layer_table, stage_table, config_table, reduction_table, reduced_config_table])
+@pytest.mark.parametrize(
+    "render", [symbol_table, layer_table, stage_table, context_table, config_table, reduction_table, reduced_config_table]
+)
 def test_tables_are_the_forms(render) -> None:
     assert render() in PAGE, f"docs/closed_forms.md must have this table:\n{render()}"
 

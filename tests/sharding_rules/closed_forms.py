@@ -6,16 +6,17 @@ runs again), `mesh_lm/model/loss.py` and `TableSharding` (tables, by hand). Pure
 docs/closed_forms.md is made from here.
 
 Sizes: D data, F fsdp, T tensor, P pipeline (devices along the mesh axes); L layers (of one stage), M microbatches, b sequences of a
-microbatch on one batch shard, s sequence, h d_model, V vocabulary with its padding. Bytes are per device. Payload: of an all-gather its
-result, of a reduce-scatter its operand, of an all-reduce or a permute the array. Wire, for a ring of n: (n-1)/n of the payload, twice that
-for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage that runs it most.
+microbatch on one batch shard, s sequence (of which a device has s / C by context parallelism), h d_model, V vocabulary with its padding.
+Bytes are per device. Payload: of an all-gather its result, of a reduce-scatter its operand, of any other the array. Wire, for a ring of n:
+(n-1)/n of the payload, twice that for an all-reduce, all of it for a permute. Stages differ at the ends: of each collective it is the stage
+that runs it most.
 
 A step can do no less for a matrix that replicas share than add up its gradient once, in fp32, and give each replica the new weight in the
 type in which its layers use it: 4 and 2 bytes a parameter on the wire, 2 and 2 where gradients are summed in bf16. That is the least, which
 preset `distributed` sends; all else is `excess`.
 
 Not here, because below 1 KiB or absent from the presets: scalars (loss sums, label weight, gradient norm), attention sinks and q/k norms,
-documents kept separate (positions are then looked up), stages of unequal layers, expert and sequence axes.
+documents kept separate (positions are then looked up), stages of unequal layers, the expert axis, windows that end a ring early.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from tests.sharding_rules.subjects import Decoder, Strategy
+from tests.sharding_rules.subjects import CONTEXT, Decoder, Strategy
 
-AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
+AG, RS, AR, CP, A2A = "all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all"
+REPLICAS = ("data", "sequence", "ulysses")
+"""The axes along which weights are replicated, and that the engine sums gradients over."""
 BYTES = {"bf16": 2, "f32": 4}
 Per = Literal["forward", "backward", "recompute", "regather", "microbatch", "chunk", "forward tick", "backward tick", "row", "step"]
 """forward, backward: a layer's pass, in each microbatch; with stages, in each tick that has that slot, of the layers of one chunk.
@@ -92,6 +95,10 @@ SYMBOLS = {
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
     "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
+    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys and values of this device's tokens"),
+    "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
+    "CK": ("C x K", "bf16", "those of all tokens"),
+    "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide"),
     "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
 }
 """Symbol -> (bytes, dtype, what it is)."""
@@ -102,7 +109,7 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     size, P = _sizes(model, strategy, sequences), strategy.pipeline
     if model.layers % (P * strategy.virtual):
         raise ValueError(f"no closed form for {model.layers} layers on {P} x {strategy.virtual} virtual stages: they differ")
-    chunks = -(-sequences * model.seq // model.loss_chunk)
+    chunks = -(-sequences * model.seq // (model.loss_chunk * strategy.sequence * strategy.ulysses))
     forward, backward = strategy.ticks(microbatches)
     of_chunk = model.layers // (P * strategy.virtual)
     runs = {
@@ -132,6 +139,7 @@ def expected_of(config: Any) -> list[Term]:
     strategy = Strategy(
         "+".join(part for part in rules.name.replace(" by layers", "").split("+") if not part.startswith("reduce_")),
         mesh.data, mesh.fsdp, mesh.tensor, by, mesh.pipeline, pipeline.chunks, pipeline.stash, rules.reduction,
+        mesh.sequence, mesh.sizes().get("ulysses", 1),
     )  # fmt: skip
     return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
 
@@ -160,8 +168,11 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     cut, whole = (layers, vectors) if strategy.zero_by == "embed" else (layers + vectors, 0)
     if not (staged := strategy.pipeline > 1):
         cut, whole = (cut + tables, whole + last) if strategy.zero_by == "embed" else (cut, whole + tables + last)
-    E, P = 2.0 * model.vocab * h / T, 2.0 * model.seq * h * model.learned_positions / (T if strategy.sp else 1)
-    X = 2.0 * b * model.seq * h
+    seq = model.seq / (strategy.sequence * strategy.ulysses)
+    E, P = 2.0 * model.vocab * h / T, 2.0 * seq * h * model.learned_positions / (T if strategy.sp else 1)
+    X = 2.0 * b * seq * h
+    kv_heads = math.lcm(model.kv_heads // (1 if model.kv_heads % T else T), strategy.ulysses if "usp" in strategy.parts else 1)
+    kv = 4.0 * b * seq * kv_heads * model.head_dim
     return {
         "X": X,
         "W": 2.0 * model.matrices / T,
@@ -174,7 +185,7 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "u": 4.0 * model.whole_vectors,
         "v": 4.0 * model.cut_vectors / T,
         "n": 4.0 * last,
-        "c": 4.0 * min(model.loss_chunk, b * model.seq),
+        "c": 4.0 * min(model.loss_chunk, b * seq),
         "H": X / (T if strategy.sp else 1),
         "G": 4 * (cut + whole),
         "Z": 4 * cut,
@@ -184,9 +195,13 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "Y": 4 * staged * tables,
         "Y/2": 2 * staged * tables,
         "S-Y": 4 * staged * last,
-        "R": (row := 4 * padded(model.matrices / (T * F), strategy.data)),
+        "K": kv,
+        "CK": strategy.sequence * kv,
+        "Q": (q := 2.0 * b * seq * model.heads // T * model.head_dim),
+        "Q+K": q + 4.0 * b * seq * math.lcm(kv_heads, strategy.sequence if "ulysses" in strategy.parts else 1) * model.head_dim,
+        "R": (row := 4 * padded(model.matrices / (T * F), strategy.replicas)),
         "R/2": row / 2,
-        "J": (flat := 4 * sum(padded(n, strategy.data * strategy.pipeline) for n in each_table)),
+        "J": (flat := 4 * sum(padded(n, strategy.replicas * strategy.pipeline) for n in each_table)),
         "J/2": flat / 2,
     }
 
@@ -200,6 +215,7 @@ def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int
     """(part, kind, axes, dtype, size, count, per, why[, needed, excess]) on any mesh."""
     if strategy.is_tensor:
         yield from _tensor(model, strategy, sequences)
+    yield from _context(model, strategy)
     yield from _fsdp(model, strategy)
     if strategy.pipeline > 1:
         yield from _pipeline(strategy, microbatches)
@@ -246,6 +262,36 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
         yield "embedding", AR, t, "bf16", "X", int(twice), "microbatch", slot
         yield "head", AR, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary"
     yield "loss", AR, t, "f32", "c", 3, "chunk", "of each token: the greatest logit, the sum of exponentials, the label's logit"
+
+
+def _context(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
+    """What attention exchanges where sequences are sharded. With remat=full, the layer's forward pass again."""
+    again, per = model.remat == "full", "backward" if model.recomputed is None else "recompute"
+    for axis in {"ulysses": ("sequence",), "usp": ("ulysses",)}.get(next(iter(strategy.parts & CONTEXT), ""), ()):
+        for size, what in (("Q+K", "queries, keys and values of all tokens for a part of the heads"), ("Q", "the output, back")):
+            yield "layer", A2A, (axis,), "bf16", size, 1, "forward", f"forward: {what}"
+            yield "layer", A2A, (axis,), "bf16", size, int(again), per, f"recompute: {what}"
+            yield "layer", A2A, (axis,), "bf16", size, 1, "backward", f"backward: gradients of {what.replace(', back', '')}"
+    if strategy.parts & {"ring", "usp"}:
+        hops = strategy.sequence - 1
+        yield "layer", CP, ("sequence",), "bf16", "K", hops, "forward", "forward: keys and values go around"
+        why = "recompute: keys and values go around; the backward pass reads those of the first two hops"
+        yield "layer", CP, ("sequence",), "bf16", "K", again * max(0, hops - 2), per, why
+        yield "layer", CP, ("sequence",), "bf16", "K", 2 * hops, "backward", "backward: keys and values, and their gradients"
+    elif "context_gather" in strategy.parts:
+        yield "layer", AG, ("sequence",), "bf16", "CK", 1, "forward", "forward: keys and values of all tokens"
+        if model.remat != "none":
+            yield (
+                "layer",
+                AG,
+                ("sequence",),
+                "bf16",
+                "CK",
+                1,
+                "backward",
+                "recompute: again; kept, each device would hold those of all layers",
+            )
+        yield "layer", RS, ("sequence",), "bf16", "CK", 1, "backward", "backward: their gradients"
 
 
 def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
@@ -323,7 +369,7 @@ def _flat(strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: s
 
 def _gathered(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     """What layers gather of their flat vectors, and the sums of their gradients, in each microbatch."""
-    d, dtype, size = ("data",), *(("bf16", "R/2") if strategy.reduction == "bfloat16" else ("f32", "R"))
+    d, dtype, size = REPLICAS, *(("bf16", "R/2") if strategy.reduction == "bfloat16" else ("f32", "R"))
     yield "layer", AG, d, "bf16", "R/2", 1, "forward", "forward: the next layer's matrices; in the last layer, its own for the backward"
     per = "regather" if model.kept else "backward"
     yield "layer", AG, d, "bf16", "R/2", 1, per, "backward: the matrices of the layer before; in the first layer, in vain"
@@ -336,7 +382,7 @@ _ENDS = "each loop has one more than layers, so that its trips are alike"
 
 
 def _once_a_step(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
-    d, new = ("data",), "new weights, from the device that has their moments"
+    d, new = REPLICAS, "new weights, from the device that has their moments"
     whole = "gradients, summed once after the last microbatch"
     cut = RS if strategy.zero == 2 else AR
     if strategy.distributed:

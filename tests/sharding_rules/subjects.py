@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp"}
+CONTEXT = {"context_gather", "ulysses", "ring", "usp"}
+PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp"} | CONTEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +85,18 @@ class Strategy:
     """What a stage saves of a microbatch: its input, from which the backward slot recomputes the layers, or the layers' residuals."""
     reduction: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type in which gradients of matrices are summed (`Rules.reduction`)."""
+    sequence: int = 1
+    """Shards of each sequence (context parallelism)."""
+    ulysses: int = 1
+    """The inner axis of preset usp."""
 
     def __post_init__(self) -> None:
         if unknown := self.parts - PARTS:
             raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
-        cut = {"data": bool(self.parts - {"fsdp"}), "fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
+        if (self.sequence * self.ulysses > 1) and (self.zero or self.pipeline > 1):
+            raise ValueError(f"no closed form for shards of sequences with {self.preset} in {self.pipeline} stages")
+        cut = {"data": bool(self.parts - {"fsdp"}), "sequence": bool(self.parts & CONTEXT), "ulysses": "usp" in self.parts}
+        cut |= {"fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
         if self.distributed and self.zero:
@@ -99,6 +107,11 @@ class Strategy:
     @property
     def parts(self) -> set[str]:
         return set(self.preset.split("+"))
+
+    @property
+    def replicas(self) -> int:
+        """The shards of a flat vector, without stages."""
+        return self.data * self.sequence * self.ulysses
 
     @property
     def is_tensor(self) -> bool:

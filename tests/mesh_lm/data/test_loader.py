@@ -61,6 +61,21 @@ def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -
         assert leaf.dtype == expected[name].dtype, name
 
 
+def test_tokens_lie_in_the_order_that_is_asked_for():
+    """All leaves with a token's position do, the indices too; the certificate is that of the text."""
+    sequences, sharding = make_sequences(), make_sharding(*SHARDINGS[next(iter(SHARDINGS))])
+    order = np.random.default_rng(1).permutation(SEQ_LEN).astype(np.int32)
+    how = {"global_batch": 16, "microbatches": 2, "sharding": sharding, "threads": 0, "prefetch": 1}
+    plain, moved = (Loader(sequences, position=5, token_order=given, **how) for given in (None, order))
+    (_, batch), (_, other) = next(plain), next(moved)
+    for name, leaf in batch.items():
+        wanted = np.asarray(leaf)[..., order] if leaf.ndim == 3 else np.asarray(leaf)
+        assert (np.asarray(other[name]) == wanted).all(), name
+    assert np.asarray(other["indices"])[0, 0].tolist() == order.tolist() and plain.certificate == moved.certificate
+    for ours, theirs in zip(heldout(sequences, **how, token_order=order), heldout(sequences, **how), strict=True):
+        assert (np.asarray(ours["labels"]) == np.asarray(theirs["labels"])[..., order]).all()
+
+
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_rows_are_those_of_the_positions_on_every_sharding(name: str):
     sharding = make_sharding(*SHARDINGS[name])

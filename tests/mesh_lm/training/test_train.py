@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -301,8 +302,9 @@ def losses_alone(arguments, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     [("ddp", {"data": 8}), ("zero1", {"data": 8}), ("zero2", {"data": 8}), ("fsdp", {"fsdp": 8, "data": 1}),
      ("hsdp", {"data": 2, "fsdp": 4}),
      ("megatron", {"data": 4, "tensor": 2}), ("megatron_sp", {"data": 4, "tensor": 2}),
-     ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2})],
+     ("fsdp+megatron_sp", {"fsdp": 4, "data": 1, "tensor": 2}),
+     ("ring+distributed", {"sequence": 4, "data": 2}), ("usp+zero3", {"sequence": 2, "data": 2, "extra": "ulysses=2"})],
 )  # fmt: skip
-def test_every_preset_by_command_line(arguments, tmp_path: Path, losses_alone: list[float], rules: str, mesh: dict[str, int]) -> None:
+def test_every_preset_by_command_line(arguments, tmp_path: Path, losses_alone: list[float], rules: str, mesh: dict[str, Any]) -> None:
     assert train.main(arguments(tmp_path, rules=rules, **{f"mesh__{axis}": size for axis, size in mesh.items()})) == 0
     np.testing.assert_allclose(losses(tmp_path), losses_alone, rtol=1e-6)

@@ -150,6 +150,20 @@ GATHERED = [
 """With layers that gather their own matrices of those vectors."""
 
 
+LONG = {"sequence": 4}
+CONTEXT = [
+    Program("context_gather+zero3", "save_names", "llama", {"data": 2, **LONG}, 1),
+    Program("ulysses", "save_names", "llama", {"data": 2, **LONG}, 1, rows=2),
+    Program("ring", "save_names", "llama", {"data": 2, **LONG}, 2),
+    Program("usp+distributed", "full", "llama", {"sequence": 4, "extra": ("ulysses=2",)}, 1),
+    Program("context_gather+fsdp", "full", "gpt", {"fsdp": 2, **LONG}, 1),
+    Program("ulysses+zero3", "none", "llama", {"sequence": 8}, 1),
+    Program("ring+megatron", "full", "gpt", {"tensor": 2, **LONG}, 1),
+    Program("usp+zero3", "save_names", "llama", {"sequence": 2, "extra": ("ulysses=4",)}, 1),
+]
+"""With sequences that a mesh axis shards. Ulysses repeats the 4 kv heads for 8 devices."""
+
+
 def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> list[Any]:
     def mark(p: Program) -> tuple[pytest.MarkDecorator, ...]:
         return () if p in fast else (pytest.mark.slow,) if p in slow else (pytest.mark.exhaustive,)
@@ -244,6 +258,16 @@ def test_layers_that_gather_their_weights(reports: str, program: Program) -> Non
     assert not report.warnings
     assert_sends(report, terms)
     assert not [one for one in lint(report, program.config.rules) if one.severity == "error"]
+
+
+@pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT))
+def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Program) -> None:
+    """And no ring permutes without attention beside it: the network is waited for at its ends at most, where nothing is left to do."""
+    config = program.config
+    report = compiled(config, reports, math.prod(config.mesh.sizes().values()))
+    assert not report.warnings
+    assert_sends(report, expected_of(config))
+    assert {one.check for one in lint(report, config.rules)} <= NOTICES
 
 
 @pytest.mark.slow
