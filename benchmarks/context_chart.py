@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
-RESULTS = Path(__file__).resolve().parent / "results"
 INK, SOFT, GRID, PAPER = "#20262c", "#5d6873", "#e6e8e7", "#ffffff"
 FORMS = {"context_gather": ("#b06a16", "s"), "ulysses": ("#2f6db3", "o"), "ring": ("#2b9a86", "^"), "usp": ("#8a63b8", "D")}
 """Form -> its colour and the shape of its points, so that it is known without colour."""
 WHOLE = "none"
-
-
-def newest() -> Path:
-    """Returns the newest results of context_lengths.py."""
-    return max(RESULTS.glob("context_lengths_*.json"), key=lambda path: re.findall(r"\d{4}-\d\d-\d\d", path.name))
 
 
 def draw(data: Mapping[str, Any], to: Path) -> None:
@@ -51,7 +44,9 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_minor_formatter(NullFormatter())
         figure.text(0.07, 0.955, "Context parallelism of Llama 3 8B on 64 H100s", fontsize=12, fontweight="bold")
-        figure.text(0.07, 0.925, "1,048,576 tokens a step, 16,384 on each GPU; times are predicted, never measured", fontsize=8.5, color=SOFT)
+        figure.text(
+            0.07, 0.925, "1,048,576 tokens a step, 16,384 on each GPU; times are predicted, never measured", fontsize=8.5, color=SOFT
+        )
         handles = [Line2D([], [], color=colour, marker=marker, markersize=4.5, label=name) for name, (colour, marker) in FORMS.items()]
         handles.append(Line2D([], [], color=INK, marker="_", linestyle="none", label="whole sequences"))
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.06, 0.915), ncols=5, frameon=False, fontsize=8.5, borderpad=0)

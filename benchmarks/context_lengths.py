@@ -1,8 +1,8 @@
 """Compiles Llama 3 8B at 8k to 1M tokens on 64 H100s that are not here, by each form of context parallelism: bytes, memory, predicted time.
 
-Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length. Writes docs/images/context.png, and the
-lengths at which the forms change places. Rows that today's results have already are not compiled again. Needs the compiler for CUDA: pip
-install 'mesh_lm[aot]'.
+Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length. Writes the figures of docs/context.md and
+their chart, with the lengths at which another form becomes the best one. Rows that today's results have already are not compiled again.
+Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import context_chart
+import context_page
 import jax
-from record import ROOT, Record, Row, options
+from record import Record, Row, options
 
 TARGET, DEVICES, NODE = "h100", 64, 8
 TOKENS = 16_384
 """On each device, in a step."""
 LENGTHS = tuple(1024 * 2**n for n in range(3, 11))
-CHART = ROOT / "docs" / "images" / "context.png"
 FEW, OF_A_NODE, ALL = "As few ways as hold it", "8 ways, in a node", "64 ways, over 8 nodes"
 NOTES = {
     FEW: "16,384 tokens of a sequence on each GPU; up to 16,384 tokens attention is whole.",
@@ -130,11 +130,20 @@ def crossovers(rows: Sequence[Row], key: str) -> list[Row]:
 def main() -> int:
     parser = options(__doc__ or "", quick_help="two small models")
     parser.add_argument("--again", action="store_true", help="also compile rows that today's results already have")
-    parser.add_argument("--chart", action="store_true", help="only draw the chart, from the newest results")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page's figures and the chart, from the newest results")
     args = parser.parse_args()
-    if args.chart:
-        context_chart.draw(json.loads(context_chart.newest().read_text()), CHART)
-        return 0
+    if not args.page:
+        collect(args)
+    if not args.quick:
+        source = context_page.newest()
+        data = json.loads(source.read_text())
+        context_page.write(data, source.name)
+        context_chart.draw(data, context_page.CHART)
+    return 0
+
+
+def collect(args: Any) -> None:
+    """Compiles the rows that have no results yet; results are written after each row."""
     record = Record(f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}")
     known = record.directory / f"{record.stem}.json"
     tables: Mapping[str, Any] = json.loads(known.read_text())["tables"] if known.is_file() and not args.again else {}
@@ -158,9 +167,6 @@ def main() -> int:
     ]
     record.table("Crossovers", changes, "Where the form that sends least, and the one predicted to be fastest, changes.")
     record.write()
-    if not args.quick:
-        context_chart.draw(record.data, CHART)
-    return 0
 
 
 if __name__ == "__main__":
