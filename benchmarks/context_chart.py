@@ -48,7 +48,7 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
             0.07, 0.925, "1,048,576 tokens a step, 16,384 on each GPU; times are predicted, never measured", fontsize=8.5, color=SOFT
         )
         handles = [Line2D([], [], color=colour, marker=marker, markersize=4.5, label=name) for name, (colour, marker) in FORMS.items()]
-        handles.append(Line2D([], [], color=INK, marker="_", linestyle="none", label="whole sequences"))
+        handles.append(Line2D([], [], color=INK, marker="_", linestyle="none", label="no sequence is sharded"))
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.06, 0.915), ncols=5, frameon=False, fontsize=8.5, borderpad=0)
         FigureCanvasAgg(figure).print_png(str(to), metadata={"Software": None, "Source": digest(data)})
 

@@ -29,7 +29,7 @@ TOKENS = 16_384
 LENGTHS = tuple(1024 * 2**n for n in range(3, 11))
 FEW, OF_A_NODE, ALL = "As few ways as hold it", "8 ways, in a node", "64 ways, over 8 nodes"
 NOTES = {
-    FEW: "16,384 tokens of a sequence on each GPU; up to 16,384 tokens attention is whole.",
+    FEW: "16,384 tokens of a sequence on each GPU; up to that length no sequence is sharded.",
     OF_A_NODE: "Batches of as many tokens: a GPU has parts of several short sequences.",
     ALL: "Ulysses is not possible: 64 ways do not divide 32 heads.",
 }
@@ -38,11 +38,11 @@ NOTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A row: a form at a length, over so many ways."""
+    """A row: a form at a length, over a number of ways."""
 
     table: str
     form: str
-    """A preset; empty: sequences are whole."""
+    """A preset; empty: no sequence is sharded."""
     length: int
     ways: int
 

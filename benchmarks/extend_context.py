@@ -21,7 +21,7 @@ from record import ROOT, Record, Row, options
 
 SHORT, LONG, DEVICES = 128, 1024, 8
 TOKENS = 4096
-"""Of each step."""
+"""In a step."""
 STEPS, MORE = 600, 300
 LONGER = ["--model.rope-scaling=8", f"--model.rope-original-seq-len={SHORT}"]
 RING = ["--rules=ring", f"--launch.cpu-devices={DEVICES}", "--mesh.data=1", f"--mesh.sequence={DEVICES}"]
