@@ -57,10 +57,12 @@ class Subject:
 
 
 def subjects() -> Iterator[Subject]:
-    for table, ways_of, longest in ((FEW, lambda n: max(1, n // TOKENS), LENGTHS[-1]), (OF_A_NODE, lambda _: NODE, NODE * TOKENS),
-                                    (ALL, lambda _: DEVICES, LENGTHS[-1])):  # fmt: skip
-        for length in (n for n in LENGTHS if n <= longest):
-            yield from (Subject(table, form, length, ways_of(length)) for form in forms(ways_of(length)))
+    tables = {FEW: lambda length: max(1, length // TOKENS), OF_A_NODE: lambda _: NODE, ALL: lambda _: DEVICES}
+    for table, ways_of in tables.items():
+        for length in LENGTHS:
+            ways = ways_of(length)
+            if table == FEW or 1024 <= length // ways <= TOKENS:
+                yield from (Subject(table, form, length, ways) for form in forms(ways))
 
 
 def forms(ways: int) -> Sequence[str]:
