@@ -20,9 +20,10 @@ MEMORY = {
     "activations": "#e08e2b", "logits": "#b9504a", "other": "#9aa3ab",
 }  # fmt: skip
 """Class -> colour, as on the page of --plan; `other` here also includes batch and fragmentation."""
-NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "pipeline": "#c98a3c", "tensor": "#d3d9d8"}
-"""Colours of axes; NVLink's are pale. fsdp+tensor, which is small, counts as fsdp, and sums over stages and replicas count as data."""
-MERGED = {"batch": "other", "fragmentation": "other", "fsdp+tensor": "fsdp", "pipeline+data": "data"}
+NETWORK = {"data": "#1f5563", "fsdp": "#5aa3a8", "pipeline": "#c98a3c", "sequence": "#cdbfe3", "tensor": "#d3d9d8"}
+"""Colours of axes; NVLink's are pale. fsdp+tensor, which is small, counts as fsdp, and groups of stages and replicas, or of shards of
+sequences and replicas, count as data."""
+MERGED = {"batch": "other", "fragmentation": "other", "fsdp+tensor": "fsdp", "pipeline+data": "data", "data+sequence": "data"}
 FAMILIES = {"gpt": "GPT", "llama3": "Llama 3", "megatron": "Megatron-LM's nine"}
 GAP, BAR = 1.15, 0.6
 
@@ -48,7 +49,7 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
         for axes in (left, right):
             axes.set_ylim(heights[-1] + 0.6, -1.8)
         _head(left, "Memory at the peak", "GiB on each H100", MEMORY)
-        _head(right, "Sent in a step", "GiB by each H100, by mesh axis; tensor is NVLink", NETWORK)
+        _head(right, "Sent in a step", "GiB by each H100, by mesh axis; tensor and sequence are NVLink", NETWORK)
         FigureCanvasAgg(figure).print_png(str(to), metadata={"Software": None, "Source": digest(data)})
 
 

@@ -25,7 +25,7 @@ TFLOPS = {
     "megatron_119b": 420.5, "megatron_177b": 432.8, "megatron_314b": 474.4, "megatron_462b": 459.9,
 }  # fmt: skip
 """Measured TFLOP/s per H100 by NVIDIA/Megatron-LM, images/model_table.png at commit d98e8a64dd. Ours are predictions: no race is won."""
-AXES = ("data", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "tensor")
+AXES = ("data", "data+sequence", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "sequence", "tensor")
 
 _PAGE = """\
 # Every config, as XLA compiles it
@@ -57,20 +57,20 @@ lighter policy.
 
 ## What a step needs of each GPU
 
-Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). The GiB
-that a GPU sends in a step along each mesh axis (`tensor` is NVLink; `fsdp+tensor` and `pipeline+data` are groups over
-both), and their sum divided by the minimum that the strategy must send ([closed forms](closed_forms.md)); with stages,
-each collective counts on the stage that runs it most. FLOPs of the program's matmuls divided by the model's own:
-`remat=full` repeats each layer's forward pass except for its last matmul, and the attention kernel's backward pass
-makes five matmuls where the formula counts four. The time of a step is predicted, never measured: it is for comparing
-configs, not a promise. *MFU* is the model's own
-FLOPs over what the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of
-the step during which compute waits for the network, *ratio* the step over the time of the model's own matmuls and
-attention at the lab's rates: recomputation, the bubble, memory traffic and waiting all raise it, and 1 is a step with
-none of them. *TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula, beside the rate that NVIDIA published
-for that model and number of GPUs, which was measured: the two do not compare, since a prediction leaves out much of
-what a cluster does. All five assume that our attention kernel reaches FlashAttention-3's published rates. Each config
-was compiled with the XLA flags of its runs (column *flags*).
+Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). The
+GiB that a GPU sends in a step along each mesh axis (`tensor` and `sequence` are NVLink; `fsdp+tensor`,
+`pipeline+data` and `data+sequence` are groups over both), and their sum divided by the minimum that the strategy must
+send ([closed forms](closed_forms.md)); with stages, each collective counts on the stage that runs it most. FLOPs of
+the program's matmuls divided by the model's own: `remat=full` repeats each layer's forward pass except for its last
+matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four. The time of a step
+is predicted, never measured: it is for comparing configs, not a promise. *MFU* is the model's own FLOPs over what the
+tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of the step during
+which compute waits for the network, *ratio* the step over the time of the model's own matmuls and attention at the
+lab's rates: recomputation, the bubble, memory traffic and waiting all raise it, and 1 is a step with none of them.
+*TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula, beside the rate that NVIDIA published for that
+model and number of GPUs, which was measured: the two do not compare, since a prediction leaves out much of what a
+cluster does. All five assume that our attention kernel reaches FlashAttention-3's published rates. Each config was
+compiled with the XLA flags of its runs (column *flags*).
 
 {needs}
 

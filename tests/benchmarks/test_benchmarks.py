@@ -83,3 +83,11 @@ def test_start_time(tmp_path: Path) -> None:
 def test_save_cost(tmp_path: Path) -> None:
     (row,) = run("save_cost", tmp_path)["Cost of saving"]
     assert row["with_save_s"] > row["blocking_ms"] / 1e3 > 0 and row["digests_ms"] > 0
+
+
+@pytest.mark.exhaustive
+def test_extend_context(tmp_path: Path) -> None:
+    """The run with long sequences starts from the short one's weights, on 8 devices."""
+    rows = {row["model"]: row for row in run("extend_context", tmp_path)["Loss on long texts"]}
+    assert [*rows] == ["short", "short, continued", "long"] and len({row["scored_tokens"] for row in rows.values()}) == 1
+    assert rows["long"]["nats_per_token"] < rows["short"]["nats_per_token"] and "--rules=ring" in rows["long"]["command"]

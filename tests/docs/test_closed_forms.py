@@ -23,9 +23,9 @@ PRESETS = (
     "zero2+megatron_sp", "distributed+megatron_sp", "hsdp+megatron", "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
 )  # fmt: skip
 CONFIGS = {
-    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_70b": 1024, "llama3_405b": 16_384, "megatron_1_7b": 48,
-    "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536, "megatron_177b": 2304,
-    "megatron_314b": 3072, "megatron_462b": 6144,
+    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_8b_128k": 64, "llama3_70b": 1024, "llama3_405b": 16_384,
+    "megatron_1_7b": 48, "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536,
+    "megatron_177b": 2304, "megatron_314b": 3072, "megatron_462b": 6144,
 }  # fmt: skip
 
 
