@@ -252,8 +252,8 @@ class TrainConfig:
     """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = PRESETS["ddp"]
-    """Sharding rules: a preset (ddp, zero1, zero2, distributed, zero3, fsdp, hsdp, megatron, megatron_sp, context_gather, ulysses, ring, usp)
-    or a product such as fsdp+megatron_sp.
+    """Sharding rules: a preset (ddp, zero1, zero2, distributed, zero3, fsdp, hsdp, megatron, megatron_sp, context_gather, ulysses, ring,
+    usp) or a product such as fsdp+megatron_sp.
     +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16."""
     train: TrainLoop = TrainLoop()
     pipeline: PipelineConfig = PipelineConfig()

@@ -36,7 +36,7 @@ def twin() -> tuple[float, dict[str, np.ndarray]]:
     fields = {name: getattr(LLAMA, name) for name in torch_models.FIELDS}
     model = torch_models.Decoder(fields)
     params = initial(ModelLayout.of(LLAMA, shard_on("ddp")))
-    L, D, N, K, H, F = LLAMA.n_layers, LLAMA.d_model, LLAMA.n_heads, LLAMA.kv_heads, LLAMA.d_head, LLAMA.d_mlp
+    D, N, K, H, F = LLAMA.d_model, LLAMA.n_heads, LLAMA.kv_heads, LLAMA.d_head, LLAMA.d_mlp
 
     def set_to(parameter: Any, value: np.ndarray) -> None:
         assert parameter.shape == value.shape
