@@ -32,7 +32,8 @@ def figures(data: Mapping[str, Any], source: str) -> str:
     crossovers = tables.pop("Crossovers")
     parts = [
         "The figure is made by `python benchmarks/context_lengths.py` from [these raw\n"
-        f"results](../benchmarks/results/{source}). The predicted step, in seconds, and the GiB that a GPU sends in attention:"
+        f"results](../benchmarks/results/{source}).\n"
+        "The predicted step, never measured, in seconds, and the GiB that a GPU sends in attention:"
     ]
     for title, rows in tables.items():
         parts += [f"**{title}.** {data['tables'][title]['note']}", _table(rows)]

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from sharding_rules import AXES
+
 COUNTS = (2, 4, 8)
 """Numbers of devices over which the models here can be sharded."""
 
@@ -32,6 +34,11 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("hsdp+megatron", "data fsdp tensor", ""),
     ("hsdp+megatron_sp", "data fsdp tensor", ""),
     ("zero1+fsdp+megatron_sp", "data fsdp tensor", ""),
+    ("context_gather", "sequence", "data"),
+    ("ulysses", "sequence", "data"),
+    ("ring", "sequence", "data"),
+    ("usp", "sequence ulysses", ""),
+    ("zero3+ring", "data sequence", ""),
 )
 """(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may be)."""
 
@@ -107,7 +114,9 @@ class Strategy:
 
     def variant(self, microbatches: int, **more: Any) -> dict[str, Any]:
         """Returns the variant for a task of multi_gpu_worker.py."""
-        changes = {"mesh": {"data": 1, **self.mesh}, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
+        extra = tuple(f"{axis}={size}" for axis, size in self.mesh.items() if axis not in AXES)
+        mesh = {"data": 1, **{axis: size for axis, size in self.mesh.items() if axis in AXES}, **({"extra": extra} if extra else {})}
+        changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
         return {**self.columns, **more, "flags": self.flags, "changes": changes}
 
 

@@ -46,7 +46,7 @@ class Loader:
       global_batch: sequences in a batch, M x B.
       microbatches: M.
       sharding: of a [M, B, S] leaf.
-      token_order: the index of each token, int32 [S], as they lie in memory; None: in their own order.
+      token_order: the index of each token, int32 [S], in the order in memory; None: in their own order.
       position: samples consumed so far.
       threads: Grain's reader threads; 0: read in the calling thread.
       prefetch: batches that the threads read ahead.

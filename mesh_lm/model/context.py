@@ -103,7 +103,7 @@ def ulysses(
 
 
 def repeats(kv_heads: int, ways: int) -> int:
-    """How often Ulysses over so many devices repeats each kv head, so that every device gets as many."""
+    """How often Ulysses over N ways repeats each kv head, so that every device gets as many."""
     return math.lcm(kv_heads, ways) // kv_heads
 
 

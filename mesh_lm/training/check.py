@@ -12,10 +12,10 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data import blend
 from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.errors import ConfigError
-from mesh_lm.model.context import repeats
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
+from mesh_lm.training.check_context import context_problems
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import FLAT, Column, Kind
 
@@ -32,7 +32,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _unsupported_rows, _context, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
+    for part in (_mesh_axes, _unused_axes, _unsupported_rows, context_problems, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -180,60 +180,10 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
                     fix = f"set rules.context[{axis!r}] to gather, ulysses or ring, or leave {axis!r} out"
                     yield f"rules.activations[{logical!r}]={entry!r}: attention needs all keys, and no rule says how over {axis}; {fix}"
         elif name != "batch":
-            allowed = config.rules.context if name == "seq_resid" else ()  # see `_context`
+            allowed = config.rules.context if name == "seq_resid" else ()  # see `context_problems`
             for axis in [axis for axis in axes_of(entry) if axis in manual and axis not in allowed][:1]:
                 what = "no activation" if axis == "pipeline" else "only the batch"
                 yield f"rules.activations[{logical!r}]={entry!r}: {what} is sharded over {axis}; remove {axis!r}"
-
-
-def _context(config: TrainConfig) -> Iterator[str]:
-    """Sequences that cannot be sharded as the rules say, and attention that cannot exchange its keys or heads so."""
-    rules, mesh, model = config.rules, config.mesh.sizes(), config.model
-    entry, rest = (rules.activations.get(row) for row in ("seq", "seq_resid"))
-    for axis, exchange in rules.context.items():
-        if axis not in rules.manual_axes() - {"pipeline", "data"}:
-            fix = f"use 'sequence', or declare it: rules.axes[{axis!r}]='manual'"
-            yield f"rules.context[{axis!r}]={exchange!r}: the mesh axis {axis!r} cannot shard sequences; {fix}"
-        elif axis not in axes_of(entry):
-            yield f"rules.context[{axis!r}]={exchange!r}, but rules.activations['seq']={entry!r} is not sharded over {axis!r}; add it there"
-        elif axis not in axes_of(rest):
-            fix = f"add {axis!r} in front"
-            yield f"rules.activations['seq_resid']={rest!r}: the residual stream is sharded like attention's input, over {entry!r}; {fix}"
-    used = [(axis, rules.context[axis]) for axis in axes_of(entry) if mesh.get(axis, 1) > 1 and axis in rules.context]
-    inner = [axis for axis, exchange in used if exchange == "ulysses"]
-    if len(used) - len(inner) > 1 or used[len(used) - len(inner) :] != [(axis, "ulysses") for axis in inner]:
-        by = ", ".join(f"{axis} by {exchange}" for axis, exchange in used)
-        yield f"rules.activations['seq']={entry!r}: {by}; it can be one axis by gather or ring, then others by ulysses"
-        return
-    ways, chunks = math.prod(mesh[axis] for axis, _ in used), 2 * math.prod(mesh[axis] for axis, _ in used if axis not in inner)
-    if chunks > 2 and model.seq_len % ways == 0 and model.seq_len % (least := math.lcm(ways, chunks)):
-        product = " x ".join(setting(axis, mesh[axis]) for axis, _ in used)
-        below = model.seq_len // least * least
-        fits = f"{below} or {below + least}" if below else str(least)
-        yield f"model.seq_len={model.seq_len} is not divisible by {least}: shards over {product} have two chunks each; it can be {fits}"
-    if inner and not config.model.problems():
-        yield from _ulysses(config, inner)
-
-
-def _ulysses(config: TrainConfig, axes: list[str]) -> Iterator[str]:
-    """Numbers of heads that Ulysses cannot divide over its mesh axes."""
-    mesh, sizes = config.mesh.sizes(), config.model.sizes()
-    if "heads" not in sizes:
-        return
-    (field, heads), (_, kv_heads) = sizes["heads"], sizes.get("kv_heads", sizes["heads"])
-    by_tensor, by_kv = (math.prod(mesh.get(a, 1) for a in axes_of(config.rules.activations.get(row))) for row in ("heads", "kv_heads"))
-    local, ways = heads // by_tensor, math.prod(mesh[axis] for axis in axes)
-    product = " x ".join(setting(axis, mesh[axis]) for axis in axes)
-    if heads % by_tensor or kv_heads % by_kv:
-        return  # `_sizes` reports it
-    own_kv = kv_heads // by_kv if by_kv > 1 or by_tensor == 1 else max(1, local * kv_heads // heads)
-    if local % ways or (local // own_kv) % repeats(own_kv, ways):
-        fits = [n for n in _divisors(local) if (local // own_kv) % repeats(own_kv, n) == 0]
-        on = f", {local} on each device" if by_tensor > 1 else ""
-        fix = f"{_field(axes[0])} can be {_few(fits)}" if len(axes) == 1 else f"their product can be {_few(fits)}"
-        kv = f" with {kv_heads} kv heads" if kv_heads != heads else ""
-        other = "or exchange by gather or ring, which divide no heads"
-        yield f"model.{field}={heads}{kv}{on}: Ulysses cannot divide them over {product}; {fix}, {other}"
 
 
 def _flat(config: TrainConfig) -> Iterator[str]:

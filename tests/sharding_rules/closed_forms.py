@@ -26,9 +26,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from tests.sharding_rules.subjects import CONTEXT, Decoder, Strategy
+from tests.sharding_rules.closed_forms_context import A2A as A2A
+from tests.sharding_rules.closed_forms_context import AG, AR, CP, RS, exchanged
+from tests.sharding_rules.subjects import Decoder, Strategy
 
-AG, RS, AR, CP, A2A = "all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all"
 REPLICAS = ("data", "sequence", "ulysses")
 """The axes along which weights are replicated, and that the engine sums gradients over."""
 BYTES = {"bf16": 2, "f32": 4}
@@ -215,7 +216,7 @@ def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int
     """(part, kind, axes, dtype, size, count, per, why[, needed, excess]) on any mesh."""
     if strategy.is_tensor:
         yield from _tensor(model, strategy, sequences)
-    yield from _context(model, strategy)
+    yield from exchanged(model, strategy)
     yield from _fsdp(model, strategy)
     if strategy.pipeline > 1:
         yield from _pipeline(strategy, microbatches)
@@ -262,36 +263,6 @@ def _tensor(model: Decoder, strategy: Strategy, sequences: int) -> Iterator[tupl
         yield "embedding", AR, t, "bf16", "X", int(twice), "microbatch", slot
         yield "head", AR, t, "bf16", "X", 1, "microbatch", "dx is partial over the vocabulary"
     yield "loss", AR, t, "f32", "c", 3, "chunk", "of each token: the greatest logit, the sum of exponentials, the label's logit"
-
-
-def _context(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
-    """What attention exchanges where sequences are sharded. With remat=full, the layer's forward pass again."""
-    again, per = model.remat == "full", "backward" if model.recomputed is None else "recompute"
-    for axis in {"ulysses": ("sequence",), "usp": ("ulysses",)}.get(next(iter(strategy.parts & CONTEXT), ""), ()):
-        for size, what in (("Q+K", "queries, keys and values of all tokens for a part of the heads"), ("Q", "the output, back")):
-            yield "layer", A2A, (axis,), "bf16", size, 1, "forward", f"forward: {what}"
-            yield "layer", A2A, (axis,), "bf16", size, int(again), per, f"recompute: {what}"
-            yield "layer", A2A, (axis,), "bf16", size, 1, "backward", f"backward: gradients of {what.replace(', back', '')}"
-    if strategy.parts & {"ring", "usp"}:
-        hops = strategy.sequence - 1
-        yield "layer", CP, ("sequence",), "bf16", "K", hops, "forward", "forward: keys and values go around"
-        why = "recompute: keys and values go around; the backward pass reads those of the first two hops"
-        yield "layer", CP, ("sequence",), "bf16", "K", again * max(0, hops - 2), per, why
-        yield "layer", CP, ("sequence",), "bf16", "K", 2 * hops, "backward", "backward: keys and values, and their gradients"
-    elif "context_gather" in strategy.parts:
-        yield "layer", AG, ("sequence",), "bf16", "CK", 1, "forward", "forward: keys and values of all tokens"
-        if model.remat != "none":
-            yield (
-                "layer",
-                AG,
-                ("sequence",),
-                "bf16",
-                "CK",
-                1,
-                "backward",
-                "recompute: again; kept, each device would hold those of all layers",
-            )
-        yield "layer", RS, ("sequence",), "bf16", "CK", 1, "backward", "backward: their gradients"
 
 
 def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:

@@ -251,7 +251,7 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> Non
         "--config.model.norm {layernorm,rmsnorm} Which norm. (default: layernorm)",
         "--config.optimizer.learning_rate FLOAT Peak learning rate. (default: 0.0002)",
         "--config.launch.deterministic {true,false} On a GPU, use only",
-        "--config.rules {ddp,zero1,zero2,distributed,zero3,fsdp,hsdp,megatron, megatron_sp}[+...] Sharding rules",
+        f"--config.rules {{{','.join(PRESETS).replace('megatron,', 'megatron, ', 1)}}}[+...] Sharding rules",
         "(default: 'ddp (changed)')",
         "--config.mesh.tensor INT Shards of each matmul (tensor parallelism); keep them inside a node. (default: 1)",
     ):

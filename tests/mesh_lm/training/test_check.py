@@ -61,35 +61,7 @@ def test_all_problems_at_once() -> None:
             "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; "
             "set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
         ),
-        (
-            ["mesh.data=4", "mesh.sequence=2"],
-            "mesh.sequence=2, but rules 'ddp' shard no activation over sequence; "
-            "set mesh.sequence=1 or rules such as ddp+context_gather or ddp+ulysses",
-        ),
         (["mesh.data=4", "mesh.expert=2"], "mesh.expert=2: no model of this version is sharded over expert; set mesh.expert=1"),
-        (
-            ["mesh.sequence=8", "rules=ring", "model.seq_len=120"],
-            "model.seq_len=120 is not divisible by 16: shards over mesh.sequence=8 have two chunks each; it can be 112 or 128",
-        ),
-        (
-            ["mesh.sequence=8", "rules=ring", "model.seq_len=100"],
-            "model.seq_len=100 is not divisible by mesh.sequence=8 (rules.activations: seq -> sequence); "
-            "mesh.sequence can be 1, 2, 4, 5, 10, 20, 25, 50, ...",
-        ),
-        (
-            ["mesh.sequence=8", "rules=ulysses"],
-            "model.n_heads=4: Ulysses cannot divide them over mesh.sequence=8; mesh.sequence can be 1, 2, 4, or exchange by gather or "
-            "ring, which divide no heads",
-        ),
-        (
-            ["mesh.sequence=4", "mesh.tensor=2", "rules=ulysses+megatron", "model.n_heads=8", "model.n_kv_heads=6"],
-            "model.n_heads=8 is not divisible by model.n_kv_heads=6",
-        ),
-        (
-            ["mesh.sequence=4", "mesh.tensor=2", "rules=ulysses+megatron", "model.n_heads=12", "model.head_dim=8", "model.n_kv_heads=6"],
-            "model.n_heads=12 with 6 kv heads, 6 on each device: Ulysses cannot divide them over mesh.sequence=4; "
-            "mesh.sequence can be 1, 2, 3, 6, or exchange by gather or ring, which divide no heads",
-        ),
         (["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=0"], "pipeline.chunks=0 must be at least 1"),
         (["mesh.data=4", "mesh.pipeline=2", "model.n_layers=0"], "model.n_layers=0 must be at least 1"),
         (
@@ -167,14 +139,6 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     ("column", "rows", "problem"),
     [
         ("params", {"embed": "data"}, "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'"),
-        (
-            "activations",
-            {"seq": "tensor"},
-            (
-                "attention needs all keys, and no rule says how over tensor; set rules.context['tensor'] to gather, ulysses or ring, "
-                "or leave 'tensor' out"
-            ),
-        ),
         ("activations", {"batch": ("data", "pipeline")}, "every stage needs the full batch; remove 'pipeline'"),
         ("activations", {"embed": "tensor"}, "the residual stream is sharded over batch and seq_resid only; set it to None"),
     ],
@@ -186,38 +150,6 @@ def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], probl
         check(config, 8)
     ((row, axis),) = rows.items()
     assert f"  - rules.{column}[{row!r}]={axis!r}: {problem}" in str(caught.value).splitlines()
-
-
-@pytest.mark.parametrize(
-    ("rules", "problem"),
-    [
-        (
-            preset("ring").replace("x", context={"tensor": "ring"}),
-            "rules.context['tensor']='ring': the mesh axis 'tensor' cannot shard sequences; use 'sequence', or declare it: "
-            "rules.axes['tensor']='manual'",
-        ),
-        (
-            preset("ring").replace("x", activations={"seq_resid": None}),
-            "rules.activations['seq_resid']=None: the residual stream is sharded like attention's input, over 'sequence'; "
-            "add 'sequence' in front",
-        ),
-        (
-            preset("ddp").replace("x", context={"sequence": "ring"}),
-            "rules.context['sequence']='ring', but rules.activations['seq']=None is not sharded over 'sequence'; add it there",
-        ),
-        (
-            preset("usp").replace("x", context={"ulysses": "gather"}),
-            "rules.activations['seq']=('sequence', 'ulysses'): sequence by ring, ulysses by gather; it can be one axis by gather or ring, "
-            "then others by ulysses",
-        ),
-    ],
-)
-def test_sequences_that_rules_cannot_shard(rules: Rules, problem: str) -> None:
-    extra = ("ulysses=2",) if rules.axes else ()
-    config = dataclasses.replace(load(TINY), rules=rules, mesh=MeshConfig(data=2, sequence=2, tensor=1 if extra else 2, extra=extra))
-    with pytest.raises(ConfigError) as caught:
-        check(config, 8)
-    assert f"  - {problem}" in str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize(
