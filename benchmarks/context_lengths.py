@@ -29,7 +29,7 @@ TOKENS = 16_384
 LENGTHS = tuple(1024 * 2**n for n in range(3, 11))
 FEW, OF_A_NODE, ALL = "As few ways as hold it", "8 ways, in a node", "64 ways, over 8 nodes"
 NOTES = {
-    FEW: "16,384 tokens of a sequence on each GPU; up to that length no sequence is sharded.",
+    FEW: "16,384 tokens of a sequence on each GPU; up to that length no sequence is sharded. Times are predicted, never measured.",
     OF_A_NODE: "Batches of as many tokens: a GPU has parts of several short sequences.",
     ALL: "Ulysses is not possible: 64 ways do not divide 32 heads.",
 }
