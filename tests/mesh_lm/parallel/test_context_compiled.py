@@ -14,7 +14,7 @@ from sharding_rules.lab import Report
 from sharding_rules.lab.flags import options
 
 COMPILE_BUDGET = 8
-pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
+pytestmark = pytest.mark.deviceless
 TOKENS, WAYS = 131_072, 8
 
 
@@ -38,7 +38,7 @@ def of_attention(report: Report, field: str) -> float:
     return sum(one.times * one.wire if field == "wire" else one.exposed for one in report.collectives if "attention" in one.where.part)
 
 
-@pytest.mark.parametrize("remat", ["save_names", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("save_names", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_a_ring_holds_the_keys_of_two_shards_and_waits_for_none(reports: str, remat: str) -> None:
     """Forward and backward: no array has the keys of all tokens, and every permute is beside attention."""
     report = compiled(config("ring", reports, remat=remat))
@@ -48,6 +48,7 @@ def test_a_ring_holds_the_keys_of_two_shards_and_waits_for_none(reports: str, re
     assert of_attention(report, "exposed") <= 0.002 * report.timeline.step
 
 
+@pytest.mark.slow
 def test_a_window_ends_the_ring_early(reports: str) -> None:
     """Keys of 4,096 tokens back are in the next chunk, of the next shard in one direction or in the other."""
     report = compiled(config("ring", reports, remat="save_names", window=(4096,)))
@@ -55,6 +56,7 @@ def test_a_window_ends_the_ring_early(reports: str) -> None:
     assert of_attention(report, "wire") == pytest.approx(of_attention(whole, "wire") * 2 / (WAYS - 1), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_what_each_form_sends(reports: str) -> None:
     """A ring as much as the gather; Ulysses a part of it: per token 2 (q + k + v) and twice the output, of which it keeps 1 / 8."""
     model = config("ring", reports).model

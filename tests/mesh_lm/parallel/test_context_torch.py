@@ -74,8 +74,8 @@ def twin() -> tuple[float, dict[str, np.ndarray]]:
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [
-        ("context_gather", {"sequence": 8}),
-        ("ulysses", {"sequence": 8}),
+        pytest.param("context_gather", {"sequence": 8}, marks=pytest.mark.exhaustive),
+        pytest.param("ulysses", {"sequence": 8}, marks=pytest.mark.exhaustive),
         ("ring", {"sequence": 8}),
         ("usp", {"sequence": 4, "extra": ("ulysses=2",)}),
     ],
