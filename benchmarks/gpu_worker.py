@@ -52,20 +52,20 @@ def hopper(interpret: bool) -> Iterator[None]:
     if not interpret:
         yield
         return
-    from mesh_lm.model import attention
+    from mesh_lm.model import context
 
-    door = attention.flash_attention
+    door = context.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
         there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
         return door(*arrays, **{**features, **there})
 
-    attention.flash_attention = interpreted_door
+    context.flash_attention = interpreted_door
     try:
         with interpreted():
             yield
     finally:
-        attention.flash_attention = door
+        context.flash_attention = door
 
 
 # The run: a config with some fields changed, on the first device or devices.
