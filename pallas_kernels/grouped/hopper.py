@@ -35,7 +35,7 @@ from pallas_kernels.attention.hopper.spec import (
     warpgroup,
 )
 from pallas_kernels.grouped.partial_store import store_rows
-from pallas_kernels.grouped.plan import COUNT, FIRST, GROUP, ROWS, STEP, STEPS, Plan, group_table, row_table
+from pallas_kernels.grouped.plan import ALIGNED, BEGIN, END, FIRST, GROUP, ROWS, STEP, STEPS, Plan, group_table, row_table
 
 
 def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occupancy: float | None = None) -> Array:
@@ -88,6 +88,8 @@ class Tile(NamedTuple):
     """Its row of the table, if there is one."""
     row: Any = None
     """The first of the result, where the table does not say it."""
+    tokens: tuple[Any, Any] = (None, None)
+    """The first token of the contraction and the one after the last, where the table has no rows."""
 
 
 class Product:
@@ -214,11 +216,15 @@ class _Rows(Product):
         return Tile(self.refs.table[entry, GROUP], self.refs.table[entry, STEPS], column, entry)
 
     def height(self, tile: Tile, wg: Any) -> Any:
-        return self.refs.table[tile.entry, COUNT + wg]
+        return self.refs.table[tile.entry, END] - self.first(tile, wg)
+
+    def first(self, tile: Tile, wg: Any) -> Any:
+        """The first row of a warpgroup, on a multiple of `ALIGNED`."""
+        return self.refs.table[tile.entry, FIRST] + wg * WARPGROUP
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
         refs, inner, outer = self.refs, pl.ds(step * STEP, STEP), pl.ds(tile.column, self.plan.columns)
-        first = [self.refs.table[tile.entry, FIRST + i] for i in range(COMPUTING)]
+        first = [self.first(tile, i) for i in range(COMPUTING)]
         w = refs.w.at[(tile.group, outer, inner) if self.transpose else (tile.group, inner, outer)]
         self.ring.fill(
             turn,
@@ -231,20 +237,21 @@ class _Rows(Product):
         return self.refs.a_s.at[slot, wg], transposed(b) if self.transpose else b
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
-        refs, wide = self.refs, self.plan.stored
-        row, count = (refs.table[tile.entry, field + wg] for field in (FIRST, COUNT))
+        refs, wide, row = self.refs, self.plan.stored, self.first(tile, wg)
+        begin, end = refs.table[tile.entry, BEGIN] - row, refs.table[tile.entry, END] - row
+        whole = (begin <= 0) & (end >= WARPGROUP)
 
         def target(_: int, first: int) -> Any:
             return refs.out.at[pl.ds(row, WARPGROUP), pl.ds(tile.column + first, wide)]
 
-        pl.when(count == WARPGROUP)(lambda: self.put(wg, sums, target))
-        pl.when(count < WARPGROUP)(lambda: store_rows(refs.out, sums.astype(refs.out.dtype), row, count, tile.column))
+        pl.when(whole)(lambda: self.put(wg, sums, target))
+        pl.when(jnp.logical_not(whole))(lambda: store_rows(refs.out, sums.astype(refs.out.dtype), row, begin, end, tile.column))
 
 
 def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float | None = None) -> Array:
     """[E, D, F]: for each group, the sum over its tokens of the outer products of x [T, D] and dy [T, F]; 0 for an empty group.
 
-    T, D and F are as in `rows`. Numbers after a group's last token must be finite: they are multiplied by 0.
+    T, D and F are as in `rows`. The numbers of all tokens must be finite: those beside a group are multiplied by 0.
     """
     (T, D), F, E = x.shape, dy.shape[1], len(sizes_E)
     table, count = group_table(sizes_E)
@@ -262,7 +269,8 @@ def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float
 class _Weights(Product):
     """Tiles of a group's gradient: tile number = (row of the table * tiles of rows + tile of rows) * tiles of columns + tile of columns.
 
-    A step is 64 tokens of the group. In the last one, those of the next group are set to 0 in one of the operands.
+    A step is 64 tokens, the first of which is on a multiple of `ALIGNED`. In the first and the last step, those of the groups beside this
+    one are set to 0 in one of the operands.
     """
 
     def __init__(self, plan: Plan, down: int, across: int, refs: Refs) -> None:
@@ -276,14 +284,20 @@ class _Weights(Product):
         entry = lax.div(number, jnp.int32(self.down * self.across))
         column = lax.rem(number, jnp.int32(self.across)) * self.plan.columns
         row = lax.rem(lax.div(number, jnp.int32(self.across)), jnp.int32(self.down)) * ROWS
-        group, first, stop = (self.refs.table[entry, i] for i in range(3))
-        return Tile(group, lax.div(stop - first + (STEP - 1), jnp.int32(STEP)), column, entry, row)
+        group, begin, stop = (self.refs.table[entry, i] for i in range(3))
+        tile = Tile(group, 0, column, entry, row, (begin, stop))
+        steps = lax.div(stop - self.first(tile) + (STEP - 1), jnp.int32(STEP))
+        return tile._replace(steps=jnp.where(begin < stop, steps, 0))
+
+    def first(self, tile: Tile) -> Any:
+        """The first token that is loaded, up to 7 before those of the group."""
+        return tile.tokens[0] - lax.rem(tile.tokens[0], jnp.int32(ALIGNED))
 
     def height(self, tile: Tile, wg: Any) -> Any:
         return self.refs.out.shape[1] - (tile.row + wg * WARPGROUP)
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
-        refs, tokens = self.refs, pl.ds(self.refs.table[tile.entry, 1] + step * STEP, STEP)
+        refs, tokens = self.refs, pl.ds(self.first(tile) + step * STEP, STEP)
         self.ring.fill(
             turn,
             *(
@@ -295,13 +309,13 @@ class _Weights(Product):
 
     def operands(self, tile: Tile, step: Any, slot: Any, wg: Any) -> tuple[Any, Any]:
         a_s = self.refs.a_s.at[slot, wg]
-        left = self.refs.table[tile.entry, 2] - self.refs.table[tile.entry, 1] - step * STEP
+        begin, stop = (token - self.first(tile) - step * STEP for token in tile.tokens)
 
-        @pl.when(left < STEP)
+        @pl.when((begin > 0) | (stop < STEP))
         def _() -> None:
-            token = plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            token = spread(plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)), (STEP, WARPGROUP))
             x = plgpu.load(a_s, (), layout=plgpu.Layout.WGMMA)
-            a_s[...] = jnp.where(spread(token, (STEP, WARPGROUP)) < left, x, jnp.zeros((), x.dtype))
+            a_s[...] = jnp.where((token >= begin) & (token < stop), x, jnp.zeros((), x.dtype))
             plgpu.commit_smem()
 
         return transposed(a_s), self.refs.b_s.at[slot]

@@ -27,8 +27,10 @@ STAGES = 8
 """The most steps whose operands are in shared memory together."""
 STARTED = 16
 """The time to start and to store a tile, in columns of the result: an estimate, which prefers wide tiles where both fill the SMs."""
-GROUP, STEPS, FIRST, COUNT = 0, 1, 2, 4
-"""Columns of the table of rows: group, steps of the contraction, the first row of each warpgroup, and its number of rows."""
+GROUP, STEPS, FIRST, BEGIN, END = range(5)
+"""Columns of the table of rows: group, steps of the contraction, the first row of the tile, and the group's rows in it, begin to end."""
+ALIGNED = 8
+"""Copies between global and shared memory start on a multiple of this many rows: see `interpreter.memory.box`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,30 +116,24 @@ def plan_weights(sizes: Sequence[int], d_in: int, d_out: int) -> tuple[Plan, Occ
 
 
 def row_table(sizes_E: Array | np.ndarray, T: int, steps: int) -> tuple[Array, Array]:
-    """(int32 [tiles, 6], int32 [1]): the tiles of rows, see `GROUP`, and how many there are; further ones are not valid.
+    """(int32 [tiles, 5], int32 [1]): the tiles of rows, see `GROUP`, and how many there are; further ones are not valid.
 
-    steps: of the contraction. The tokens after the last group are a group without steps, whose result is 0. In a group with at
-    least 64 rows, the last rows of a tile are computed together with some of the rows before them, twice then, so that a warpgroup has 64;
-    the bits are the same. Only a smaller group has fewer. Tiles with work for both warpgroups come first.
+    steps: of the contraction. The tokens after the last group are a group without steps, whose result is 0. The first tile of a group
+    starts up to 7 rows before it, on a multiple of `ALIGNED`. Tiles with work for both warpgroups come first.
     """
     E = len(sizes_E)
     sizes = jnp.append(jnp.asarray(sizes_E, jnp.int32), jnp.int32(T) - jnp.asarray(sizes_E, jnp.int32).sum())
     ends = jnp.cumsum(sizes)
-    tiles = (sizes + ROWS - 1) // ROWS
+    begins = ends - sizes
+    firsts = begins - begins % ALIGNED
+    tiles = jnp.where(sizes > 0, (ends - firsts + ROWS - 1) // ROWS, 0)
     after = jnp.cumsum(tiles)
-    number = jnp.arange(T // ROWS + E + 1, dtype=jnp.int32)
+    number = jnp.arange((T + (ALIGNED - 1) * (E + 1)) // ROWS + E + 1, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(after, number, side="right", method="compare_all"), E)
-    end = ends[group]
-    begin = end - sizes[group] + ROWS * (number - (after - tiles)[group])
-    first, count = [], []
-    for row in (begin + WARPGROUP * i for i in range(COMPUTING)):
-        short = (row < end) & (end - row < WARPGROUP) & (sizes[group] >= WARPGROUP)
-        row = jnp.where(short, end - WARPGROUP, row)
-        rows = jnp.clip(end - row, 0, WARPGROUP)
-        first.append(jnp.where(rows > 0, row, begin))  # rows that are not needed are loaded nevertheless
-        count.append(rows)
-    found = jnp.stack([jnp.minimum(group, E - 1), jnp.where(group < E, steps, 0), *first, *count], 1).astype(jnp.int32)
-    rank = jnp.where(number < after[-1], (count[1] == 0).astype(jnp.int32), 2)
+    first = firsts[group] + ROWS * (number - (after - tiles)[group])
+    begin, end = jnp.maximum(first, begins[group]), jnp.minimum(first + ROWS, ends[group])
+    found = jnp.stack([jnp.minimum(group, E - 1), jnp.where(group < E, steps, 0), first, begin, end], 1).astype(jnp.int32)
+    rank = jnp.where(number < after[-1], (end - first <= WARPGROUP).astype(jnp.int32), 2)
     return found[jnp.argsort(rank, stable=True)], after[-1:].astype(jnp.int32)
 
 

@@ -194,8 +194,8 @@ def test_the_machine_code_keeps_a_product_in_flight(name: str) -> None:
         pytest.skip(str(error))
     [code] = machine_code.machine_code(*single(name, 256, *shapes(T=8192)))
     assert code.local_memory == 0
-    tiles, steps = code.loops  # the first step of a tile is in the outer loop
-    assert tiles.waits == (1, 0), tiles.summary()  # the end of a tile
+    *tiles, steps = code.loops  # the first step of a product of rows is in the outer loop
+    assert [loop.waits for loop in tiles] == ([] if name == "weights" else [(1, 0)]), code.loops  # the end of a tile
     assert steps.waits == (1,) and steps.count(machine_code.MATMUL) == plan.STEP // 16, steps.summary()
 
 
@@ -214,11 +214,12 @@ def test_the_table_covers_each_row_of_its_group(name: str) -> None:
     table, [n] = jax.jit(plan.row_table, static_argnums=(1, 2))(np.array(SIZES[name]), T, 5)
     group_of = np.repeat([*range(len(SIZES[name])), -1], [*SIZES[name], T - sum(SIZES[name])])
     covered = np.zeros(T, int)
-    for group, steps, *rest in np.asarray(table)[:n]:
-        for first, count in zip(rest[:2], rest[2:], strict=True):
-            covered[first : first + count] += 1
-            owner = set(group_of[first : first + count])
-            assert owner <= ({group} if steps else {-1}), "rows of another group"
-    assert covered.min() == 1 and n <= len(table)
+    for group, steps, first, begin, end in np.asarray(table)[:n]:
+        assert first % plan.ALIGNED == 0 and first <= begin < end <= first + 128
+        covered[begin:end] += 1
+        owner = set(group_of[begin:end])
+        assert owner <= ({group} if steps else {-1}), "rows of another group"
+    assert covered.min() == covered.max() == 1 and n <= len(table)
     sizes = [*SIZES[name], T - sum(SIZES[name])]
-    assert n == sum(-(-size // 128) for size in sizes), "a tile more than the rows need"
+    before = [begin % plan.ALIGNED for begin in np.cumsum([0, *sizes[:-1]])]
+    assert n == sum(-(-(size + more) // 128) for size, more in zip(sizes, before, strict=True) if size), "a tile more than the rows need"

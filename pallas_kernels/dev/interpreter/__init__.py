@@ -7,7 +7,8 @@ jax's own interpreter (plgpu.InterpretGPUParams) lacks features of attention ker
 takes minutes instead of seconds, and hangs if a thread fails. This one evaluates the kernel's traced program in NumPy. A copy arrives when
 a thread waits for it, not before; an asynchronous read lasts until a thread waits for it. So it detects, with a KernelError: a missing
 barrier_wait, wgmma_wait, wait_smem_to_gmem or commit_smem, a buffer that is overwritten while in use, a phase that a thread missed,
-a deadlock, an index out of bounds. It ignores layouts, registers and the size of shared memory: see pallas_kernels.dev.resources.
+a deadlock, an index out of bounds, a copy that starts inside a tile. It ignores registers, the size of shared memory and other facts of
+layouts: see pallas_kernels.dev.resources.
 
 Features that the kernels of this project do not use are refused with a KernelError:
 

@@ -208,20 +208,32 @@ def _span(index: Any, name: str) -> tuple[int, int, int]:
     return int(index), 1, 1
 
 
-def box(buffer: MemoryRef, transforms: Sequence[Any]) -> np.ndarray:
-    """The flat positions of a TMA box in global memory; -1 outside the array, where the hardware reads 0 and stores nothing."""
+def box(buffer: MemoryRef, transforms: Sequence[Any], tiling: Sequence[int] = ()) -> np.ndarray:
+    """The flat positions of a TMA box in global memory; -1 outside the array, where the hardware reads 0 and stores nothing.
+
+    tiling: of the array in shared memory on the other side of the copy. Raises Fault for a box that does not start on a multiple of it:
+    Mosaic copies complete tiles, and of one that starts inside a tile the hardware drops the rest (measured on an H200).
+    """
     positions = buffer.positions()
     for transform in transforms:
         if type(transform).__name__ != "NDIndexer":
             positions = locate(positions, (transform,), buffer.name)
             continue
         spans = [_span(index, buffer.name) for index in transform.indices]
+        starts = [span[0] for span, index in zip(spans, transform.indices, strict=True) if _is_slice(index)][-len(tiling) :]
+        if tiling and any(start % size for start, size in zip(starts, tiling, strict=True)):
+            raise Fault(f"a copy of {buffer.name} starts at {starts}, not on a multiple of the tiles {list(tiling)} in shared memory")
         wanted = [start + stride * np.arange(length) for start, length, stride in spans]
         inside = [(w >= 0) & (w < size) for w, size in zip(wanted, positions.shape, strict=True)]
         grown = np.full([length for _, length, _ in spans], -1, np.int64)
         grown[np.ix_(*inside)] = positions[np.ix_(*(w[i] for w, i in zip(wanted, inside, strict=True)))]
         positions = grown[tuple(slice(None) if _is_slice(index) else 0 for index in transform.indices)]
     return positions
+
+
+def tiling_of(transforms: Sequence[Any]) -> tuple[int, ...]:
+    """The tiling of an array in shared memory, from its reference transforms; empty without one."""
+    return next((tuple(t.tiling) for t in transforms if type(t).__name__ == "UntilingTransform"), ())
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.dev.interpreter.memory import IN_FLIGHT, Barrier, Copy, Fault, MemoryRef, box
+from pallas_kernels.dev.interpreter.memory import IN_FLIGHT, Barrier, Copy, Fault, MemoryRef, box, tiling_of
 from pallas_kernels.dev.interpreter.threads import Steps, Thread, Wait, place_of
 
 
@@ -98,7 +98,7 @@ def _copy_in(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     source, target = (_transforms(p[tree], leaves) for tree in ("src_transforms_treedef", "dst_transforms_treedef"))
     barrier = _barrier(values[2], _transforms(p["barrier_transforms_treedef"], leaves))
     if not p.get("has_user_predicate") or bool(next(leaves)):
-        where = box(values[0], source)
+        where = box(values[0], source, tiling_of(target))
         value = np.where(where >= 0, values[0].data.reshape(-1)[where], np.zeros((), values[0].data.dtype))
         what = f"the copy of {values[0].name} issued at {place_of(eqn)}"
         values[1].begin_write(target, thread, what, IN_FLIGHT)
@@ -112,7 +112,7 @@ def _copy_out(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     source, target = (_transforms(p[tree], leaves) for tree in ("src_transforms_treedef", "dst_transforms_treedef"))
     if not p["has_user_predicate"] or bool(next(leaves)):
         what = f"the copy to {values[1].name} issued at {place_of(eqn)}"
-        value, where = values[0].read(source, thread, what, fenced=True), box(values[1], target)
+        value, where = values[0].read(source, thread, what, fenced=True), box(values[1], target, tiling_of(source))
         flat = values[1].data.reshape(-1)
         if p["reduction_op"] not in (None, "add"):
             raise NotImplementedError(f"copy_smem_to_gmem with reduction_op={p['reduction_op']!r}")
