@@ -24,6 +24,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.softmax_gradient import row_constant
 from pallas_kernels.attention.tiles import Side, Tile, TilePlan, from_rows, sides, take, to_rows, visible
 
 # Below every logit, but finite: a maximum that starts here never computes inf - inf, even in rows that see no key.
@@ -187,8 +188,7 @@ def _backward(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array])
     N, K = q.shape[2], k.shape[2]
     empty = lse == -jnp.inf
     lse_safe = jnp.where(empty, 0, lse)
-    # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
-    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1) - jnp.where(empty, 0, dlse)
+    delta = row_constant(dout, out, dlse, empty)
     rows, keys = sides(plan, N // K, segment_ids, kv_segment_ids, q_offset)
     qs, douts, lses, deltas = (to_rows(y, K, plan.q_chunk) for y in (q, dout, lse_safe, delta))
     ks, vs = (to_rows(y, K, plan.kv_chunk) for y in (k, v))

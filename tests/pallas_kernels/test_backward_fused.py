@@ -50,7 +50,7 @@ def gradients_match(tiles: FusedTiles, H: int = 128, Hv: int = 0, seed: int | No
     T, Hv = case.pop("T", S), Hv or H
     arrays = [x.astype(jnp.bfloat16) for x in (normal(1, S, N, H), normal(1, T, K, H, seed=3), normal(1, T, K, Hv, seed=1))]
     weights = (normal(1, S, N, Hv, seed=2), normal(1, S, N, seed=2))
-    row = next(row for row in tuning.entries() if row.head_dims == (H, Hv))
+    row = next(row for row in tuning.entries() if row.head_dims == (H, Hv) and not row.plain)
 
     def ours(q, k, v):
         problem = describe_attention(q, k, v, return_lse=True, deterministic=False, **HOPPER, **case)

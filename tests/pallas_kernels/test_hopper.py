@@ -130,7 +130,7 @@ def test_every_row_of_the_table(number: int, deterministic: bool) -> None:
     def ours(q, k, v, sinks=None, **features):
         return attention(q, k, v, describe_attention(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features), row.tiling)
 
-    check({"S": 600, "N": 2, "K": 1, "H": H, "Hv": Hv, "deterministic": deterministic}, ours)
+    check({"S": 600, "N": 2, "K": 1, "H": H, "Hv": Hv, "causal": row.causal is not False, "deterministic": deterministic}, ours)
 
 
 def test_merge_of_two_halves_of_the_keys_is_the_whole() -> None:

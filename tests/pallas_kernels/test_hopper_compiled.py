@@ -14,7 +14,13 @@ from sharding_rules.lab.targets import devices
 COMPILE_BUDGET = 60
 
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
-TILES = list(dict.fromkeys(Candidate(name, row.head_dims, getattr(row.tiling, name)) for row in tuning.entries() for name in KERNELS))
+TILES = list(
+    dict.fromkeys(
+        (Candidate(name, row.head_dims, getattr(row.tiling, name)), row.causal if row.plain and name == "forward" else None)
+        for row in tuning.entries() for name in KERNELS
+    )
+)  # fmt: skip
+"""Each kernel with the tiles of an entry, and the mask of the calls to which the entry is confined."""
 
 
 def grad_of(**features):
@@ -34,9 +40,9 @@ def qkv(S: int, N: int, K: int, H: int, Hv: int, dtype="bfloat16", B: int = 2):
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("candidate", TILES, ids=str)
-def test_every_entry_of_the_table_compiles_well(candidate: Candidate, reports: str) -> None:
-    for features in ({}, EVERYTHING):
+@pytest.mark.parametrize(("candidate", "causal"), TILES, ids=str)
+def test_every_entry_of_the_table_compiles_well(candidate: Candidate, causal: bool | None, reports: str) -> None:
+    for features in ({}, EVERYTHING) if causal is None else ({"causal": causal},):
         passes, about = compiles_well(candidate, cache=reports, **features)
         assert passes, about
         assert about["wgmma"] > 0 and about["tma"] > 0
@@ -82,3 +88,17 @@ def test_memory_is_in_proportion_to_the_length() -> None:
     array = 131072 * 2 * 128 * 2
     assert temporaries[131072] <= 5 * array, temporaries
     assert temporaries[131072] == pytest.approx(2 * temporaries[65536], rel=0.02)
+
+
+@pytest.mark.deviceless
+def test_the_row_constant_is_that_of_the_rounded_gradient() -> None:
+    """XLA computes with the fp32 numbers that were rounded to bf16 for the kernel, unless it is told not to."""
+    place = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0])
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in qkv(256, 1, 1, 128, 128)]
+    weights = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32, sharding=place)
+
+    def loss(q, k, v, weights):
+        return (flash_attention(q, k, v, **HOPPER).astype(jnp.float32) * weights).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(*arrays, weights).compile().as_text()
+    assert program.count("exponent_bits=8, mantissa_bits=7") == 1

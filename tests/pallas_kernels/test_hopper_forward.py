@@ -96,7 +96,7 @@ def assert_overlapped(loop: machine_code.Loop, tiles: ForwardTiles, H: int) -> N
 
 @pytest.mark.deviceless
 def test_the_softmax_overlaps_with_the_matmul_in_the_machine_code() -> None:
-    tiles = tuning.entries()[2].tiling.forward
+    tiles = next(row.tiling.forward for row in tuning.entries() if row.head_dims == (128, 128))
     assert_overlapped(compiled(tiles, 128, 128), tiles, 128)
 
 
@@ -113,9 +113,11 @@ def test_without_the_overlap_nothing_is_in_flight_during_the_softmax() -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize("features", [{}, {"causal": False}, EVERYTHING], ids=["causal", "full", "everything"])
-@pytest.mark.parametrize("number", range(len(tuning.entries())))
+@pytest.mark.parametrize("number", [number for number, row in enumerate(tuning.entries()) if row.tiling.forward.overlapped])
 def test_every_entry_of_the_table_overlaps(number: int, features: dict[str, Any]) -> None:
     row = tuning.entries()[number]
+    if row.plain and features != {"causal": row.causal}:
+        pytest.skip("the entry does not serve such calls")
     tiles = row.tiling.forward
     loop = compiled(tiles, *row.head_dims, **features)
     assert_overlapped(loop, tiles, row.head_dims[0])

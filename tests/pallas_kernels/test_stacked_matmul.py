@@ -1,6 +1,8 @@
 """Stacked matmul against NumPy: XLA's form on the CPU, the Hopper kernels in the interpreter; its plans, choice and errors."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,9 @@ COMPILE_BUDGET = 60
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
 XLA = {"implementation": "xla"}
 R = 3
+RESULTS = next((Path(__file__).parents[2] / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json"))
+MEASURED = json.loads(RESULTS.read_text())["tables"]["Stacked matmul"]["rows"]
+"""The times of two tiles of the result at the shapes of gpt_175b, on an H200."""
 
 
 def arrays(T: int, K: int, N: int, dtype="bfloat16"):
@@ -259,11 +264,15 @@ def test_the_sizes_are_those_that_were_priced() -> None:
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_sms_and_their_tensor_cores_have_work_at_gpt_175b(name: str) -> None:
-    """An estimate. Without persistent blocks, each tile would wait for its first operands."""
+    """An estimate, whose choice of tiles is that of the times measured on an H200. Without persistent blocks, each tile would wait for its
+    first operands."""
     K, N = MATRICES[name]
-    for height, width, depth, adds in ((TOKENS, N, K, False), (TOKENS, K, N, False), (K, N, TOKENS, True)):
-        chosen, about = (plan.plan_to_add if adds else plan.plan_for)(height, width, depth)
-        assert (chosen.height, chosen.columns, chosen.stages) == (128, 192, 3) and chosen.blocks == SMS <= about.tiles
+    for form, height, width, depth in (("product", TOKENS, N, K), ("transposed", TOKENS, K, N), ("add", K, N, TOKENS)):
+        chosen, about = (plan.plan_to_add if form == "add" else plan.plan_for)(height, width, depth)
+        times = {row["tile"]: row["ms"] / row["cublas_ms"] for row in MEASURED if (row["matrix"], row["form"]) == (name, form)}
+        fastest = min(times, key=lambda tile: times[tile])
+        assert f"{2 * chosen.height} x {chosen.columns}" == {"as planned": "256 x 192"}.get(fastest, fastest)  # as planned at that time
+        assert chosen.blocks == SMS <= about.tiles
         assert about.occupancy >= 0.96 and about.tensor >= 0.9, about
         assert plan.estimate(chosen, height, width, depth, persistent=False).clocks > about.clocks
 
@@ -276,18 +285,17 @@ def test_the_estimate_of_a_step_is_that_of_its_matmuls() -> None:
         assert units == {
             "tensor": 2 * one.tensor,
             "shared": 2 * one.shared + loaded / clocks.SHARED,
-            "cache": pytest.approx(loaded / (5120 / 132)),
+            "cache": pytest.approx(loaded / 48),
         }
     many, few = (plan.estimate(Plan(192, 1, 128), 256, 192, 64 * n) for n in (11, 10))
     assert many.clocks - few.clocks == 1536
 
 
-def test_only_the_largest_tile_is_bound_by_the_tensor_cores() -> None:
-    """256 x 192 numbers, half of them in the registers of each warpgroup. 128 x 256, cuBLAS's usual tile, waits for the L2 cache."""
-    bound = {
-        tile: max(units, key=lambda unit: units[unit]) for tile in plan.PLANS if (units := plan.step_clocks(Plan(tile[1], height=tile[0])))
-    }
-    assert bound.pop((128, 192)) == "tensor" and set(bound.values()) == {"cache"}
+def test_the_two_largest_tiles_are_bound_by_the_tensor_cores() -> None:
+    """A half of 49,152 or 32,768 numbers is in the registers of each warpgroup. Smaller tiles wait for shared memory or the L2 cache."""
+    units = {(height, columns): plan.step_clocks(Plan(columns, height=height)) for height, columns in plan.PLANS}
+    bound = {tile for tile, each in units.items() if max(each.values()) == each["tensor"]}
+    assert bound == {(128, 192), (64, 256)}
     with pytest.raises(ValueError, match="a warpgroup has 64 rows, or 128 of up to 192 columns, not 128 of 256"):
         Plan(256, height=128)
 

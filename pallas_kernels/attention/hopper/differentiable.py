@@ -20,6 +20,7 @@ from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
 from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
 from pallas_kernels.attention.hopper.walk import lists, table
 from pallas_kernels.attention.problem import AttentionProblem
+from pallas_kernels.attention.softmax_gradient import row_constant
 
 _FAR = 2**30
 """Longer than any sequence, and twice as much is still an int32."""
@@ -125,8 +126,7 @@ def _backward(spec: Spec, tiling: Tiling, residuals: tuple, cotangents: tuple[Ar
     q, k, v, sinks, ids, offset, out, lse = residuals
     dout, dlse = cotangents
     empty = lse == -jnp.inf
-    # dL/ds = p * (dp - delta): the log-sum-exp's own gradient, p * dlse, joins the row constant of the paper.
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - jnp.where(empty, 0, dlse)
+    delta = row_constant(dout, out, dlse, empty)
     # Complete tiles of all kernels: the rows of one are the blocks of the other, and a tile's rows are a multiple of every block.
     queries = keys = partial(_padded, multiple=tiling.dq.rows)
     # +inf makes every probability of a row 0, for rows that see no key and for padding.
