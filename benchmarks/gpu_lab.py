@@ -208,7 +208,7 @@ class Lab:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / cache)
         if platform:
             environment["JAX_PLATFORMS"] = platform
-        environment |= {VARIABLE: str(self.directory / "gpu"), **self.environment}
+        environment |= {VARIABLE: os.environ.get(VARIABLE) or str(self.directory / "gpu"), **self.environment}
         environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # has ptxas, if no wheel does
         if (table := self.output / "tuning.json").exists():
             environment[TUNED] = str(table.resolve())

@@ -266,9 +266,9 @@ def resume(lab: Lab) -> Iterator[Table]:
 
 def layouts(lab: Lab) -> Iterator[Table]:
     """GPT-2 124M in bf16, 32 sequences of 1,024 tokens per step, attention=auto; from the smallest planned memory to the largest."""
-    variants = [{"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
-    variants = [variants[0], *variants[3:]] if lab.dry_run else variants
-    variants = [{"microbatches": 1, "remat": "none", "attention": "auto"} | variant for variant in variants]
+    variants = [{"unroll": False}, {"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
+    variants = [*variants[:2], *variants[4:]] if lab.dry_run else variants
+    variants = [{"microbatches": 1, "remat": "none", "unroll": True, "attention": "auto"} | variant for variant in variants]
     rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
     rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in with_power(lab, rows)]  # not cold
     yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew."

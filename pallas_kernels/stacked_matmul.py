@@ -3,8 +3,8 @@
 The public functions are `stacked_matmul` and `add_weight_gradient`. Each has two implementations:
 
 - xla: a slice of the stack, a matmul, and an addition to a row (`stacked/xla.py`). It runs on any platform.
-- mosaic: kernels for Hopper (`stacked/hopper.py`) that take the row as a number on the device. **Experimental**: they have not run on a
-  GPU yet, and serve only calls that ask for them by name. `EXPERIMENTAL` says what they must show first.
+- mosaic: kernels for Hopper (`stacked/hopper.py`) that take the row as a number on the device. **Experimental**: they
+  serve only calls that ask for them by name. `EXPERIMENTAL` says what they must show first.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """

@@ -18,13 +18,13 @@ from pallas_kernels.grouped.plan import STEP, Plan
 
 BAND = 2048
 """Rows of the result that are computed together: 132 tiles of 256 x 192 are 8 rows and 17 columns of them, 2,048 x 3,264."""
-PLANS = ((128, 192), (64, 256), (128, 128), (64, 192), (64, 128), (64, 64))
-"""Rows of a warpgroup and columns of the possible plans. The first reads least for each FLOP."""
-FLOPS, SHARED, CACHE = 4096, 128, 5120 / SMS
-"""For each clock of an SM: FLOPs of bf16 in the tensor cores and bytes of shared memory (see `dev/clocks.py`), and bytes from the L2 cache,
-of which NVIDIA's white paper on the A100 gives 5,120 for the whole GPU; the same is assumed of an H100."""
-FILL, MEETING = 1000, 500
-"""Clocks until the first operands arrive, and until a part of a tile has left shared memory for the next one. Assumed, not measured."""
+PLANS = ((64, 256), (128, 192), (128, 128), (64, 192), (64, 128), (64, 64))
+"""Rows of a warpgroup and columns of the possible plans. Of two that should take equally long, the first was faster on an H200."""
+FLOPS, SHARED, CACHE = 4096, 128, 48
+"""For each clock of an SM: FLOPs of bf16 in the tensor cores, bytes of shared memory (see `dev/clocks.py`), and bytes from the L2 cache: at
+least what the first plan reads while the tensor cores work, because on an H200 it was not slower than the second, which reads less."""
+FILL = 1000
+"""Clocks until the first operands arrive. Assumed, not measured."""
 _Plan = TypeVar("_Plan", bound=Plan)
 
 
@@ -77,7 +77,7 @@ def estimate(plan: Plan, height: int, width: int, depth: int, *, persistent: boo
     """
     tiles = -(-height // plan.rows) * -(-width // plan.columns)
     waves, steps, units = -(-tiles // plan.blocks), -(-depth // STEP), step_clocks(plan)
-    end = 2 * plan.bytes_stored * plan.rows * plan.columns / SHARED + MEETING * (plan.height // WARPGROUP) * (plan.columns // plan.stored)
+    end = 2 * plan.bytes_stored * plan.rows * plan.columns / SHARED
     each = steps * max(units.values()) + end + (0 if persistent else FILL)
     clocks = waves * each + (FILL if persistent else 0)
     useful = 2 * height * width * depth / FLOPS

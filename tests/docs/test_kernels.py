@@ -59,10 +59,31 @@ def test_the_bytes_of_an_addition() -> None:
         assert f"{name} | {K:,} | {N:,} | {mib[0]:,g} | {mib[1]:,g}" in LINES
 
 
-def test_the_estimates_of_the_stacked_matmul() -> None:
-    found = [
-        about.tensor
-        for K, N in MATRICES.values()
-        for _, about in (plan_for(TOKENS, N, K), plan_for(TOKENS, K, N), plan_to_add(K, N, TOKENS))
-    ]
-    assert f"in at most {min(found):.2f} to {max(found):.2f} of the time" in TEXT and f"reaches {GOAL:g} of cuBLAS" in TEXT
+SUITE = json.loads(next((ROOT / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json")).read_text())["tables"]
+
+
+def test_the_times_of_the_stacked_matmul() -> None:
+    """Those of the tiles that the plan chooses; what the suite calls "as planned" was 256 x 192 when it ran."""
+    rows = {(row["matrix"], row["form"], row["tile"].replace("as planned", "256 x 192")): row for row in SUITE["Stacked matmul"]["rows"]}
+    missed = 0
+    for name, (K, N) in MATRICES.items():
+        plans = {"product": plan_for(TOKENS, N, K), "transposed": plan_for(TOKENS, K, N), "add": plan_to_add(K, N, TOKENS)}
+        found = [rows[name, form, f"{plan.rows} x {plan.columns}"] for form, (plan, _) in plans.items()]
+        missed += sum(row["ratio"] < GOAL for row in found)
+        assert " | ".join([name, *(f"{row[of]:.2f}" for row in found for of in ("ratio", "xla_ratio"))]) in LINES
+    assert missed == 4 and f"the goal of {GOAL:g} of cuBLAS is missed in four of twelve" in " ".join(TEXT.split())
+
+
+def test_the_times_of_the_grouped_matmul() -> None:
+    ours, xla = ([row for row in SUITE["Grouped matmul"]["rows"] if row["peer"] == peer] for peer in ("mosaic", "xla"))
+    for i in (1, 0):
+        one = ours[i]
+        sizes = f"{one['tokens']:,} | {one['groups']} | {one['d_in']:,} and {one['d_out']:,}"
+        assert f"{sizes} | {one['fwd_ratio']:.2f} | {one['bwd_ratio']:.2f} | {xla[i]['fwd_ratio']:.2f}" in LINES
+
+
+def test_the_times_of_attention() -> None:
+    page = (ROOT / "docs/attention.md").read_text()
+    for row in SUITE["Headline, compared"]["rows"]:
+        way = {"fwd": "forward", "bwd": "backward"}[row["way"]]
+        assert f"| {row['mask']} | {way} | {row['ours']:.0f} | {row['cudnn']:.0f} | {row['ours'] / row['cudnn']:.2f} |" in page
