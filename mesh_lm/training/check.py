@@ -177,7 +177,9 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
         elif (name := _name(logical)) == "seq":
             for axis in axes_of(entry):
                 if axis not in config.rules.context:
-                    fix = f"set rules.context[{axis!r}] to gather, ulysses or ring, or leave {axis!r} out"
+                    able = axis in manual - {"pipeline", "data"}
+                    fix = f"set rules.context[{axis!r}] to gather, ulysses or ring" if able else "shard it over 'sequence'"
+                    fix += f", or leave {axis!r} out"
                     yield f"rules.activations[{logical!r}]={entry!r}: attention needs all keys, and no rule says how over {axis}; {fix}"
         elif name != "batch":
             allowed = config.rules.context if name == "seq_resid" else ()  # see `context_problems`

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model.context import repeats
-from sharding_rules import axes_of, setting
+from sharding_rules import AXES, axes_of, setting
 
 
 def context_problems(config: TrainConfig) -> Iterator[str]:
@@ -16,13 +16,17 @@ def context_problems(config: TrainConfig) -> Iterator[str]:
     entry, rest = (rules.activations.get(row) for row in ("seq", "seq_resid"))
     for axis, exchange in rules.context.items():
         if axis not in rules.manual_axes() - {"pipeline", "data"}:
-            fix = f"use 'sequence', or declare it: rules.axes[{axis!r}]='manual'"
+            fix = "use 'sequence'" + ("" if axis in AXES else f", or declare it: rules.axes[{axis!r}]='manual'")
             yield f"rules.context[{axis!r}]={exchange!r}: the mesh axis {axis!r} cannot shard sequences; {fix}"
         elif axis not in axes_of(entry):
             yield f"rules.context[{axis!r}]={exchange!r}, but rules.activations['seq']={entry!r} is not sharded over {axis!r}; add it there"
         elif axis not in axes_of(rest):
             fix = f"add {axis!r} in front"
             yield f"rules.activations['seq_resid']={rest!r}: the residual stream is sharded like attention's input, over {entry!r}; {fix}"
+            break
+    else:
+        if rules.context and (first := axes_of(rest)[: len(axes_of(entry))]) != axes_of(entry):
+            yield f"rules.activations['seq_resid']={rest!r} begins with {first!r}, attention's input is sharded over {entry!r}; use that order"
     used = [(axis, rules.context[axis]) for axis in axes_of(entry) if mesh.get(axis, 1) > 1 and axis in rules.context]
     inner = [axis for axis, exchange in used if exchange == "ulysses"]
     if len(used) - len(inner) > 1 or used[len(used) - len(inner) :] != [(axis, "ulysses") for axis in inner]:

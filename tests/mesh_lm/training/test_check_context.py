@@ -60,12 +60,21 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         (
             preset("megatron").replace("x", activations={"seq": "tensor"}),
             "rules.activations['seq']='tensor': attention needs all keys, and no rule says how over tensor; "
-            "set rules.context['tensor'] to gather, ulysses or ring, or leave 'tensor' out",
+            "shard it over 'sequence', or leave 'tensor' out",
         ),
         (
             preset("ring").replace("x", context={"tensor": "ring"}),
-            "rules.context['tensor']='ring': the mesh axis 'tensor' cannot shard sequences; use 'sequence', or declare it: "
-            "rules.axes['tensor']='manual'",
+            "rules.context['tensor']='ring': the mesh axis 'tensor' cannot shard sequences; use 'sequence'",
+        ),
+        (
+            preset("ring").replace("x", context={"mine": "ring"}),
+            "rules.context['mine']='ring': the mesh axis 'mine' cannot shard sequences; use 'sequence', or declare it: "
+            "rules.axes['mine']='manual'",
+        ),
+        (
+            preset("ring+megatron_sp").replace("x", activations={"seq_resid": ("tensor", "sequence")}),
+            "rules.activations['seq_resid']=('tensor', 'sequence') begins with ('tensor',), attention's input is sharded over 'sequence'; "
+            "use that order",
         ),
         (
             preset("ring").replace("x", activations={"seq_resid": None}),
