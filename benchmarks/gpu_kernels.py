@@ -53,7 +53,7 @@ def smoke(lab: Lab) -> Iterator[Table]:
     variants = [{"kernel": name} for name in lab.run("kernels", worker=KERNELS, platform="cpu", dry_run=lab.dry_run)[0]["names"]]
     how: dict[str, Any] = {"patience": 4 * PATIENCE if lab.dry_run else PATIENCE, "reruns": 1 if lab.dry_run else 20, "alone": True}
     table = {"title": "Smoke", "note": note_of(smoke)}
-    rows = lab.spread("smoke", variants, worker=KERNELS, lanes=lanes(lab), dry_run=lab.dry_run, **table, **how)
+    rows = lab.spread("smoke", variants, worker=KERNELS, lanes=min(4, lanes(lab)), dry_run=lab.dry_run, **table, **how)
     yield table["title"], rows, table["note"]
 
 

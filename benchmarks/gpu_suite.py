@@ -28,8 +28,8 @@ import gpu_training
 from gpu_lab import Part, suite
 
 PARTS = (
-    Part(gpu_kernels.smoke, 120), Part(gpu_kernels.autotune, 160), Part(gpu_attention.headline, 80), Part(gpu_kernels.variants, 150),
-    Part(gpu_attention.correct, 150), Part(gpu_kernels.grouped, 60), Part(gpu_kernels.stacked, 75), Part(gpu_attention.peers, 200),
+    Part(gpu_kernels.smoke, 120), Part(gpu_kernels.autotune, 160), Part(gpu_attention.headline, 90), Part(gpu_kernels.variants, 90),
+    Part(gpu_attention.correct, 330), Part(gpu_kernels.grouped, 40), Part(gpu_kernels.stacked, 60), Part(gpu_attention.peers, 200),
     Part(gpu_training.end_to_end, 260), Part(gpu_attention.deviceless, 40), Part(gpu_training.training, 70),
 )  # fmt: skip
 """The seconds of each, the start included. Time that a part does not use is available to later parts of the same command."""

@@ -26,7 +26,8 @@ def context_problems(config: TrainConfig) -> Iterator[str]:
             break
     else:
         if rules.context and (first := axes_of(rest)[: len(axes_of(entry))]) != axes_of(entry):
-            yield f"rules.activations['seq_resid']={rest!r} begins with {first!r}, attention's input is sharded over {entry!r}; use that order"
+            fix = f"begin with {entry!r}, over which attention's input is sharded, not with {first!r}"
+            yield f"rules.activations['seq_resid']={rest!r}: {fix}"
     used = [(axis, rules.context[axis]) for axis in axes_of(entry) if mesh.get(axis, 1) > 1 and axis in rules.context]
     inner = [axis for axis, exchange in used if exchange == "ulysses"]
     if len(used) - len(inner) > 1 or used[len(used) - len(inner) :] != [(axis, "ulysses") for axis in inner]:
