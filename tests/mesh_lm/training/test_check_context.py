@@ -73,8 +73,8 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         ),
         (
             preset("ring+megatron_sp").replace("x", activations={"seq_resid": ("tensor", "sequence")}),
-            "rules.activations['seq_resid']=('tensor', 'sequence'): begin with 'sequence', over which attention's input is sharded, not with "
-            "('tensor',)",
+            "rules.activations['seq_resid']=('tensor', 'sequence'): begin with 'sequence', over which attention's input is sharded, "
+            "not with ('tensor',)",
         ),
         (
             preset("ring").replace("x", activations={"seq_resid": None}),
