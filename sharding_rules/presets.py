@@ -51,6 +51,8 @@ PRESETS: dict[str, Rules] = {
             "usp", params=_WEIGHTS, activations={**_CONTEXT, **dict.fromkeys(("seq", "seq_resid"), ("sequence", "ulysses"))},
             axes={"ulysses": "manual"}, context={"sequence": "ring", "ulysses": "ulysses"},
         ),
+        # Replicas in two levels: gradients are reduce-scattered inside a node, and each device sums its part across nodes.
+        Rules("by_node", params=_WEIGHTS, activations={**_DATA, "batch": ("data", "node")}, axes={"node": "manual"}, node_axis="node"),
     )
 }  # fmt: skip
 
@@ -95,7 +97,7 @@ def product(a: Rules, b: Rules) -> Rules:
         # Mesh order, but moments and gradients start with the axes of their weight: the other order costs two permutes a step (measured).
         used = {*axes_of(axes_in(row, left)), *axes_of(axes_in(row, right))}
         if used and row.rpartition("/")[2] == FLAT:
-            used |= context.keys()
+            used |= context.keys() | ({node_axis} - {""})
         axes = sorted(used, key=lambda axis: (axis not in axes_of(first), order.index(axis)))
         return axes[0] if len(axes) == 1 else tuple(axes) or None
 
@@ -111,10 +113,14 @@ def product(a: Rules, b: Rules) -> Rules:
     if "auto" not in (a.reduction, b.reduction) and a.reduction != b.reduction:
         kinds = f"in {a.reduction} and in {b.reduction}"
         raise ShardingRuleError(f"{a.name} and {b.name} sum gradients {kinds}; set one of them to auto: replace(reduction='auto')")
+    if a.node_axis and b.node_axis and a.node_axis != b.node_axis:
+        kinds = f"{a.node_axis!r} and over {b.node_axis!r}"
+        raise ShardingRuleError(f"{a.name} and {b.name} sum gradients inside a node over {kinds}; keep one of them")
+    node_axis = a.node_axis or b.node_axis
     reduction = a.reduction if a.reduction != "auto" else b.reduction
     axes, context = {**a.axes, **b.axes}, {**a.context, **b.context}
     used = a.mesh_axes() | b.mesh_axes()
     order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # undeclared axes are refused by `spec`, which has a mesh
     params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
-    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, context=context, reduction=reduction, **columns)  # pyright: ignore[reportArgumentType]
+    return Rules(f"{a.name}+{b.name}", params=params, axes=axes, context=context, reduction=reduction, node_axis=node_axis, **columns)  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ Kind = Literal["params", "gathered", "gradients", "optimizer", "activations"]
 MeshAxes = str | tuple[str, ...] | None
 Column = Mapping[str, MeshAxes]
 AxisType = Literal["auto", "manual"]
-Reduction = Literal["auto", "float32", "bfloat16"]
+Reduction = Literal["auto", "float32", "bfloat16", "int8"]
 Exchange = Literal["gather", "ulysses", "ring"]
 
 FLAT = "flat"
@@ -77,6 +77,12 @@ class Rules:
 
     auto: float32 along the axes that a step is manual over (data), where gradients are summed once a step; the type of the matmul along
     those that XLA handles (fsdp), where every microbatch sums. float32: along all axes, twice the bytes. bfloat16: along all, half of them.
+    int8: along the axes that a step is manual over, in blocks with a scale each and with error feedback, a quarter of the bytes; along
+    others as auto.
+    """
+    node_axis: str = ""
+    """The mesh axis along which replicas are in one node: gradients of matrices are reduce-scattered along it, summed across nodes, and
+    gathered along it, so that each device sends its own part of them across nodes alone. Empty: one sum over all replicas.
     """
 
     def __post_init__(self) -> None:
@@ -94,6 +100,9 @@ class Rules:
         if self.reduction not in get_args(Reduction):
             known = did_you_mean(str(self.reduction), get_args(Reduction))
             raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients cannot be summed in this type{known}")
+        if self.node_axis and self.node_axis not in self.manual_axes() - {"pipeline"}:
+            along = ", ".join(axis for axis in self.order() if axis in self.manual_axes() - {"pipeline"})
+            raise ShardingRuleError(f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a step; known: {along}")
         for row in self._rows():
             scope, _, name = row.rpartition("/")
             if "/" in scope or (not (scope and name) and "/" in row):
@@ -128,11 +137,11 @@ class Rules:
 
     def replace(
         self, name: str | None = None, *, axes: Mapping[str, AxisType] | None = None, context: Mapping[str, Exchange] | None = None,
-        reduction: Reduction | None = None, **columns: Column,
+        reduction: Reduction | None = None, node_axis: str | None = None, **columns: Column,
     ) -> Rules:  # fmt: skip
         """A copy with some rows changed or added: `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
 
-        axes: additional mesh axes to declare. context: changed or added, too. reduction: None: unchanged.
+        axes: additional mesh axes to declare. context: changed or added, too. reduction, node_axis: None: unchanged.
         """
         if unknown := set(columns) - set(get_args(Kind)):
             raise ShardingRuleError(
@@ -140,7 +149,7 @@ class Rules:
             )
         changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
         changed |= {"axes": {**self.axes, **(axes or {})}, "context": {**self.context, **(context or {})}}
-        changed |= {"reduction": reduction or self.reduction}
+        changed |= {"reduction": reduction or self.reduction, "node_axis": self.node_axis if node_axis is None else node_axis}
         return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
 
     def spec(
@@ -201,6 +210,7 @@ class Rules:
             **({"axes": dict(self.axes)} if self.axes else {}),
             **({"context": dict(self.context)} if self.context else {}),
             **({"reduction": self.reduction} if self.reduction != "auto" else {}),
+            **({"node_axis": self.node_axis} if self.node_axis else {}),
         }
 
     def _rows(self) -> set[str]:

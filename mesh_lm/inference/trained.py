@@ -224,7 +224,7 @@ def _rules(plain: dict[str, Any]) -> Rules:
     """Inverse of `Rules.as_dict`."""
     given = {kind: plain[kind] for kind in get_args(Kind)}
     columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
-    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction") if name in plain}
+    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain}
     return Rules(plain["name"], **columns, **named)
 
 

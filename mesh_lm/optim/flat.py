@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.optim.contract import ArraySpec, Params, is_matrix
+from mesh_lm.optim.reductions import int8_reduce_scatter
 from sharding_rules import Rules, axes_of
 from sharding_rules.rules import FLAT
 
@@ -64,6 +65,14 @@ class FlatVector:
     """The mesh axes that shard the matrices themselves. Those that the engine is manual over come first."""
     gathered_by_layer: bool = False
     """Whether the layers have no copy of the matrices: each gathers its own from the master when it runs (ZeRO-3)."""
+    node_axis: str = ""
+    """The one of the replicas' axes that is inside a node, the first of them; empty: none (`Rules.node_axis`)."""
+
+    @property
+    def levels(self) -> tuple[tuple[str, ...], ...]:
+        """The replicas' axes in the order in which a sum goes through them: inside a node first, then across nodes."""
+        across = tuple(axis for axis in self.replica_axes if axis != self.node_axis)
+        return tuple(level for level in ((self.node_axis,) if self.node_axis else (), across) if level)
 
     @property
     def replicas(self) -> int:
@@ -118,7 +127,19 @@ class FlatVector:
     def reduce_scatter_row(self, row: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """`reduce_scatter` of one layer."""
         vector = self.pack(row).astype(dtype)
-        return (lax.psum_scatter(vector, self.replica_axes, tiled=True) if self.replicas > 1 else vector).astype(jnp.float32)
+        for level in self.levels:
+            vector = lax.psum_scatter(vector, level, tiled=True)
+        return vector.astype(jnp.float32)
+
+    def int8_reduce_scatter(self, grads: Mapping[str, jax.Array], residuals: Mapping[str, jax.Array]) -> tuple[jax.Array, Params]:
+        """`reduce_scatter` in int8, of the gradients plus the residuals: (the shard, the new residuals) (`mesh_lm.parallel.residuals`)."""
+
+        def row(arrays: tuple[Params, Params]) -> tuple[jax.Array, Params]:
+            vector, left_out = int8_reduce_scatter(self.pack(arrays[0]) + self.pack(arrays[1]), self.replica_axes)
+            return vector, {name: x[None] for name, x in self.unpack(left_out).items()}
+
+        own = tuple({matrix.name: each[matrix.name] for matrix in self.matrices} for each in (grads, residuals))
+        return self.map_rows(row, own)
 
     def all_gather(self, shard: jax.Array) -> Params:
         """A shard of the master -> the matrices as the layers use them."""
@@ -128,7 +149,9 @@ class FlatVector:
         """`all_gather` of one layer."""
         # The barrier keeps the cast before the all-gather: XLA would gather fp32 and then cast.
         row = lax.optimization_barrier(row.astype(self.dtype))
-        return self.unpack(lax.all_gather(row, self.replica_axes, tiled=True) if self.replicas > 1 else row)
+        for level in reversed(self.levels):
+            row = lax.all_gather(row, level, tiled=True)
+        return self.unpack(row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +176,7 @@ class FlatLayout:
             own_axes = {a for entry in where[name].spec for a in axes_of(entry)}
             sizes = where[name].mesh.shape
             replica_axes = tuple(a for a in replica_axes if sizes[a] > 1 and a not in own_axes)
+            replica_axes = tuple(sorted(replica_axes, key=lambda a: a != rules.node_axis))  # a shard is a part of its node's
             manual = rules.manual_axes()
             shard_axes = sorted(
                 (a for a in sizes if a in own_axes and sizes[a] > 1 and not (leaf.stacked and a == "pipeline")),
@@ -171,7 +195,8 @@ class FlatLayout:
             vector_name = (
                 part if not leaf.stacked else f"{part}/{'+'.join(shard_axes) or 'whole'}" + (f"/{dtype}" if parts.count(part) > 1 else "")
             )
-            vectors.append(FlatVector(vector_name, sharding.mesh, matrices, rows, jnp.dtype(dtype), replica_axes, shard_axes, by_layer))
+            node = rules.node_axis if rules.node_axis in replica_axes else ""
+            vectors.append(FlatVector(vector_name, sharding.mesh, matrices, rows, jnp.dtype(dtype), replica_axes, shard_axes, by_layer, node))
         specs = {m.name: where[m.name].spec for v in vectors for m in v.matrices}
         return cls(tuple(vectors), specs)
 
@@ -225,20 +250,27 @@ class FlatLayout:
             {name: masters[name] for name in shards}
         )
 
-    def reduce_scatter(self, grads: Mapping[str, jax.Array], before: Any, dtype: Any) -> Params:
-        """On one device: this replica's gradients of the matrices -> this replica's shard of the sum, for each vector.
+    def reduce_scatter(
+        self, grads: Mapping[str, jax.Array], before: Any, residuals: Mapping[str, jax.Array], dtype: Any
+    ) -> tuple[Params, Params]:
+        """On one device: this replica's gradients of the matrices -> (its shard of the sum, for each vector; the new residuals).
 
         grads: gradients of other parameters among them are summed already, as `before` is. Those of vectors that layers gather are not
-        among them: the layers sum them.
+        among them: the layers sum them. residuals: of matrices whose gradients are summed in int8, what earlier sums have left out.
         """
         out: Params = {}
+        left_out: Params = {}
         before = before, {name: g for name, g in grads.items() if name not in self.names}
         for vector in self.vectors:
             if vector.gathered_by_layer:
                 continue
             local = {m.name: serialized_on_cpu(grads[m.name], (before, out), vector.mesh) for m in vector.matrices}
-            out[vector.name] = vector.reduce_scatter(local, dtype)
-        return out
+            if vector.matrices[0].name in residuals:
+                out[vector.name], new = vector.int8_reduce_scatter(local, residuals)
+                left_out |= new
+            else:
+                out[vector.name] = vector.reduce_scatter(local, dtype)
+        return out, left_out
 
 
 def serialized_on_cpu(x: jax.Array, before: Any, mesh: Any) -> jax.Array:

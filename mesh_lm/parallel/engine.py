@@ -28,7 +28,8 @@ from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.parallel import gathered, layer_pairs, ring, stage_transfers
+from mesh_lm.optim.reductions import two_level_sum
+from mesh_lm.parallel import gathered, layer_pairs, residuals, ring, stage_transfers
 from mesh_lm.parallel.layer_collectives import local_spec
 from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
@@ -70,14 +71,26 @@ def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], 
 def region(
     layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
-    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays).
+    """`region_with_residuals` with residuals of zero, as in a first step."""
+    run = region_with_residuals(layout, batch, flat)
+    return lambda params, batch, key: run(params, batch, key, residuals.zeros(layout))[:2]
+
+
+def region_with_residuals(
+    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
+) -> Callable[[Params, Batch, jax.Array, Params], tuple[tuple[Sums, Sums], Params, Params]]:
+    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays), and with residuals in and out.
 
     flat: parameters whose gradients each replica gets one shard of, as flat vectors. Those that layers gather are read as vectors, too.
+    The residuals are what quantised sums have left out (`mesh_lm.parallel.residuals`); empty where no sum is quantised.
     """
     specs, by_hand = _specs(layout, flat), manual_axes(layout)
+    kept = residuals.residuals(layout)
     table = training_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
-    def gradients(columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
+    def gradients(
+        columns: Columns, stage: Columns, params: Params, batch: Batch, key: jax.Array, before: Params
+    ) -> tuple[tuple[Sums, Sums], Params, Params]:
         vectors, params = gathered.divided(layout, flat, params)
         _require_layers_apart(layout, params, _first(batch))
         weight = _psum(batch["weights"].sum(), by_hand - {"pipeline"}, layout)  # every stage has the same batch
@@ -113,12 +126,13 @@ def region(
                 sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
             grads |= layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
         reduced = _reduced(sums, layout)
-        return reduced, _reduced_gradients(grads, specs, layout, flat, reduced)
+        return reduced, *_reduced_gradients(grads, specs, layout, flat, reduced, before)
 
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
     of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
-    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads)
-    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec()), out_specs)
+    of_residuals = {name: layout.shard.restrict(each.sharding.spec, by_hand) for name, each in kept.items()}
+    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads, of_residuals)
+    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec(), of_residuals), out_specs)
     return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
 
 
@@ -214,44 +228,63 @@ def differentiated(layout: ModelLayout, params: Params, flat: FlatLayout = FlatL
     return sinks, {name: x.astype(jnp.float32) for name, x in trained.items() if name not in sinks}
 
 
-def _reduced_gradients(grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any) -> Params:
-    """The gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard.
+def _reduced_gradients(
+    grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any, residual: Params
+) -> tuple[Params, Params]:
+    """(the gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard; the new residuals).
 
-    before: arrays whose collectives come before those of flat vectors.
+    before: arrays whose collectives come before those of flat vectors. residual: what quantised sums have left out in earlier steps.
     """
     sharded_over = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
     plain = {name: g for name, g in grads.items() if name not in flat.names | flat.leaves.keys()}
-    out = {name: _summed(name, g, manual_axes(layout) - sharded_over[name], layout) for name, g in plain.items()}
+    out, left_out, kept = {}, {}, residuals.residuals(layout)
+    for name, g in plain.items():
+        if name in kept:
+            out[name], left_out[name] = residuals.summed(layout, name, kept[name], g, residual[name])
+        else:
+            out[name] = _summed(name, g, manual_axes(layout) - sharded_over[name], layout)
     dtype = jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
     auto = frozenset(layout.shard.mesh.axis_names) - manual_axes(layout)
     if not flat.vectors:
-        return out
+        return out, left_out
     matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
     vector_specs = {v.name: local_spec(layout, v) for v in flat.vectors if not v.gathered_by_layer}
     local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
-    shards = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), (matrix_specs, PartitionSpec()), vector_specs)(local, before)
+    of_flat = {name: residuals.local_spec(layout, each) for name, each in kept.items() if name in flat.names}
+    in_specs, out_specs = (matrix_specs, PartitionSpec(), of_flat), (vector_specs, of_flat)
+    run = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), in_specs, out_specs)
+    shards, of_vectors = run(local, before, {name: residual[name] for name in of_flat})
+    left_out |= of_vectors
     for vector in flat.vectors:
         axes = manual_axes(layout) - {a for entry in vector.spec for a in axes_of(entry)}
         out[vector.name] = _psum(grads[vector.name] if vector.gathered_by_layer else shards[vector.name], axes, layout)
-    return out
+    return out, left_out
 
 
 def _summed(name: str, grad: jax.Array, axes: frozenset[str] | set[str], layout: ModelLayout) -> jax.Array:
-    """A gradient summed over manual axes, in the type that the rules choose."""
-    logical = layout.axes[name]
-    if layout.shard.rules.reduction != "bfloat16" or not is_matrix(name, logical):
+    """A gradient summed over manual axes, in the type and in the levels that the rules choose."""
+    logical, rules, mesh = layout.axes[name], layout.shard.rules, layout.shard.mesh
+    by_node = rules.node_axis in axes and mesh.shape[rules.node_axis] > 1
+    if not is_matrix(name, logical) or not (by_node or rules.reduction == "bfloat16"):
         return _psum(grad, axes, layout)
+    across = [a for a in mesh.axis_names if a in axes and a != rules.node_axis and mesh.shape[a] > 1]
+    dtype = jnp.bfloat16 if rules.reduction == "bfloat16" else jnp.float32
+
+    def on_device(g: jax.Array) -> jax.Array:
+        g = g.astype(dtype)
+        return two_level_sum(g, rules.node_axis, across) if by_node else _psum(g, axes, layout)
+
     # On local shards, because XLA:CPU aborts at a bf16 all-reduce of an array that it partitions itself.
     spec = layout.shard.spec("params", logical)
-    return layout.shard.shard_map(lambda g: _psum(g.astype(jnp.bfloat16), axes, layout), spec, spec)(grad)
+    return layout.shard.shard_map(on_device, spec, spec)(grad)
 
 
 def _cast_to_float32(run: Callable) -> Callable:
     """`run` with gradients cast to float32. A cast inside the region would turn ZeRO-2's reduce-scatters into all-reduces."""
 
-    def cast(params: Params, batch: Batch, key: jax.Array) -> tuple[tuple[Sums, Sums], Params]:
-        sums, grads = run(params, batch, key)
-        return sums, {name: g.astype(jnp.float32) for name, g in grads.items()}
+    def cast(*arguments: Any) -> tuple[tuple[Sums, Sums], Params, Params]:
+        sums, grads, left_out = run(*arguments)
+        return sums, {name: g.astype(jnp.float32) for name, g in grads.items()}, left_out
 
     return cast
 

@@ -2,6 +2,7 @@
 
 from mesh_lm.state.parts import COUNTERS as COUNTERS
 from mesh_lm.state.parts import MASTER as MASTER
+from mesh_lm.state.parts import RESIDUALS as RESIDUALS
 from mesh_lm.state.parts import State as State
 from mesh_lm.state.parts import StatePart as StatePart
 from mesh_lm.state.parts import abstract_state as abstract_state
