@@ -19,7 +19,7 @@ from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.state import RESIDUALS, State, initial_statistics
+from mesh_lm.state import FEEDBACK, State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
 from mesh_lm.state.disk_form import from_disk, stored
 
@@ -83,21 +83,21 @@ class SavedCheckpoint:
     def resumed(self, layout: ModelLayout, optimizer: Optimizer) -> State:
         """Returns the verified state for a step of this run, on any mesh, with any stages, flat or not.
 
-        Residuals of sums in int8 belong to replicas: if the checkpoint has none, or those of other replicas, they start from zero, which
-        loses the rounding of one step, and process 0 prints that. Raises as `state` does, and ConfigError for a checkpoint of another
-        optimizer.
+        The error feedback of sums in int8 belongs to replicas: if the checkpoint has none, or that of other replicas, it starts from zero,
+        which loses the rounding of one step, and process 0 prints that. Raises as `state` does, and ConfigError for a checkpoint of
+        another optimizer.
         """
         self._require_order(layout)
         wanted, saved = stored(layout, optimizer), self.digests
-        kept, now = (tree.get(RESIDUALS, {}) for tree in (parts_of(self.metadata), described(wanted)))
+        kept, now = (tree.get(FEEDBACK, {}) for tree in (parts_of(self.metadata), described(wanted)))
         fresh: State = {}
         if kept != now:
-            saved = {leaf: digest for leaf, digest in saved.items() if not leaf.startswith(f"{RESIDUALS}/")}
+            saved = {leaf: digest for leaf, digest in saved.items() if not leaf.startswith(f"{FEEDBACK}/")}
             if now:
-                like = wanted.pop(RESIDUALS)
-                fresh[RESIDUALS] = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in like.items()}
-                why = "the checkpoint has those of other replicas" if kept else "the checkpoint has none"
-                distributed.print_on_process0(f"residuals of gradients in int8 start from zero: {why}")
+                like = wanted.pop(FEEDBACK)
+                fresh[FEEDBACK] = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in like.items()}
+                why = "the checkpoint has that of other replicas" if kept else "the checkpoint has none"
+                distributed.print_on_process0(f"the error feedback of gradients in int8 starts from zero: {why}")
         state, mismatches = from_disk(layout, optimizer, self._read(wanted) | fresh, saved)
         if mismatches:
             raise DamagedCheckpoint(self.path, mismatches)
@@ -156,7 +156,7 @@ class SavedCheckpoint:
     def require(self, wanted: State) -> None:
         """Raises ConfigError if names, shapes or dtypes differ from `wanted` (arrays or jax.ShapeDtypeStruct).
 
-        The checkpoint may have parts that are not in `wanted`, except the slots of another optimizer, and any residuals.
+        The checkpoint may have parts that are not in `wanted`, except the slots of another optimizer, and any error feedback.
         """
         on_disk, expected = parts_of(self.metadata), described(wanted)
         problems = []
@@ -175,7 +175,7 @@ class SavedCheckpoint:
                 problems.insert(0, f"its layers are in {saved_in}; those of this config in {expected_in} (model.segments)")
             message = listed(f"{self.path} is a checkpoint of another model", problems)
             raise ConfigError(f"{message}\nuse a new output directory, or that model's config")
-        kept = [part for part in {**on_disk, **expected} if part != RESIDUALS]
+        kept = [part for part in {**on_disk, **expected} if part != FEEDBACK]
         if "step" in wanted and (different := [part for part in kept if on_disk.get(part) != expected.get(part)]):
             raise ConfigError(self._other_optimizer(different, on_disk, expected))
 
@@ -183,7 +183,7 @@ class SavedCheckpoint:
         name = self.metadata["config"].get("optimizer", {}).get("name", "adamw")
 
         def slots(tree: StateShapes) -> str:
-            return ", ".join(part for part in tree if part not in ("params", "buffers", RESIDUALS)) or "nothing"
+            return ", ".join(part for part in tree if part not in ("params", "buffers", FEEDBACK)) or "nothing"
 
         lines = [
             f"{self.path} is a checkpoint of another optimizer: {name}, which keeps {slots(on_disk)}; this config's keeps {slots(expected)}"

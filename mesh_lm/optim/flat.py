@@ -131,14 +131,17 @@ class FlatVector:
             vector = lax.psum_scatter(vector, level, tiled=True)
         return vector.astype(jnp.float32)
 
-    def int8_reduce_scatter(self, grads: Mapping[str, jax.Array], residuals: Mapping[str, jax.Array]) -> tuple[jax.Array, Params]:
-        """`reduce_scatter` in int8, of the gradients plus the residuals: (the shard, the new residuals) (`mesh_lm.parallel.residuals`)."""
+    def int8_reduce_scatter(self, grads: Mapping[str, jax.Array], so_far: Mapping[str, jax.Array]) -> tuple[jax.Array, Params]:
+        """(`reduce_scatter` in int8, what rounding has left out) of gradients plus what was left out so far.
+
+        See `mesh_lm.parallel.feedback`.
+        """
 
         def row(arrays: tuple[Params, Params]) -> tuple[jax.Array, Params]:
             vector, left_out = int8_reduce_scatter(self.pack(arrays[0]) + self.pack(arrays[1]), self.replica_axes)
             return vector, {name: x[None] for name, x in self.unpack(left_out).items()}
 
-        own = tuple({matrix.name: each[matrix.name] for matrix in self.matrices} for each in (grads, residuals))
+        own = tuple({matrix.name: each[matrix.name] for matrix in self.matrices} for each in (grads, so_far))
         return self.map_rows(row, own)
 
     def all_gather(self, shard: jax.Array) -> Params:
@@ -196,7 +199,9 @@ class FlatLayout:
                 part if not leaf.stacked else f"{part}/{'+'.join(shard_axes) or 'whole'}" + (f"/{dtype}" if parts.count(part) > 1 else "")
             )
             node = rules.node_axis if rules.node_axis in replica_axes else ""
-            vectors.append(FlatVector(vector_name, sharding.mesh, matrices, rows, jnp.dtype(dtype), replica_axes, shard_axes, by_layer, node))
+            vectors.append(
+                FlatVector(vector_name, sharding.mesh, matrices, rows, jnp.dtype(dtype), replica_axes, shard_axes, by_layer, node)
+            )
         specs = {m.name: where[m.name].spec for v in vectors for m in v.matrices}
         return cls(tuple(vectors), specs)
 
@@ -251,12 +256,12 @@ class FlatLayout:
         )
 
     def reduce_scatter(
-        self, grads: Mapping[str, jax.Array], before: Any, residuals: Mapping[str, jax.Array], dtype: Any
+        self, grads: Mapping[str, jax.Array], before: Any, so_far: Mapping[str, jax.Array], dtype: Any
     ) -> tuple[Params, Params]:
-        """On one device: this replica's gradients of the matrices -> (its shard of the sum, for each vector; the new residuals).
+        """On one device: this replica's gradients of the matrices -> (its shard of the sum, for each vector; what is left out).
 
         grads: gradients of other parameters among them are summed already, as `before` is. Those of vectors that layers gather are not
-        among them: the layers sum them. residuals: of matrices whose gradients are summed in int8, what earlier sums have left out.
+        among them: the layers sum them. so_far: of matrices whose gradients are summed in int8, what earlier sums have left out.
         """
         out: Params = {}
         left_out: Params = {}
@@ -265,8 +270,8 @@ class FlatLayout:
             if vector.gathered_by_layer:
                 continue
             local = {m.name: serialized_on_cpu(grads[m.name], (before, out), vector.mesh) for m in vector.matrices}
-            if vector.matrices[0].name in residuals:
-                out[vector.name], new = vector.int8_reduce_scatter(local, residuals)
+            if vector.matrices[0].name in so_far:
+                out[vector.name], new = vector.int8_reduce_scatter(local, so_far)
                 left_out |= new
             else:
                 out[vector.name] = vector.reduce_scatter(local, dtype)

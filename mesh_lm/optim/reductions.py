@@ -37,7 +37,7 @@ def ring_sum(x: jax.Array, axis: str) -> jax.Array:
 def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
     """x summed over the mesh axes `inner` and `outer`: reduce-scattered along `inner`, summed along `outer`, gathered along `inner`.
 
-    A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` only those of its part, one in as many as `inner` has devices.
+    A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` those of its part alone: one n-th, for n devices of `inner`.
     """
     part = lax.psum_scatter(_padded(x.reshape(-1), lax.axis_size(inner)), inner, tiled=True)
     if outer:

@@ -29,7 +29,7 @@ from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.optim.reductions import two_level_sum
-from mesh_lm.parallel import gathered, layer_pairs, residuals, ring, stage_transfers
+from mesh_lm.parallel import feedback, gathered, layer_pairs, ring, stage_transfers
 from mesh_lm.parallel.layer_collectives import local_spec
 from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
@@ -71,21 +71,21 @@ def value_and_grad(layout: ModelLayout) -> Callable[[Params, Batch, jax.Array], 
 def region(
     layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array], tuple[tuple[Sums, Sums], Params]]:
-    """`region_with_residuals` with residuals of zero, as in a first step."""
-    run = region_with_residuals(layout, batch, flat)
-    return lambda params, batch, key: run(params, batch, key, residuals.zeros(layout))[:2]
+    """`region_with_feedback` with nothing left out so far, as in a first step."""
+    run = region_with_feedback(layout, batch, flat)
+    return lambda params, batch, key: run(params, batch, key, feedback.zeros(layout))[:2]
 
 
-def region_with_residuals(
+def region_with_feedback(
     layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
 ) -> Callable[[Params, Batch, jax.Array, Params], tuple[tuple[Sums, Sums], Params, Params]]:
-    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays), and with residuals in and out.
+    """`value_and_grad` for batches shaped like this one, with the sums as a pair (scalars, arrays), and with the error feedback in and out.
 
     flat: parameters whose gradients each replica gets one shard of, as flat vectors. Those that layers gather are read as vectors, too.
-    The residuals are what quantised sums have left out (`mesh_lm.parallel.residuals`); empty where no sum is quantised.
+    The error feedback is what sums in int8 have left out (`mesh_lm.parallel.feedback`); empty without such sums.
     """
     specs, by_hand = _specs(layout, flat), manual_axes(layout)
-    kept = residuals.residuals(layout)
+    kept = feedback.feedback_of(layout)
     table = training_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
 
     def gradients(
@@ -130,9 +130,9 @@ def region_with_residuals(
 
     of_grads = {name: spec for name, spec in specs.items() if name not in flat.names | layout.buffers}
     of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
-    of_residuals = {name: layout.shard.restrict(each.sharding.spec, by_hand) for name, each in kept.items()}
-    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads, of_residuals)
-    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec(), of_residuals), out_specs)
+    of_feedback = {name: layout.shard.restrict(each.sharding.spec, by_hand) for name, each in kept.items()}
+    out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads, of_feedback)
+    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec(), of_feedback), out_specs)
     return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
 
 
@@ -229,18 +229,18 @@ def differentiated(layout: ModelLayout, params: Params, flat: FlatLayout = FlatL
 
 
 def _reduced_gradients(
-    grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any, residual: Params
+    grads: Params, specs: dict[str, PartitionSpec], layout: ModelLayout, flat: FlatLayout, before: Any, so_far: Params
 ) -> tuple[Params, Params]:
-    """(the gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard; the new residuals).
+    """(the gradients summed once over the manual axes that do not shard them; of flat ones, this replica's shard; what is left out).
 
-    before: arrays whose collectives come before those of flat vectors. residual: what quantised sums have left out in earlier steps.
+    before: arrays whose collectives come before those of flat vectors. so_far: what sums in int8 have left out in earlier steps.
     """
     sharded_over = {name: {a for entry in spec for a in axes_of(entry)} for name, spec in specs.items()}
     plain = {name: g for name, g in grads.items() if name not in flat.names | flat.leaves.keys()}
-    out, left_out, kept = {}, {}, residuals.residuals(layout)
+    out, left_out, kept = {}, {}, feedback.feedback_of(layout)
     for name, g in plain.items():
         if name in kept:
-            out[name], left_out[name] = residuals.summed(layout, name, kept[name], g, residual[name])
+            out[name], left_out[name] = feedback.summed(layout, name, kept[name], g, so_far[name])
         else:
             out[name] = _summed(name, g, manual_axes(layout) - sharded_over[name], layout)
     dtype = jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
@@ -250,10 +250,10 @@ def _reduced_gradients(
     matrix_specs = {name: layout.shard.restrict(where.spec, auto) for name, where in layout.shardings("params").items() if name in grads}
     vector_specs = {v.name: local_spec(layout, v) for v in flat.vectors if not v.gathered_by_layer}
     local = {name: grads[name] if name in flat.names else out[name] for name in matrix_specs}
-    of_flat = {name: residuals.local_spec(layout, each) for name, each in kept.items() if name in flat.names}
+    of_flat = {name: feedback.local_spec(layout, each) for name, each in kept.items() if name in flat.names}
     in_specs, out_specs = (matrix_specs, PartitionSpec(), of_flat), (vector_specs, of_flat)
     run = layout.shard.shard_map(partial(flat.reduce_scatter, dtype=dtype), in_specs, out_specs)
-    shards, of_vectors = run(local, before, {name: residual[name] for name in of_flat})
+    shards, of_vectors = run(local, before, {name: so_far[name] for name in of_flat})
     left_out |= of_vectors
     for vector in flat.vectors:
         axes = manual_axes(layout) - {a for entry in vector.spec for a in axes_of(entry)}

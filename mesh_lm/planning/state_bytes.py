@@ -12,7 +12,7 @@ from sharding_rules.lab.compile import kind_of_argument
 from sharding_rules.lab.summary import size
 
 _PART = re.compile(r"state\['([^']*)'\]\[")
-_KINDS = {"params": "params", "optimizer": "moments"}
+_KINDS = {"params": "params", "optimizer": "moments", "gradients": "gradients"}
 """Column of the rules -> the lab's class of memory."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

@@ -1,8 +1,8 @@
 """The training state: its declaration (`parts`), initialization, form on disk, and digests."""
 
 from mesh_lm.state.parts import COUNTERS as COUNTERS
+from mesh_lm.state.parts import FEEDBACK as FEEDBACK
 from mesh_lm.state.parts import MASTER as MASTER
-from mesh_lm.state.parts import RESIDUALS as RESIDUALS
 from mesh_lm.state.parts import State as State
 from mesh_lm.state.parts import StatePart as StatePart
 from mesh_lm.state.parts import abstract_state as abstract_state

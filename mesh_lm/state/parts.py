@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mesh_lm.optim import ArraySpec, Optimizer
+from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
-from mesh_lm.parallel.residuals import residuals
 from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
@@ -23,8 +23,8 @@ parameter name."""
 
 MASTER = "master"
 """The part that holds flat vectors of fp32 weights."""
-RESIDUALS = "residuals"
-"""The part that holds what quantised sums of gradients have left out (`mesh_lm.parallel.residuals`)."""
+FEEDBACK = "feedback"
+"""The part that holds what sums of gradients in int8 have left out (`mesh_lm.parallel.feedback`)."""
 COUNTERS = ("step", "skipped", "recent")
 """The other entries of a state, which are small and replicated."""
 
@@ -50,7 +50,7 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
 
     params: what the layers use, but for the matrices that each layer gathers. master: fp32 flat vectors of the parameters in
     `ModelLayout.flat`, from which `params` are computed. buffers: parameters without gradients. Then the optimizer's slots, and the
-    residuals of sums in int8.
+    error feedback of sums in int8.
     """
     flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
     kept = {name: leaf for name, leaf in leaves.items() if name not in buffers | flat.gathered_names}
@@ -71,8 +71,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
             except ShardingRuleError as error:
                 problems[str(error)] = None
         out[part] = StatePart(kind, each, where)
-    if kept := residuals(layout):
-        out[RESIDUALS] = StatePart("optimizer", {n: r.array for n, r in kept.items()}, {n: r.sharding for n, r in kept.items()})
+    if kept := feedback_of(layout):
+        out[FEEDBACK] = StatePart("gradients", {n: r.array for n, r in kept.items()}, {n: r.sharding for n, r in kept.items()})
     if problems:
         raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
     return out

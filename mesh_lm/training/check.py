@@ -16,6 +16,7 @@ from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
+from mesh_lm.training.check_reduction import reduction_problems
 from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import FLAT, Column, Kind
 
@@ -32,7 +33,8 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    for part in (_mesh_axes, _unused_axes, _unsupported_rows, context_problems, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
+    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, reduction_problems
+    for part in (*of_rules, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))

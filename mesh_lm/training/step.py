@@ -12,9 +12,9 @@ from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
-from mesh_lm.parallel.engine import region_with_residuals
+from mesh_lm.parallel.engine import region_with_feedback
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import MASTER, RESIDUALS, State, loss_statistics, masters, parts, state_shardings, weights_of
+from mesh_lm.state import FEEDBACK, MASTER, State, loss_statistics, masters, parts, state_shardings, weights_of
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
@@ -33,13 +33,13 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         which = f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
         raise ConfigError(f"{type(layout.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
     declared, flat, leaves = parts(layout, optimizer), layout.flat, masters(layout)
-    slots = [part for part in declared if part not in ("params", MASTER, "buffers", RESIDUALS)]
+    slots = [part for part in declared if part not in ("params", MASTER, "buffers", FEEDBACK)]
     plain = [name for name in leaves if name not in flat.leaves]
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key = step_key(seed, state["step"])
-        run, residuals = region_with_residuals(layout, batch, flat), state.get(RESIDUALS, {})
-        (sums, arrays), grads, left_out = run(weights_of(layout, state), dict(batch), key, residuals)
+        run, left_before = region_with_feedback(layout, batch, flat), state.get(FEEDBACK, {})
+        (sums, arrays), grads, left_out = run(weights_of(layout, state), dict(batch), key, left_before)
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
             norm = optax.global_norm(grads)
@@ -49,7 +49,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
                 good &= ~loss_statistics.is_outlier(state["recent"], now, outlier)
             # The update uses the moments' sharding, so that ZeRO gathers each new weight once.
             held = layout.constrain({name: state["params"][name] for name in plain}, "optimizer") | state.get(MASTER, {})
-            old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"], residuals
+            old = held, {slot: state[slot] for slot in slots}, state.get("buffers", {}), state["recent"], left_before
             count = state["step"] - state["skipped"]
             new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
             buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
@@ -60,7 +60,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~good, "recent": lately}
         after = {**counters, "params": params, **new_slots}
         after |= ({MASTER: master} if master else {}) | ({"buffers": buffers} if buffers else {})
-        after |= {RESIDUALS: left_out} if left_out else {}
+        after |= {FEEDBACK: left_out} if left_out else {}
         means = {name: value / sums["weight"] for name, value in sums.items() if name not in ("weight", "objective")}
         rate = optimizer.learning_rate(state["step"])
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}

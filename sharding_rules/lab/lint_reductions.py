@@ -12,6 +12,8 @@ from sharding_rules.lab.summary import size
 from sharding_rules.rules import Rules
 
 _HALF = ("bf16", "f16")
+_INT8 = ("s8", "u8")
+"""Sums in these are no all-reduces: devices exchange parts, add what they receive in fp32, and gather the sums."""
 _VECTOR = 32
 """Times the model's width: a parameter with fewer elements in a layer does not count as a matrix; the largest bias has seven."""
 _SMALL = 0.02
@@ -19,10 +21,11 @@ _SMALL = 0.02
 
 
 def gradient_sums(context: LintContext) -> Iterator[Piece]:
-    """Every array of every sum over devices that have other parts of the batch."""
+    """Every array of every sum over devices that have other parts of the batch; in int8, of the exchanges that make a sum."""
     tokens = context.shards_batch | {context.vocabulary.sequence_axis}
     for piece in context.pieces:
-        summed = piece.one.kind in SUMS and tokens & set(piece.one.axes)
+        rounded = piece.array.dtype in _INT8 and piece.one.kind in ("all-to-all", "all-gather") and piece.one.where.phase != "forward"
+        summed = (piece.one.kind in SUMS or rounded) and tokens & set(piece.one.axes)
         if summed and piece.array.bytes > SCALAR and context.is_gradient(piece.array):
             yield piece
 
@@ -30,9 +33,9 @@ def gradient_sums(context: LintContext) -> Iterator[Piece]:
 def reduction_dtype(context: LintContext) -> Iterator[Finding]:
     """Gradients of matrices that are summed in another type than rules.reduction asks for. Without rules nothing is asked for."""
     asked = context.rules.reduction if context.rules else None
-    if asked == "bfloat16":
-        yield from _too_wide(context)
-    elif asked:
+    if asked in ("bfloat16", "int8"):
+        yield from _too_wide(context, asked)
+    if asked and asked != "int8":
         yield from _too_narrow(context, asked)
 
 
@@ -41,33 +44,39 @@ def _too_narrow(context: LintContext, asked: str) -> Iterator[Finding]:
     total: dict[tuple[Location, str, tuple[str, ...], str], float] = {}
     for piece in gradient_sums(context):
         one, array = piece.one, piece.array
-        if array.dtype in _HALF and (asked == "float32" or (_once(context, one) and not one.loops)):
+        half = asked == "float32" or (asked == "auto" and _once(context, one) and not one.loops)
+        if array.dtype in _INT8 or (array.dtype in _HALF and half):
             key = (one.where, _whose(context.weights(one.axes, array)), one.axes, array.dtype)
             total[key] = total.get(key, 0) + piece.bytes
     fix = "let the gradient leave its matmul in float32: shard.einsum(equation, x, w, axes), with the weight as it is stored"
     if asked == "auto":
         fix = "cast gradients to float32 before they are summed, or say that it is meant: rules.replace(reduction='bfloat16')"
+    wanted = "bfloat16" if asked == "bfloat16" else "float32"
     for (where, whose, axes, dtype), bytes in total.items():
         if bytes >= context.large:
-            text = f"gradients{whose} are summed in {dtype} over {' and '.join(axes)}; rules.reduction={asked!r} asks for float32"
-            yield Finding("reduction-dtype", int(bytes), where, text, fix, "notice" if asked == "auto" else "error")
+            text = f"gradients{whose} are summed in {dtype} over {' and '.join(axes)}; rules.reduction={asked!r} asks for {wanted}"
+            by_rule = "leave rounding to the rules: rules.replace(reduction='int8')"
+            severity = "notice" if asked == "auto" and dtype in _HALF else "error"
+            yield Finding("reduction-dtype", int(bytes), where, text, by_rule if dtype in _INT8 else fix, severity)
 
 
-def _too_wide(context: LintContext) -> Iterator[Finding]:
+def _too_wide(context: LintContext, asked: str) -> Iterator[Finding]:
     """Vectors are summed in fp32: what is more than those is of matrices. XLA may have joined all of them in one array."""
+    wide = ("f32", *_HALF) if asked == "int8" else ("f32",)
     found: dict[tuple[str, ...], list[Piece]] = {}
     for piece in gradient_sums(context):
-        if _once(context, piece.one) and piece.array.dtype == "f32":
+        if _once(context, piece.one) and piece.array.dtype in wide:
             found.setdefault(piece.one.axes, []).append(piece)
     vectors = sum(a.bytes / 4 for a in context.params if math.prod(a.shape[context.stacked(a) :]) < _VECTOR * context.width)
     for axes, each in found.items():
         elements = sum(piece.one.times * math.prod(piece.array.dims) for piece in each)
         bytes = sum(piece.bytes for piece in each) * max(0.0, 1 - vectors / elements)
         if bytes >= context.large:
-            where, along = max(each, key=lambda piece: piece.bytes).one.where, " and ".join(axes)
-            text = f"gradients of matrices are summed in f32 over {along}; rules.reduction='bfloat16' asks for bfloat16"
-            fix = f"cast them to bfloat16 before they are summed over {along}, or ask for float32: rules.replace(reduction='auto')"
-            yield Finding("reduction-dtype", int(bytes), where, text, fix)
+            largest, along = max(each, key=lambda piece: piece.bytes), " and ".join(axes)
+            text = f"gradients of matrices are summed in {largest.array.dtype} over {along}; rules.reduction={asked!r} asks for {asked}"
+            fix = f"cast them to bfloat16 before they are summed over {along}" if asked == "bfloat16" else "sum them by the engine's region"
+            fix += ", or ask for float32: rules.replace(reduction='auto')"
+            yield Finding("reduction-dtype", int(bytes), largest.one.where, text, fix)
 
 
 def _whose(weights: list[Argument]) -> str:

@@ -20,7 +20,9 @@ N = 8
 def mesh(**sizes: int) -> jax.sharding.Mesh:
     """The first CPU devices."""
     devices = jax.devices()[: math.prod(sizes.values())]
-    return jax.sharding.Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    return jax.sharding.Mesh(
+        np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
 
 
 def on_each(f, over: jax.sharding.Mesh):
@@ -96,21 +98,20 @@ STEPS, SIZE = 5, 700
 OVER = {"data": 4}
 
 
-
 @functools.cache
 def int8_sum():
-    """(gradients, residuals) of all devices -> (sums, new residuals)."""
+    """(gradients, what was left out so far) of all devices -> (sums, what is left out)."""
     return on_each(lambda g, r: reductions.int8_sum(g + r, ("data",)), mesh(**OVER))
 
 
 def transmitted(grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what each of the steps [steps, devices, k] sends [steps, k], the residuals after the last step [devices, k])."""
-    residual, sent = np.zeros_like(grads[0]), []
+    """(what each of the steps [steps, devices, k] sends [steps, k], what is left out after the last step [devices, k])."""
+    left_out, sent = np.zeros_like(grads[0]), []
     for g in grads:
-        total, residual = map(np.asarray, int8_sum()(g, residual))
+        total, left_out = map(np.asarray, int8_sum()(g, left_out))
         assert (total == total[0]).all(), "all devices get the same bits"
         sent.append(total[0].astype(np.float64))
-    return np.array(sent), residual.astype(np.float64)
+    return np.array(sent), left_out.astype(np.float64)
 
 
 @settings(max_examples=25, deadline=None)
@@ -118,16 +119,16 @@ def transmitted(grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_error_feedback(seed: int, magnitudes: list[int]) -> None:
     """Over any number of steps, what was sent differs from the gradients by one step's rounding: the errors do not add up.
 
-    Exactly: by the sum of the residuals. Each of those is half a scale at most, and the device that rounds a sum has that error, too.
+    Exactly: by the sum of what the devices have left out, half a scale at most each; the device that rounds a sum has that error, too.
     """
     grads = numbers((STEPS, OVER["data"], SIZE), seed) * np.float32(10.0) ** np.array(magnitudes, np.float32)[:, None, None]
     n = OVER["data"]
     for last in (1, STEPS):
-        sent, residual = transmitted(grads[:last])
+        sent, left_out = transmitted(grads[:last])
         gap = grads[:last].astype(np.float64).sum((0, 1)) - sent.sum(0)
         largest = np.abs(grads[:last]).max()
-        np.testing.assert_allclose(gap, residual.sum(0), atol=1e-5 * largest * last * n)
-    # A scale is at most (the last gradient + the residual before) / 127, and a residual is at most the largest step so far / 100.
+        np.testing.assert_allclose(gap, left_out.sum(0), atol=1e-5 * largest * last * n)
+    # A scale is at most (the last gradient + what was left out before) / 127.
     steps = np.abs(grads).max((1, 2))
     bound, carried = 0.0, 0.0
     for top in steps:
@@ -135,5 +136,5 @@ def test_error_feedback(seed: int, magnitudes: list[int]) -> None:
         of_sum = n * (top + carried + scale / 2) / 127
         carried = scale / 2 + of_sum / 2
         bound = n * scale / 2 + of_sum / 2
-    assert np.abs(residual).max() <= carried * (1 + 1e-4)
+    assert np.abs(left_out).max() <= carried * (1 + 1e-4)
     assert np.abs(gap).max() <= bound * (1 + 1e-4) + 1e-5 * largest * n * STEPS

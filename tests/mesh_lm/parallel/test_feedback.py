@@ -14,7 +14,7 @@ from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.optim import Optimizer, is_matrix
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import RESIDUALS, State
+from mesh_lm.state import FEEDBACK, State
 from mesh_lm.state.initial import init_state
 from mesh_lm.training.step import train_step
 
@@ -91,29 +91,29 @@ def restored(output: Path, layout: ModelLayout) -> State:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["staged", "ddp"])
-def test_residuals_of_a_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A skipped step keeps them, a checkpoint has them bit for bit, and a run on other replicas starts from zeros and says so."""
+def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A skipped step keeps it, a checkpoint has it bit for bit, and a run on other replicas starts from zero and says so."""
     layout = layout_at(place)
     state, step = init_state(layout, OPTIMIZER, seed=0), train_step(layout, OPTIMIZER, seed=0)
-    assert state[RESIDUALS].keys() == {name for name, axes in layout.axes.items() if is_matrix(name, axes)}
-    assert not any(np.asarray(x).any() for x in state[RESIDUALS].values())
+    assert state[FEEDBACK].keys() == {name for name, axes in layout.axes.items() if is_matrix(name, axes)}
+    assert not any(np.asarray(x).any() for x in state[FEEDBACK].values())
     batches = [on_devices(host_batch(2, seed=seed), layout) for seed in range(3)]
     state, _ = step(state, batches[0])
-    before = bits(state[RESIDUALS])
-    assert all(np.asarray(x).any() for x in state[RESIDUALS].values())
+    before = bits(state[FEEDBACK])
+    assert all(np.asarray(x).any() for x in state[FEEDBACK].values())
     state, metrics = step(state, batches[1] | {"weights": batches[1]["weights"] * np.float32(np.nan)})
-    assert metrics["skipped"] == 1 and bits(state[RESIDUALS]) == before
+    assert metrics["skipped"] == 1 and bits(state[FEEDBACK]) == before
     with checkpoints(tmp_path / "run") as kept:
         state = kept.save(2, state, {"position": 32}, layout, OPTIMIZER, last=True)
     again = restored(tmp_path / "run", layout)
     assert bits(again) == bits(state)
     state, again = step(state, batches[2])[0], step(again, batches[2])[0]
-    assert bits(again) == bits(state) and bits(state[RESIDUALS]) != before
+    assert bits(again) == bits(state) and bits(state[FEEDBACK]) != before
     capsys.readouterr()
     four = restored(tmp_path / "run", layout_at("four"))
-    assert not any(np.asarray(x).any() for x in four[RESIDUALS].values())
-    assert "residuals of gradients in int8 start from zero: the checkpoint has those of other replicas" in capsys.readouterr().out
-    assert RESIDUALS not in restored(tmp_path / "run", layout_at("exact"))
+    assert not any(np.asarray(x).any() for x in four[FEEDBACK].values())
+    assert "the error feedback of gradients in int8 starts from zero: the checkpoint has that of other replicas" in capsys.readouterr().out
+    assert FEEDBACK not in restored(tmp_path / "run", layout_at("exact"))
 
 
 @pytest.mark.slow
@@ -122,4 +122,4 @@ def test_a_run_may_begin_to_round(tmp_path: Path, capsys: pytest.CaptureFixture[
     with checkpoints(tmp_path / "run") as kept:
         kept.save(2, init_state(layout, OPTIMIZER, seed=0), {"position": 32}, layout, OPTIMIZER, last=True)
     state = restored(tmp_path / "run", layout_at("ddp"))
-    assert RESIDUALS in state and "start from zero: the checkpoint has none" in capsys.readouterr().out
+    assert FEEDBACK in state and "starts from zero: the checkpoint has none" in capsys.readouterr().out
