@@ -1,12 +1,14 @@
 """Trains a small model with gradients summed in fp32, bf16 and int8, with several seeds: what rounding does to the loss.
 
-A smaller gpt_tiny on the source of Python's standard library, on 4 CPU devices. A seed chooses the initial weights and the order of the
-samples, the same for all three, so that their losses are compared pair by pair. Runs that the results of today have already are not
-repeated.
+A smaller gpt_tiny on the source of Python's standard library, on 4 CPU devices, at its own learning rate and at a lower one. A seed chooses
+the initial weights and the order of the samples, the same for all sums, so that their losses are compared pair by pair. Training itself
+amplifies differences: fp32 sums in two levels (`by_node`), which differ from plain ones by fp32 rounding alone, tell how much. Runs that
+the results of today have already are not repeated.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -14,12 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from record import ROOT, Record, Row, options
 
 DEVICES, STEPS, SEEDS = 4, 300, (0, 1, 2)
-RULES = {"float32": "ddp", "bfloat16": "ddp+reduce_bfloat16", "int8": "ddp+reduce_int8"}
+RULES = {
+    "float32": ["--rules=ddp"],
+    "float32, by node": ["--rules=by_node", "--mesh.data=2", "--mesh.extra=node=2"],
+    "bfloat16": ["--rules=ddp+reduce_bfloat16"],
+    "int8": ["--rules=ddp+reduce_int8"],
+}
+RATES = (8e-3, 1e-3)
+"""Learning rates: that of gpt_tiny, and one with which small differences stay smaller."""
 MODEL = {"n-layers": 2, "seq-len": 128, "vocab-size": 1024}
 LAST = 50
 """Steps that the mean of the training loss is over."""
@@ -31,25 +41,22 @@ def main() -> int:
     record = Record(f"reduced_loss{'-quick' * args.quick}", args.output)
     known = record.directory / f"{record.stem}.json"
     rows: list[Row] = json.loads(known.read_text())["tables"][RUNS]["rows"] if known.is_file() else []
-    done = {(row["sums"], row["seed"]) for row in rows}
-    for seed in SEEDS[: 1 if args.quick else None]:
-        for sums, rules in RULES.items():
-            if (sums, seed) not in done:
-                rows.append(trained(sums, rules, seed, 4 if args.quick else STEPS))
-                record.table(
-                    RUNS, rows, f"Of held-out files after the last step, and of training the mean of the last {LAST}; nats per token."
-                )
-                record.table(DIFFERENCES, differences(rows), "Of the same seed, in per cent; below zero: the loss is lower.")
-                record.write()
+    done = {(row["sums"], row["seed"], row["learning_rate"]) for row in rows}
+    for rate, seed, sums in itertools.product(RATES, SEEDS, RULES):
+        if (sums, seed, rate) not in done and not (args.quick and (rate, seed) != (RATES[0], SEEDS[0])):
+            rows.append(trained(sums, seed, rate, 4 if args.quick else STEPS))
+            record.table(RUNS, rows, f"Nats per token: on held-out files after the last step, and in training, the mean of the last {LAST} steps.")
+            record.table(DIFFERENCES, differences(rows), "Differences in per cent between runs of the same seed; below zero: the loss is lower.")
+            record.write()
     return 0
 
 
-def trained(sums: str, rules: str, seed: int, steps: int) -> Row:
+def trained(sums: str, seed: int, rate: float, steps: int) -> Row:
     """Returns the losses of one run. Raises RuntimeError with its last output if it fails."""
     words = [f"--model.{field}={value}" for field, value in MODEL.items()] + ["--data.tokenizer-vocab=1024"]
     loop = [f"--train.steps={steps}", f"--train.eval-every={steps}", "--train.eval-sequences=256", "--train.log-every=1"]
     quiet = ["--train.sample-tokens=0", "--checkpoint.every=0", "--optimizer.warmup-steps=30"]
-    where = [f"--launch.cpu-devices={DEVICES}", f"--rules={rules}", f"--seed={seed}"]
+    where = [f"--launch.cpu-devices={DEVICES}", *RULES[sums], f"--seed={seed}", f"--optimizer.learning-rate={rate}"]
     command = ["train", "gpt_tiny", "--output=run", *words, *loop, *quiet, *where]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     with tempfile.TemporaryDirectory() as place:
@@ -63,28 +70,31 @@ def trained(sums: str, rules: str, seed: int, steps: int) -> Row:
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == steps
     return {
-        "sums": sums, "seed": seed, "steps": steps, "heldout_loss": held_out, "train_loss": statistics.fmean(losses[-LAST:]),
+        "sums": sums, "seed": seed, "learning_rate": rate, "steps": steps,
+        "heldout_loss": held_out, "train_loss": statistics.fmean(losses[-LAST:]),
         "seconds": time.monotonic() - begin, "command": " ".join(["mesh-lm", *command]),
     }  # fmt: skip
 
 
-def differences(rows: list[Row]) -> list[Row]:
-    """Returns a line for each type of sums: the differences of the losses from those in float32, seed by seed, their mean and spread."""
-    exact = {row["seed"]: row for row in rows if row["sums"] == "float32"}
+def differences(rows: Sequence[Row]) -> list[Row]:
+    """Returns a line for each learning rate and type of sums: the differences from float32 seed by seed, their mean and deviation.
+
+    The lines of float32 have the deviation among the seeds.
+    """
     lines: list[Row] = []
-    for sums in RULES:
-        pairs = [(row, exact[row["seed"]]) for row in rows if row["sums"] == sums != "float32" and row["seed"] in exact]
-        if not pairs:
-            continue
-        for loss in ("heldout_loss", "train_loss"):
-            each = [100 * (row[loss] / one[loss] - 1) for row, one in pairs]
-            by_seed = {f"seed_{row['seed']}_pct": value for (row, _), value in zip(pairs, each, strict=True)}
-            spread = statistics.stdev(each) if len(each) > 1 else None
-            lines.append({"sums": sums, "loss": loss, **by_seed, "mean_pct": statistics.fmean(each), "deviation_pct": spread})
-    seeds = [row["heldout_loss"] for row in exact.values()]
-    if len(seeds) > 1:
-        among = 100 * statistics.stdev(seeds) / statistics.fmean(seeds)
-        lines.append({"sums": "float32", "loss": "heldout_loss", "mean_pct": 0.0, "deviation_pct": among, "note": "among the seeds"})
+    for rate, sums, loss in itertools.product(RATES, RULES, ("heldout_loss", "train_loss")):
+        exact = {row["seed"]: row[loss] for row in rows if (row["sums"], row["learning_rate"]) == ("float32", rate)}
+        mine = {row["seed"]: row[loss] for row in rows if (row["sums"], row["learning_rate"]) == (sums, rate)}
+        if sums == "float32":
+            middle = statistics.fmean(exact.values()) if exact else 0.0
+            each = {seed: 100 * (value / middle - 1) for seed, value in exact.items()}
+        else:
+            each = {seed: 100 * (value / exact[seed] - 1) for seed, value in mine.items() if seed in exact}
+        if each:
+            spread = statistics.stdev(each.values()) if len(each) > 1 else None
+            line: Row = {"learning_rate": rate, "sums": "float32, from its mean" if sums == "float32" else sums, "loss": loss}
+            by_seed = {f"seed_{seed}_pct": value for seed, value in each.items()}
+            lines.append({**line, **by_seed, "mean_pct": statistics.fmean(each.values()), "deviation_pct": spread})
     return lines
 
 

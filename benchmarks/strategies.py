@@ -39,6 +39,10 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("ring", "sequence", "data"),
     ("usp", "sequence ulysses", ""),
     ("zero3+ring", "data sequence", ""),
+    ("by_node", "data node", ""),
+    ("distributed+by_node", "data node", ""),
+    ("ddp+reduce_int8", "data", ""),
+    ("distributed+reduce_int8", "data", ""),
 )
 """(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may be)."""
 

@@ -65,7 +65,7 @@ def test_a_column_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: context_gather, ddp")],
+    [("fsp", "did you mean 'fsdp'"), ("fsdp+megatrn", "did you mean 'megatron'"), ("", "known: by_node, context_gather")],
 )
 def test_unknown_presets(name: str, suggestion: str) -> None:
     with pytest.raises(ShardingRuleError, match=suggestion):
@@ -229,7 +229,9 @@ def test_a_product_of_scoped_rules() -> None:
         ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
         ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of auto, manual"),
         ({"reduction": "flaot32"}, "rules.reduction='flaot32': gradients cannot be summed in this type; did you mean 'float32'?"),
-        ({"reduction": "f8"}, "rules.reduction='f8': gradients cannot be summed in this type; known: auto, bfloat16, float32"),
+        ({"reduction": "f8"}, "rules.reduction='f8': gradients cannot be summed in this type; known: auto, bfloat16, float32, int8"),
+        ({"node_axis": "fsdp"},
+         "rules.node_axis='fsdp': gradients are not summed along it once a step; known: data, expert, sequence"),
     ],
 )  # fmt: skip
 def test_rows_and_axes_that_cannot_be(change: dict[str, Any], message: str) -> None:
