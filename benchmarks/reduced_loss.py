@@ -45,8 +45,8 @@ def main() -> int:
     for rate, seed, sums in itertools.product(RATES, SEEDS, RULES):
         if (sums, seed, rate) not in done and not (args.quick and (rate, seed) != (RATES[0], SEEDS[0])):
             rows.append(trained(sums, seed, rate, 4 if args.quick else STEPS))
-            record.table(RUNS, rows, f"Nats per token: on held-out files after the last step, and in training, the mean of the last {LAST} steps.")
-            record.table(DIFFERENCES, differences(rows), "Differences in per cent between runs of the same seed; below zero: the loss is lower.")
+            record.table(RUNS, rows, f"Nats per token, on held-out files and in training, the mean of the last {LAST} steps.")
+            record.table(DIFFERENCES, differences(rows), "Per cent, between runs of the same seed; below zero: the loss is lower.")
             record.write()
     return 0
 

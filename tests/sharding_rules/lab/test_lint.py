@@ -271,6 +271,27 @@ def test_gradients_that_are_summed_once_a_step() -> None:
     assert lint(report(collectives=(*LAWFUL[:7], narrow, norms)), BFLOAT16, AXES) == (), "as many as there are vectors"
 
 
+def test_gradients_in_int8() -> None:
+    """Devices exchange parts and gather sums. Only int8 asks for it, and it asks for no wider sums of matrices."""
+    int8 = RULES.replace(RULES.name, reduction="int8")
+    parts = [
+        collective(kind, "data", f"s8[2,{2000000 // 256},256] f32[2,{2000000 // 256}]", loops=(), where=Location("", "backward", "x.py:1"))
+        for kind in ("all-to-all", "all-gather")
+    ]
+    rounded = report(collectives=(*LAWFUL[:7], *parts))
+    assert lint(rounded, int8, AXES) == () and reduced(rounded, int8).startswith("s8 (")
+    for rules, type in ((RULES, "float32"), (BFLOAT16, "bfloat16")):
+        told = only(lint(rounded, rules, AXES))
+        assert (told.check, told.severity) == ("reduction-dtype", "error") and "reduction='int8'" in told.fix
+        assert told.text == f"gradients are summed in s8 over data; rules.reduction={rules.reduction!r} asks for {type}"
+    wide = only(lint(report(), int8, AXES))
+    assert wide.text == "gradients of matrices are summed in f32 over data; rules.reduction='int8' asks for int8"
+    half = report(collectives=(*LAWFUL[:7], dataclasses.replace(LAWFUL[7], shapes=("bf16[4000000]",))))
+    assert only(lint(half, int8, AXES)).text.startswith("gradients of matrices are summed in bf16 over data")
+    activation = collective("all-to-all", "data", f"s8[4,{S},{F}]", where=Location("layers/mlp", "backward"))
+    assert "s8" not in reduced(report(activation), RULES), "an activation is no gradient"
+
+
 def test_the_types_in_words() -> None:
     table, layers, once = (size(one.times * one.wire) for one in LAWFUL[5:])
     words = f"f32 ({once}) over data, f32 ({table}) and bf16 ({layers}) over fsdp"
