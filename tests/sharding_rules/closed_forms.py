@@ -136,6 +136,8 @@ def expected_of(config: Any) -> list[Term]:
     mesh, rules, loop, pipeline = config.mesh, config.rules, config.train, config.pipeline
     if mesh.pipeline > 1 and (pipeline.schedule != "1f1b" or pipeline.layers or pipeline.balance != "equal"):
         raise ValueError(f"no closed form for pipeline schedule {pipeline.schedule} with layers {pipeline.layers or pipeline.balance}")
+    if rules.reduction == "int8" or rules.node_axis:
+        raise ValueError(f"no closed form here for {rules.name}; see closed_forms_reductions.py")
     by = "layers" if rules.column("optimizer").get("layers") == "data" else "embed"
     strategy = Strategy(
         "+".join(part for part in rules.name.replace(" by layers", "").split("+") if not part.startswith("reduce_")),

@@ -274,10 +274,8 @@ def test_gradients_that_are_summed_once_a_step() -> None:
 def test_gradients_in_int8() -> None:
     """Devices exchange parts and gather sums. Only int8 asks for it, and it asks for no wider sums of matrices."""
     int8 = RULES.replace(RULES.name, reduction="int8")
-    parts = [
-        collective(kind, "data", f"s8[2,{2000000 // 256},256] f32[2,{2000000 // 256}]", loops=(), where=Location("", "backward", "x.py:1"))
-        for kind in ("all-to-all", "all-gather")
-    ]
+    shapes, where = f"s8[2,{2000000 // 256},256] f32[2,{2000000 // 256}]", Location("", "backward", "x.py:1")
+    parts = [collective(kind, "data", shapes, loops=(), where=where, by_hand=True) for kind in ("all-to-all", "all-gather")]
     rounded = report(collectives=(*LAWFUL[:7], *parts))
     assert lint(rounded, int8, AXES) == () and reduced(rounded, int8).startswith("s8 (")
     for rules, type in ((RULES, "float32"), (BFLOAT16, "bfloat16")):
