@@ -80,7 +80,8 @@ def prepared(subject: Subject, quick: bool) -> Any:
     pipeline = dataclasses.replace(config.pipeline, chunks=1 if quick else config.pipeline.chunks)
     rules = preset(subject.rules)
     if subject.table == TWO and not rules.node_axis:  # the same mesh, with one sum over both axes of replicas
-        rules = product(rules, preset("by_node").replace("replicas", node_axis="")).replace(subject.rules)
+        flat = {"optimizer": {"flat": ("pipeline", "data", "node")}} if rules.optimizer else {}
+        rules = product(rules, preset("by_node").replace("replicas", node_axis="")).replace(subject.rules, **flat)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **small),
