@@ -45,7 +45,7 @@ def relative(found: Outcome, wanted: Outcome, matrices: bool) -> list[float]:
     ("rules", "mesh", "pipeline"),
     [
         ("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig()),
-        pytest.param("ddp", {"pipeline": 2, "data": 4}, PipelineConfig(), marks=pytest.mark.slow),
+        pytest.param("ddp", {"pipeline": 2, "data": 4}, PipelineConfig(), marks=pytest.mark.exhaustive),
     ],
 )
 def test_int8_rounds_matrices_alone(rules: str, mesh: dict, pipeline: PipelineConfig) -> None:
@@ -89,8 +89,7 @@ def restored(output: Path, layout: ModelLayout) -> State:
     return state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["staged", "ddp"])
+@pytest.mark.parametrize("place", [pytest.param("staged", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.exhaustive)])
 def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A skipped step keeps it, a checkpoint has it bit for bit, and a run on other replicas starts from zero and says so."""
     layout = layout_at(place)
