@@ -70,11 +70,11 @@ def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def halves(key: jax.Array) -> jax.Array:  # float32 holds 16 bits of each word
         return jnp.stack([jax.random.key_data(key) >> 16, jax.random.key_data(key) & 0xFFFF]).astype(jnp.float32)
 
-    def told(params, batch, key):
+    def told(params, batch, key, feedback):
         sums = {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}
-        return (sums, {}), params
+        return (sums, {}), params, feedback
 
-    monkeypatch.setattr(step_module, "region", lambda layout, batch, flat: told)
+    monkeypatch.setattr(step_module, "region_with_feedback", lambda layout, batch, flat: told)
     layout, optimizer = ModelLayout.of(GPT, shard_on("ddp")), Optimizer(OptimizerConfig(), 10)
     state, step = init_state(layout, optimizer, 5), train_step(layout, optimizer, 5)
     for number in range(2):
