@@ -71,3 +71,13 @@ def test_the_loss_was_compared_with_several_seeds() -> None:
     assert {sums for sums, *_ in runs} == {"float32", "float32, by node", "bfloat16", "int8"}
     for (sums, rate, seed), row in runs.items():
         assert row["heldout_loss"] == pytest.approx(runs["float32", rate, seed]["heldout_loss"], rel=0.05), sums
+
+
+def test_the_page_says_what_the_losses_say() -> None:
+    said = {(line["learning_rate"], line["sums"]): line for line in LOSSES["Relative to float32"]["rows"] if line["loss"] == "heldout_loss"}
+    low, high, order = said[1e-3, "int8"], said[8e-3, "int8"], said[8e-3, "float32, by node"]
+    text = " ".join(PAGE.split())
+    assert f"int8 costs {low['mean_pct']:.2f} % of the loss, with a deviation of {low['deviation_pct']:.2f} among the seeds" in text
+    assert f"int8 ({high['mean_pct']:+.2f} % on average, deviation {high['deviation_pct']:.1f})" in text
+    assert f"change the loss by up to {max(abs(order[f'seed_{n}_pct']) for n in range(3)):.1f} %" in text
+    assert abs(said[1e-3, "bfloat16"]["mean_pct"]) < 0.001 and low["mean_pct"] < 1

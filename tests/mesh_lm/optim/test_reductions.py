@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import P
+from jax.extend.core import jaxprs_in_params
 
 from mesh_lm.optim import reductions
 
@@ -43,7 +44,7 @@ def permuted_bytes(jaxpr) -> int:
         for equation in jaxpr.eqns
         for x in equation.invars
         if hasattr(x, "aval")
-    ) + sum(permuted_bytes(inner) for equation in jaxpr.eqns for inner in jax.core.jaxprs_in_params(equation.params))
+    ) + sum(permuted_bytes(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
 
 
 @pytest.mark.parametrize("shape", [(64,), (5, 7), ()], ids=str)
