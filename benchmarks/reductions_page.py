@@ -61,8 +61,8 @@ def _losses(tables: Mapping[str, Any]) -> list[str]:
     for row in tables["Relative to float32"]["rows"]:
         if row["loss"] == "heldout_loss":
             seeds = ", ".join(f"{value:+.2f}" for key, value in row.items() if key.startswith("seed_") and value is not None)
-            spread = row["deviation_pct"]
-            lines.append([f"{row['learning_rate']:g}", row["sums"], seeds, f"{row['mean_pct']:+.2f}", f"{spread:.2f}" if spread is not None else ""])
+            spread = "" if row["deviation_pct"] is None else f"{row['deviation_pct']:.2f}"
+            lines.append([f"{row['learning_rate']:g}", row["sums"], seeds, f"{row['mean_pct']:+.2f}", spread])
     return [_table(["learning rate", "sums", "each seed, %", "mean, %", "standard deviation, %"], lines)]
 
 
