@@ -210,9 +210,8 @@ def test_a_step_equals_one_devices(case: str) -> None:
     assert_same_gradients(params, wanted_params)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith("stages") else pytest.mark.exhaustive) for case in INT8]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", INT8)
 def test_a_step_in_int8_is_near_one_devices(case: str) -> None:
     """Matrices are wrong by half a scale for each replica at most; what is left out of a step is in the next one."""
     (losses, grads, params), (wanted_losses, wanted, wanted_params) = trained(case), trained("one device")

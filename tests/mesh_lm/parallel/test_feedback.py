@@ -25,7 +25,7 @@ COMPILE_BUDGET = 120
     ("rules", "mesh"),
     [
         ("by_node", {"data": 2, "extra": ("node=4",)}),
-        pytest.param("by_node+megatron", {"data": 2, "tensor": 2, "extra": ("node=2",)}, marks=pytest.mark.slow),
+        pytest.param("by_node+megatron", {"data": 2, "tensor": 2, "extra": ("node=2",)}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_levels_equal_one_device(rules: str, mesh: dict) -> None:
@@ -44,7 +44,7 @@ def relative(found: Outcome, wanted: Outcome, matrices: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("rules", "mesh", "pipeline"),
     [
-        ("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig()),
+        pytest.param("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig(), marks=pytest.mark.slow),
         pytest.param("ddp", {"pipeline": 2, "data": 4}, PipelineConfig(), marks=pytest.mark.exhaustive),
     ],
 )
@@ -89,7 +89,7 @@ def restored(output: Path, layout: ModelLayout) -> State:
     return state
 
 
-@pytest.mark.parametrize("place", [pytest.param("staged", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("place", [pytest.param("staged", marks=pytest.mark.exhaustive), pytest.param("ddp", marks=pytest.mark.slow)])
 def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A skipped step keeps it, a checkpoint has it bit for bit, and a run on other replicas starts from zero and says so."""
     layout = layout_at(place)

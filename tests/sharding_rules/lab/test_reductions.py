@@ -58,6 +58,7 @@ def near(*bytes: float) -> object:
     return pytest.approx(sum(bytes), rel=1e-4, abs=1000)
 
 
+@pytest.mark.slow
 def test_int8_sends_a_quarter(reports: str) -> None:
     program = Program("ddp+reduce_int8", "full", "gpt", {"data": 8}, 2)
     report, half = report_of(program, reports), int8_half(MATRICES.values(), 8)
@@ -93,7 +94,7 @@ def test_two_levels_send_an_eighth_across_nodes(reports: str) -> None:
     assert across == pytest.approx(all_reduce(sum(MATRICES.values()), 2) / 8, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_levels_of_flat_vectors(reports: str) -> None:
     report, vectors = report_of(Program("distributed+by_node", "full", "gpt", NODE, 1, rows=8), reports), flat_vectors(16)
     gradients, weights = by_node_halves(vectors, 8, 2, 4), by_node_halves(vectors, 8, 2, 2)
