@@ -1,6 +1,7 @@
 """Sharding rules as data, the mesh that they map to, and `Shard`, which binds the two. Imports nothing else of this project."""
 
 from sharding_rules.mesh import AXES as AXES
+from sharding_rules.mesh import ISLAND as ISLAND
 from sharding_rules.mesh import MANUAL as MANUAL
 from sharding_rules.mesh import MeshConfig as MeshConfig
 from sharding_rules.mesh import MeshError as MeshError

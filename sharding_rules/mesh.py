@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
+AXES = ("island", "pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 """Outermost to innermost: neighbours along the last axis are neighbours in a node, inside the NVLink domain."""
 
+ISLAND = "island"
+"""The slowest axis: between two outer steps of an optimizer (DiLoCo) nothing is sent over it."""
 
-MANUAL = frozenset({"pipeline", "data", "sequence", "expert"})
+MANUAL = frozenset({ISLAND, "pipeline", "data", "sequence", "expert"})
 """The axes that a training step is manual over; rules may declare more (`Rules.manual_axes`)."""
 
 
@@ -27,6 +29,8 @@ class MeshError(ValueError):
 class MeshConfig:
     """Number of devices along each mesh axis. One axis may be -1: the devices that are left."""
 
+    island: int = 1
+    """Replicas that train apart, and average their weights every optimizer.outer_steps steps (DiLoCo); between datacentres, say."""
     pipeline: int = 1
     """Pipeline stages, which hold different layers."""
     data: int = 1

@@ -137,6 +137,12 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not decay."""
     clip_norm: float = 1.0
     """Clip gradients to this global L2 norm; 0: off."""
+    outer_steps: int = 0
+    """Steps that each island (mesh.island) trains apart before the islands average their weights (DiLoCo); 0: off."""
+    outer_learning_rate: float = expert(0.7)
+    """Learning rate of the outer step, which moves the weights by the mean change of the islands; 1 with no momentum: to their mean."""
+    outer_momentum: float = expert(0.9)
+    """Nesterov momentum of the outer step."""
 
 
 @dataclasses.dataclass(frozen=True)

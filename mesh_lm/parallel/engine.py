@@ -39,12 +39,12 @@ from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
 from mesh_lm.schedules.table import Table, compile_table
-from sharding_rules import axes_of
+from sharding_rules import ISLAND, axes_of
 
 
 def manual_axes(layout: ModelLayout) -> frozenset[str]:
-    """The mesh axes that the engine is manual over."""
-    return layout.shard.rules.manual_axes() & set(layout.shard.mesh.axis_names)
+    """The mesh axes that the engine is manual over when it trains: of islands it sees one (`mesh_lm.training.islands`)."""
+    return layout.shard.rules.manual_axes() & set(layout.shard.mesh.axis_names) - {ISLAND}
 
 
 def batch_sharding(layout: ModelLayout) -> jax.NamedSharding:
@@ -132,7 +132,7 @@ def region_with_feedback(
     of_grads |= {vector.name: layout.shard.restrict(vector.spec, by_hand) for vector in flat.vectors}
     of_feedback = {name: layout.shard.restrict(each.sharding.spec, by_hand) for name, each in kept.items()}
     out_specs = ((PartitionSpec(), PartitionSpec("pipeline")), of_grads, of_feedback)
-    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec(), of_feedback), out_specs)
+    run = _manual(gradients, layout, table, batch, (specs, PartitionSpec(), of_feedback), out_specs, by_hand)
     return _cast_to_float32(run) if layout.shard.rules.reduction == "bfloat16" else run
 
 
@@ -141,6 +141,8 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
     flat: those of its parameters that layers gather are read as flat vectors.
     """
+
+    by_hand = manual_axes(layout) | {ISLAND} & set(layout.shard.mesh.axis_names)
 
     def run(params: Params, batch: Batch) -> Sums:
         table = evaluation_table(layout, len(batch["tokens"])) if layout.n_stages > 1 else None
@@ -155,12 +157,12 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
             if table is not None:
                 weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
                 return _psum(
-                    ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), manual_axes(layout), layout
+                    ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), by_hand, layout
                 )
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
-            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], manual_axes(layout), layout)
+            return _psum(lax.scan(microbatch, zeros, dict(batch))[0], by_hand, layout)
 
-        return _manual(on_device, layout, table, batch, (_specs(layout, flat),), PartitionSpec())(params, dict(batch))
+        return _manual(on_device, layout, table, batch, (_specs(layout, flat),), PartitionSpec(), by_hand)(params, dict(batch))
 
     return run
 
@@ -306,8 +308,10 @@ def leaf_spec(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=False)))
 
 
-def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, specs: tuple[Any, ...], out_specs: Any) -> Any:
-    """A function (params, batch, ...) that calls f(table columns, stage numbers, params, batch, ...) inside a shard_map.
+def _manual(
+    f: Callable, layout: ModelLayout, table: Table | None, batch: Batch, specs: tuple[Any, ...], out_specs: Any, by_hand: frozenset[str]
+) -> Any:  # fmt: skip
+    """A function (params, batch, ...) that calls f(table columns, stage numbers, params, batch, ...) inside a shard_map over `by_hand`.
 
     specs: of the parameters, and of the arguments after the batch. Columns and numbers are [1, ...], this stage's (`_own`); without a
     table they are empty.
@@ -322,10 +326,11 @@ def _manual(f: Callable, layout: ModelLayout, table: Table | None, batch: Batch,
             numbers |= {f"{name}/skip": stack.chunk_skipped_rows(), f"{name}/count": stack.chunk_layers()}
         for name, transfers in stage_transfers.plan(layout, table).items():
             numbers |= {f"{name}/gathers": transfers.gathers, f"{name}/sums": transfers.sums}
-    by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, manual_axes(layout))
+    by_stage, leaf = PartitionSpec("pipeline"), shard.restrict(batch_sharding(layout).spec, by_hand)
     of_params, *others = specs
     in_specs = (by_stage, by_stage, of_params, {name: leaf_spec(leaf, x.shape) for name, x in batch.items()}, *others)
-    region = jax.shard_map(f, mesh=shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(layout), check_vma=False)
+    outside = {"mesh": shard.mesh} if not jax.sharding.get_abstract_mesh().manual_axes else {}  # inside of islands it is known
+    region = jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=by_hand, check_vma=False, **outside)
     return partial(region, columns, numbers)
 
 

@@ -9,6 +9,7 @@ from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import State, counters, parts, state_shardings
 from mesh_lm.state.disk_form import entries, with_used
+from mesh_lm.state.islands import WEIGHTS, n_islands
 
 
 def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:
@@ -38,6 +39,8 @@ def fresh_state(layout: ModelLayout, optimizer: Optimizer, params: Params) -> St
             held[part][name] = entry.held(array, held[part].get(name))
     held = with_used(layout, {"params": {}, **held})
     where = state_shardings(layout, optimizer)
+    if n := n_islands(layout, optimizer):
+        held[WEIGHTS] = jax.jit(lambda params: _stacked(params, n), out_shardings=where[WEIGHTS])(held["params"])
     rest = {name: sharding for name, sharding in where.items() if name not in held}
     return held | jax.jit(lambda: {name: _zeros(layout, optimizer)[name] for name in rest}, out_shardings=rest)()
 
@@ -48,11 +51,18 @@ def _with_zeros(layout: ModelLayout, optimizer: Optimizer, weights: Params) -> S
         for part, where in state_shardings(layout, optimizer).items()
         if part in ("params", "buffers")
     }
+    if n := n_islands(layout, optimizer):
+        held[WEIGHTS] = _stacked(held["params"], n)
     return {**_zeros(layout, optimizer), **held}
+
+
+def _stacked(params: Params, n: int) -> Params:
+    """Returns the weights of n islands, which all start from these."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), params)
 
 
 def _zeros(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns counters, and zeros for all other entries of the state."""
     declared = parts(layout, optimizer)
     zeros = {part: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.leaves.items()} for part, each in declared.items()}
-    return {**{name: jnp.asarray(x) for name, x in counters().items()}, **zeros}
+    return {**{name: jnp.asarray(x) for name, x in counters(n_islands(layout, optimizer)).items()}, **zeros}

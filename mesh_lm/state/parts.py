@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from mesh_lm.optim import ArraySpec, Optimizer
 from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
-from mesh_lm.state import loss_statistics
+from mesh_lm.state import islands, loss_statistics
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
 
@@ -50,9 +50,9 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
 
     params: what the layers use, but for the matrices that each layer gathers. master: fp32 flat vectors of the parameters in
     `ModelLayout.flat`, from which `params` are computed. buffers: parameters without gradients. Then the optimizer's slots, and the
-    error feedback of sums in int8.
+    error feedback of sums in int8. With an outer step each island has its own weights and slots (`mesh_lm.state.islands`).
     """
-    flat, leaves, buffers = layout.flat, layout.leaves, layout.buffers
+    flat, leaves, buffers, n = layout.flat, layout.leaves, layout.buffers, islands.n_islands(layout, optimizer)
     kept = {name: leaf for name, leaf in leaves.items() if name not in buffers | flat.gathered_names}
     used = {name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in kept.items()}
     declared: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
@@ -62,6 +62,9 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
         declared["buffers"] = "params", {name: leaf for name, leaf in leaves.items() if name in buffers}
     for slot, each in optimizer.slots(masters(layout)).items():
         declared[slot] = "optimizer", each
+    if n:
+        declared = {part: (kind, {name: islands.stacked(leaf, n) for name, leaf in each.items()}) for part, (kind, each) in declared.items()}
+        declared = {"params": ("params", used), islands.WEIGHTS: declared.pop("params"), **declared, islands.MOMENTUM: ("optimizer", used)}
     out, problems = {}, {}
     for part, (kind, each) in declared.items():
         where = {}
@@ -79,6 +82,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
 
 
 def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
+    if leaf.axes[:1] == (islands.WEIGHTS,):
+        return islands.sharding(_where(layout, kind, name, leaf.without(0)))
     return layout.flat.shardings[name] if leaf.form == "flat" else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
@@ -96,14 +101,16 @@ def weights_of(layout: ModelLayout, state: State) -> Params:
 
 def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns the sharding of each leaf of the state."""
-    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    return {**dict.fromkeys(COUNTERS, replicated), **{name: part.shardings for name, part in parts(layout, optimizer).items()}}
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(layout, optimizer))
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns shapes, dtypes and shardings of the state without allocating memory."""
-    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
-    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for name, x in counters().items()}
+    replicated, n = jax.NamedSharding(layout.shard.mesh, PartitionSpec()), islands.n_islands(layout, optimizer)
+    where = {"recent": islands.sharding(replicated)} if n else {}
+    state: State = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.get(name, replicated)) for name, x in counters(n).items()
+    }
     for name, part in parts(layout, optimizer).items():
         state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
     return state
@@ -114,6 +121,7 @@ def initial_statistics() -> np.ndarray:
     return loss_statistics.initial()
 
 
-def counters() -> State:
+def counters(n_islands: int = 0) -> State:
     """Returns the counters at step 0, on the host."""
-    return {"step": np.int32(0), "skipped": np.int32(0), "recent": initial_statistics()}
+    recent = initial_statistics()
+    return {"step": np.int32(0), "skipped": np.int32(0), "recent": islands.statistics(recent, n_islands) if n_islands else recent}

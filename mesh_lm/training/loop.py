@@ -7,7 +7,7 @@ parallel is in its mesh and its rules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import takewhile
 from typing import Any
@@ -33,6 +33,7 @@ from mesh_lm.state.initial import fresh_state, init_state
 from mesh_lm.training import elastic, own_kernels
 from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
+from mesh_lm.training.islands import outer_step
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replicas import require_equal
@@ -43,13 +44,15 @@ from mesh_lm.training.watchdog import Watchdog
 from sharding_rules import Shard, make_mesh
 
 
-def loop(run: Run, step: Step, batches: Iterator[tuple[int, Batch]], between: Between) -> None:
+def loop(run: Run, step: Step, outer: Callable[[State], State], batches: Iterator[tuple[int, Batch]], between: Between) -> None:
     """Trains until the run has made all its steps, or is stopped."""
     state = run.state
     while run.unfinished:
         position, batch = next(batches)
         state, metrics = step(state, batch)
         run.step += 1
+        if (every := run.config.optimizer.outer_steps) and run.step % every == 0:
+            state = outer(state)
         state = between(state, metrics, position)
 
 
@@ -68,7 +71,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
     # 2. Mesh and rules, bound into the one object through which the model uses sharding. Only shapes and shardings; nothing is allocated.
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)
     update = Optimizer(config.optimizer, config.train.steps, rule)
-    step = train_step(layout, update, config.seed, config.health.outlier)
+    step, outer = train_step(layout, update, config.seed, config.health.outlier), outer_step(layout, update)
 
     with (
         Watchdog(config.health, phases, distributed.log_prefix()),
@@ -95,7 +98,7 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
                 monitor.note(_resumed(saved, run, batches))
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
             between.call("on_start")
-            loop(run, step, phases.steps(training), between)
+            loop(run, step, outer, phases.steps(training), between)
             if not run.preempted and between.last_evaluation():
                 n_tokens = config.train.sample_tokens
                 n_tokens = config.train.sample_tokens if tokenizer else 0

@@ -15,6 +15,8 @@ from mesh_lm.optim import Optimizer, Params
 from mesh_lm.parallel.engine import region_with_feedback
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import FEEDBACK, MASTER, State, loss_statistics, masters, parts, state_shardings, weights_of
+from mesh_lm.state.islands import MOMENTUM, WEIGHTS, n_islands
+from mesh_lm.training import islands
 
 Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 
@@ -33,7 +35,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         which = f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
         raise ConfigError(f"{type(layout.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
     declared, flat, leaves = parts(layout, optimizer), layout.flat, masters(layout)
-    slots = [part for part in declared if part not in ("params", MASTER, "buffers", FEEDBACK)]
+    slots = [part for part in declared if part not in ("params", MASTER, "buffers", FEEDBACK, WEIGHTS, MOMENTUM)]
     plain = [name for name in leaves if name not in flat.leaves]
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -65,7 +67,8 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         rate = optimizer.learning_rate(state["step"])
         return after, {**means, "grad_norm": norm, "learning_rate": rate, "skipped": after["skipped"], "labels": sums["weight"]}
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(layout, optimizer), None))
+    run = islands.on_each(step, layout) if n_islands(layout, optimizer) else step
+    return jax.jit(run, donate_argnums=0, out_shardings=(state_shardings(layout, optimizer), None))
 
 
 def _updated(config: ModelConfig, buffers: Params, sums: Params) -> Params:
