@@ -22,6 +22,7 @@ from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import FEEDBACK, State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
 from mesh_lm.state.disk_form import from_disk, stored
+from mesh_lm.state.islands import WEIGHTS
 
 FORMAT = 3
 """Format 1 had neither digests nor the leaf `recent`; up to format 2 the parts were always params, mu and nu (AdamW) and not listed."""
@@ -175,6 +176,13 @@ class SavedCheckpoint:
                 problems.insert(0, f"its layers are in {saved_in}; those of this config in {expected_in} (model.segments)")
             message = listed(f"{self.path} is a checkpoint of another model", problems)
             raise ConfigError(f"{message}\nuse a new output directory, or that model's config")
+        before, now = (_islands(tree) for tree in (on_disk, expected))
+        if "step" in wanted and before != now:
+            has, have = (f"{n} island{'s' * (n > 1)}" if n else "a run without an outer step" for n in (before, now))
+            every = self.metadata["config"]["optimizer"].get("outer_steps", 0)
+            fix = f"set optimizer.outer_steps={every} and mesh.island={max(1, before)}"
+            fix += f", or use a new output directory with init_from={self.path} to start from its weights"
+            raise ConfigError(f"{self.path} is a checkpoint of {has}, and this config is of {have}; {fix}")
         kept = [part for part in {**on_disk, **expected} if part != FEEDBACK]
         if "step" in wanted and (different := [part for part in kept if on_disk.get(part) != expected.get(part)]):
             raise ConfigError(self._other_optimizer(different, on_disk, expected))
@@ -271,6 +279,11 @@ def described(tree: Mapping[str, Any]) -> StateShapes:
     return {
         part: {name: [*x.shape, str(x.dtype)] for name, x in leaves.items()} for part, leaves in tree.items() if isinstance(leaves, Mapping)
     }
+
+
+def _islands(tree: StateShapes) -> int:
+    """Returns the number of islands that have weights of their own; 0: there are none."""
+    return next((shape[0] for shape in tree.get(WEIGHTS, {}).values()), 0)
 
 
 def parts_of(metadata: Mapping[str, Any]) -> StateShapes:

@@ -20,7 +20,7 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, stages, state_bytes
+from mesh_lm.planning import attention, islands, stages, state_bytes
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
@@ -57,7 +57,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
         program = Program.of(config, plan.target, n_devices)
         if plan.plan != SCREEN:
             say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
-        report = program.compile(options(flags))
+        report, outer = program.compile(options(flags)), program.compile_outer(options(flags))
         if plan.plan != SCREEN or not report.fits:  # before a search, which may be interrupted
             say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
@@ -66,6 +66,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
             *_facts(config, report),
             *state_bytes.report_facts(program.declared),
             *stages.report_facts(program.config, program.layout, report),
+            *islands.report_facts(config, report, outer),
         )
         if plan.max_microbatch:
             facts += largest_microbatch(config, n_devices, compiled, say=say)

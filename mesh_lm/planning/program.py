@@ -22,6 +22,7 @@ from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
+from mesh_lm.training.islands import outer_step
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
 from sharding_rules.lab import LabError, Report, compile_module, compile_report, lower_for
@@ -85,13 +86,24 @@ class Program:
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
-        config = self.config
         step, arguments = self._step()
+        return self._report(
+            step, arguments, options, slots=self._slots, model_flops=self.model_flops, attention_flops=self.attention_flops
+        )
+
+    def compile_outer(self, options: Mapping[str, Any] | None = None) -> Report | None:
+        """The same of the outer step, which a run makes every optimizer.outer_steps steps; None without one."""
+        if not self.config.optimizer.outer_steps:
+            return None
+        layout, optimizer = self.layout, self.optimizer
+        return self._report(outer_step(layout, optimizer), (abstract_state(layout, optimizer),), options)
+
+    def _report(self, program: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any] | None, **more: Any) -> Report:
+        config = self.config
         return compile_report(
-            step, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=state_bytes.kind_of(self.declared), slots=self._slots,
-            vocabulary=VOCABULARY, model_flops=self.model_flops, attention_flops=self.attention_flops,
-            cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None,
+            program, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
+            kind_of=state_bytes.kind_of(self.declared), vocabulary=VOCABULARY,
+            cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None, **more,
         )  # fmt: skip
 
     def module(self, options: Mapping[str, Any] | None = None) -> Module:

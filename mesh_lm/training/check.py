@@ -16,8 +16,9 @@ from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
+from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_reduction import reduction_problems
-from sharding_rules import PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from sharding_rules import ISLAND, PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import FLAT, Column, Kind
 
 
@@ -33,7 +34,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, reduction_problems
+    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems
     for part in (*of_rules, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
@@ -49,7 +50,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
         yield from unknown_scopes(config.rules, stack.names)
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
-        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0,
+        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.outer_steps": 0,
         "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
         "checkpoint.local_every": 0,
         "profile.start_step": 0, "profile.steps": 0,
@@ -192,7 +193,7 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
 
 def _flat(config: TrainConfig) -> Iterator[str]:
     """Rows of flat vectors belong in the optimizer's column, and in that of params if layers gather them, over axes of replicas."""
-    rules, manual = config.rules, config.rules.manual_axes()
+    rules, manual = config.rules, config.rules.manual_axes() - {ISLAND}
     for kind in get_args(Kind):
         for row, entry in (getattr(rules, kind) or {}).items():
             where, axes = f"rules.{kind}[{row!r}]={entry!r}", axes_of(entry)

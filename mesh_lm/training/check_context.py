@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model.context import repeats
-from sharding_rules import AXES, axes_of, setting
+from sharding_rules import AXES, ISLAND, axes_of, setting
 
 
 def context_problems(config: TrainConfig) -> Iterator[str]:
@@ -15,7 +15,7 @@ def context_problems(config: TrainConfig) -> Iterator[str]:
     rules, mesh, model = config.rules, config.mesh.sizes(), config.model
     entry, rest = (rules.activations.get(row) for row in ("seq", "seq_resid"))
     for axis, exchange in rules.context.items():
-        if axis not in rules.manual_axes() - {"pipeline", "data"}:
+        if axis not in rules.manual_axes() - {ISLAND, "pipeline", "data"}:
             fix = "use 'sequence'" + ("" if axis in AXES else f", or declare it: rules.axes[{axis!r}]='manual'")
             yield f"rules.context[{axis!r}]={exchange!r}: the mesh axis {axis!r} cannot shard sequences; {fix}"
         elif axis not in axes_of(entry):

@@ -34,6 +34,9 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
     if layout.buffers and type(layout.config).updated is ModelConfig.updated:
         which = f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
         raise ConfigError(f"{type(layout.config).__name__}.updated is missing: {which} (mesh_lm.config.ModelConfig)")
+    if layout.buffers and n_islands(layout, optimizer):
+        which = f"the model has buffers ({', '.join(sorted(layout.buffers))}), which islands cannot average"
+        raise ConfigError(f"optimizer.outer_steps={optimizer.config.outer_steps}: {which}; set optimizer.outer_steps=0")
     declared, flat, leaves = parts(layout, optimizer), layout.flat, masters(layout)
     slots = [part for part in declared if part not in ("params", MASTER, "buffers", FEEDBACK, WEIGHTS, MOMENTUM)]
     plain = [name for name in leaves if name not in flat.leaves]
