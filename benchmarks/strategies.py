@@ -43,6 +43,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("distributed+by_node", "data node", ""),
     ("ddp+reduce_int8", "data", ""),
     ("distributed+reduce_int8", "data", ""),
+    ("diloco", "island", "data"),
+    ("diloco+fsdp+megatron_sp", "island fsdp tensor", ""),
 )
 """(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may be)."""
 
@@ -121,6 +123,7 @@ class Strategy:
         extra = tuple(f"{axis}={size}" for axis, size in self.mesh.items() if axis not in AXES)
         mesh = {"data": 1, **{axis: size for axis, size in self.mesh.items() if axis in AXES}, **({"extra": extra} if extra else {})}
         changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
+        changes |= {"optimizer": {"outer_steps": 1}} if "island" in mesh else {}
         return {**self.columns, **more, "flags": self.flags, "changes": changes}
 
 

@@ -46,8 +46,6 @@ PRESETS: dict[str, Rules] = {
         Rules("context_gather", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "gather"}),
         Rules("ulysses", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "ulysses"}),
         Rules("ring", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "ring"}),
-        # DiLoCo (arXiv 2311.08105): islands train apart, and average their weights every optimizer.outer_steps steps.
-        Rules("diloco", params=_WEIGHTS, activations={**_ACTS, "batch": ("island", "data")}),
         # Both (arXiv 2405.07719): Ulysses inside a node, a ring across nodes.
         Rules(
             "usp", params=_WEIGHTS, activations={**_CONTEXT, **dict.fromkeys(("seq", "seq_resid"), ("sequence", "ulysses"))},
@@ -55,6 +53,8 @@ PRESETS: dict[str, Rules] = {
         ),
         # Replicas in two levels: gradients are reduce-scattered inside a node, and each device sums its part across nodes.
         Rules("by_node", params=_WEIGHTS, activations={**_DATA, "batch": ("data", "node")}, axes={"node": "manual"}, node_axis="node"),
+        # DiLoCo (arXiv 2311.08105): islands train apart, and average their weights every optimizer.outer_steps steps.
+        Rules("diloco", params=_WEIGHTS, activations={**_ACTS, "batch": ("island", "data")}),
     )
 }  # fmt: skip
 
