@@ -179,7 +179,7 @@ class SavedCheckpoint:
         before, now = (_islands(tree) for tree in (on_disk, expected))
         if "step" in wanted and before != now:
             has, have = (f"{n} island{'s' * (n > 1)}" if n else "a run without an outer step" for n in (before, now))
-            every = self.metadata["config"]["optimizer"].get("outer_steps", 0)
+            every = self.metadata["config"].get("optimizer", {}).get("outer_steps", 0)
             fix = f"set optimizer.outer_steps={every} and mesh.island={max(1, before)}"
             fix += f", or use a new output directory with init_from={self.path} to start from its weights"
             raise ConfigError(f"{self.path} is a checkpoint of {has}, and this config is of {have}; {fix}")

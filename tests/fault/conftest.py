@@ -1,11 +1,19 @@
 """Fixtures of the fault tests."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fault.hosts import two_hosts
 from fault.job import EVERY, FIELDS, STEPS, Job, arguments, certificates, corpus
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create namespaces."""
+    with two_hosts() as names:
+        yield names
 
 
 @pytest.fixture(scope="session")

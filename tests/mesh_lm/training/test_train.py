@@ -114,7 +114,26 @@ def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
         "mesh__tensor": 2,
         "rules": "megatron_sp+zero1",
     }
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    resumed_as_uninterrupted(arguments, tmp_path, changes)
+
+
+@pytest.mark.slow
+def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
+    """The same between two outer steps; the checkpoint is refused on another number of islands."""
+    changes = {"train__steps": 9, "checkpoint__every": 4, "model__dropout": 0.1, "optimizer__outer_steps": 3}
+    changes |= {"mesh__island": 2, "mesh__data": 2, "mesh__tensor": 2, "rules": "diloco+megatron_sp+zero1"}
+    resumed_as_uninterrupted(arguments, tmp_path, changes)
+    killed, fix = tmp_path / "killed", "set optimizer.outer_steps=3 and mesh.island=2, or use a new output directory with init_from="
+    four = {"mesh__island": 4, "mesh__data": 1}
+    plain = {"optimizer__outer_steps": 0, "mesh__island": 1, "mesh__data": 4, "rules": "megatron_sp+zero1"}
+    for other, was in (four, "4 islands"), (plain, "a run without an outer step"):
+        with pytest.raises(ConfigError, match=f"is a checkpoint of 2 islands, and this config is of {was}; {fix}"):
+            train.main(arguments(killed, **{**changes, "train__steps": 12, **other}))
+
+
+def resumed_as_uninterrupted(arguments, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Runs without an interruption, and again killed after step 6 and resumed from step 4; asserts that both end in the same state."""
+    straight, killed, steps = tmp_path / "straight", tmp_path / "killed", changes["train__steps"]
     assert train.main(arguments(straight, **changes)) == 0
 
     process = spawn(arguments(killed, **changes), ("-c", KILLED))
@@ -123,11 +142,11 @@ def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     assert [path.name for path in (killed / "checkpoints").iterdir()] == ["4"]
 
     assert train.main(arguments(killed, **changes)) == 0
-    wanted, found = leaves(straight, 8), leaves(killed, 8)
+    wanted, found = leaves(straight, steps), leaves(killed, steps)
     assert found.keys() == wanted.keys() and len(wanted) > 20
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, steps + 1))
 
 
 @pytest.mark.slow
