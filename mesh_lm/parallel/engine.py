@@ -141,7 +141,6 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
     flat: those of its parameters that layers gather are read as flat vectors.
     """
-
     by_hand = manual_axes(layout) | {ISLAND} & set(layout.shard.mesh.axis_names)
 
     def run(params: Params, batch: Batch) -> Sums:
@@ -156,9 +155,7 @@ def evaluate(layout: ModelLayout, flat: FlatLayout = FlatLayout()) -> Callable[[
 
             if table is not None:
                 weights = params | StageTransfers(layout, vectors, table, _own(stage)).all_weights()
-                return _psum(
-                    ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), by_hand, layout
-                )
+                return _psum(ring.sums(StageProgram(layout, weights, batch, _own(stage)), table, _own(columns)), by_hand, layout)
             zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
             return _psum(lax.scan(microbatch, zeros, dict(batch))[0], by_hand, layout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -63,7 +64,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     for slot, each in optimizer.slots(masters(layout)).items():
         declared[slot] = "optimizer", each
     if n:
-        declared = {part: (kind, {name: islands.stacked(leaf, n) for name, leaf in each.items()}) for part, (kind, each) in declared.items()}
+        stack = functools.partial(islands.stacked, n=n)
+        declared = {part: (kind, {name: stack(leaf) for name, leaf in each.items()}) for part, (kind, each) in declared.items()}
         declared = {"params": ("params", used), islands.WEIGHTS: declared.pop("params"), **declared, islands.MOMENTUM: ("optimizer", used)}
     out, problems = {}, {}
     for part, (kind, each) in declared.items():
@@ -108,9 +110,7 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns shapes, dtypes and shardings of the state without allocating memory."""
     replicated, n = jax.NamedSharding(layout.shard.mesh, PartitionSpec()), islands.n_islands(layout, optimizer)
     where = {"recent": islands.sharding(replicated)} if n else {}
-    state: State = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.get(name, replicated)) for name, x in counters(n).items()
-    }
+    state: State = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.get(name, replicated)) for name, x in counters(n).items()}
     for name, part in parts(layout, optimizer).items():
         state[name] = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n]) for n, leaf in part.leaves.items()}
     return state

@@ -69,9 +69,9 @@ def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Ru
 def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
     """Returns the config on the largest mesh of at most n_devices that it allows; among equal sizes, on the one with the largest fsdp.
 
-    island, pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as large as in the config (-1: any). The global batch
-    is kept, and microbatches are raised so that a device has no more sequences per microbatch than before. Raises ConfigError if no such
-    mesh passes `mesh_lm.training.check.check`.
+    island, pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as large as in the config (-1: any). The
+    global batch is kept, and microbatches are raised so that a device has no more sequences per microbatch than before. Raises ConfigError
+    if no such mesh passes `mesh_lm.training.check.check`.
     """
     sizes = config.mesh.sizes()
     if wrong := [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]:

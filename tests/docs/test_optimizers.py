@@ -125,4 +125,5 @@ def test_the_example_is_a_rule(sgd: str) -> None:
 
 def test_commands(sgd: str) -> None:
     commands = [shlex.split(line) for line in re.findall(r"^mesh-lm (train .*)$", PAGE, re.MULTILINE)]
-    assert [check(parse(words[1:]), 1).optimizer.name for words in commands] == ["muon", sgd]
+    found = [check(config := parse(words[1:]), config.launch.cpu_devices or 1) for words in commands]
+    assert [(config.optimizer.name, config.mesh.island) for config in found] == [("muon", 1), ("adamw", 2), (sgd, 1)]
