@@ -319,7 +319,7 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
         (
             {"optimizer": {"flat": "replica"}},
             "rules.optimizer['flat']: mesh axis 'replica' is neither a standard mesh axis nor declared in rules.axes; known: data, expert, "
-            "fsdp, pipeline, sequence, tensor",
+            "fsdp, island, pipeline, sequence, tensor",
         ),
         (
             {"optimizer": {"moe/flat": "data"}},
