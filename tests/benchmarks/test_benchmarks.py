@@ -91,3 +91,12 @@ def test_extend_context(tmp_path: Path) -> None:
     rows = {row["model"]: row for row in run("extend_context", tmp_path)["Loss on long texts"]}
     assert [*rows] == ["short", "short, continued", "long"] and len({row["scored_tokens"] for row in rows.values()}) == 1
     assert rows["long"]["nats_per_token"] < rows["short"]["nats_per_token"] and "--rules=ring" in rows["long"]["command"]
+
+
+@pytest.mark.exhaustive
+def test_diloco(tmp_path: Path) -> None:
+    """Islands send over their axis once every other step what data parallelism sends in each."""
+    rows = {row["run"]: row for row in run("diloco", tmp_path)["Islands against data parallelism"]}
+    assert [*rows] == ["ddp", "diloco, momentum 0.9", "diloco, momentum 0.5", "one island alone"]
+    sent = [row["sent_bytes_per_token"] for row in rows.values()]
+    assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0 == sent[3]

@@ -68,7 +68,7 @@ def wanted() -> Any:
     ("rules", "mesh"),
     [
         ("diloco", {}),
-        ("diloco", {"data": 2}),
+        pytest.param("diloco", {"data": 2}, marks=pytest.mark.slow),
         pytest.param("diloco+fsdp+megatron_sp", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("diloco+zero1+ring", {"data": 2, "sequence": 2}, marks=pytest.mark.slow),
     ],
@@ -85,6 +85,7 @@ def test_islands_equal_a_loop_by_hand(wanted: Any, rules: str, mesh: dict[str, i
     assert any(np.abs(found["islands"][name][0] - found["islands"][name][1]).max() > 1e-4 for name in anchor), "after step 7 they differ"
 
 
+@pytest.mark.slow
 def test_one_island_that_moves_to_its_own_weights_is_plain_adamw() -> None:
     moves = dataclasses.replace(DILOCO, outer_learning_rate=1.0, outer_momentum=0.0)
     found, metrics = diloco(moves, "diloco", data=2)

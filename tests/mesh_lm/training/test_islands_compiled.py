@@ -14,7 +14,7 @@ from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 12
-pytestmark = pytest.mark.deviceless
+pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
 GPT = DecoderConfig(vocab_size=4096, seq_len=256, n_layers=2, d_model=256, n_heads=4, vocab_multiple=128, attention="xla")
 
 
@@ -30,7 +30,7 @@ def config(rules: str, **mesh: int) -> TrainConfig:
     ("rules", "mesh"),
     [
         ("diloco", {"island": 2, "data": 4}),
-        pytest.param("diloco+hsdp+megatron_sp", {"island": 2, "data": 2, "fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
+        ("diloco+hsdp+megatron_sp", {"island": 2, "data": 2, "fsdp": 2, "tensor": 4}),
     ],
 )
 def test_only_the_outer_step_sends_over_islands(rules: str, mesh: dict[str, int]) -> None:
