@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding_rules.mesh import AXES, MANUAL
+from sharding_rules.mesh import AXES, ISLAND, MANUAL
 
 Kind = Literal["params", "gathered", "gradients", "optimizer", "activations"]
 MeshAxes = str | tuple[str, ...] | None
@@ -100,8 +100,8 @@ class Rules:
         if self.reduction not in get_args(Reduction):
             known = did_you_mean(str(self.reduction), get_args(Reduction))
             raise ShardingRuleError(f"rules.reduction={self.reduction!r}: gradients cannot be summed in this type{known}")
-        if self.node_axis and self.node_axis not in self.manual_axes() - {"pipeline"}:
-            along = ", ".join(axis for axis in self.order() if axis in self.manual_axes() - {"pipeline"})
+        if self.node_axis and self.node_axis not in self.manual_axes() - {ISLAND, "pipeline"}:
+            along = ", ".join(axis for axis in self.order() if axis in self.manual_axes() - {ISLAND, "pipeline"})
             raise ShardingRuleError(f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a step; known: {along}")
         for row in self._rows():
             scope, _, name = row.rpartition("/")

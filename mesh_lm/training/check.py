@@ -180,7 +180,7 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
         elif (name := _name(logical)) == "seq":
             for axis in axes_of(entry):
                 if axis not in config.rules.context:
-                    able = axis in manual - {"pipeline", "data"}
+                    able = axis in manual - {ISLAND, "pipeline", "data"}
                     fix = f"set rules.context[{axis!r}] to gather, ulysses or ring" if able else "shard it over 'sequence'"
                     fix += f", or leave {axis!r} out"
                     yield f"rules.activations[{logical!r}]={entry!r}: attention needs all keys, and no rule says how over {axis}; {fix}"

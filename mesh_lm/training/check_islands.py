@@ -41,6 +41,9 @@ def island_problems(config: TrainConfig) -> Iterator[str]:
             if row.rpartition("/")[2] == FLAT and entry and (kind == "params" or not rules.params.get(row)):
                 fix = "use diloco with ddp, zero1, zero2, fsdp or hsdp"
                 yield f"{what}: the state of islands cannot be flat vectors yet, and rules.{kind}[{row!r}]={entry!r}; {fix}"
+    if rules.reduction == "int8":
+        fix = "use +reduce_bfloat16, or rules without +reduce_int8"
+        yield f"{what}: islands do not keep the error feedback of sums in int8 yet, and rules.reduction='int8'; {fix}"
     if rewinds := config.health.rewinds:
         fix = "set health.rewinds=0; a step that is not finite is skipped on its island only"
         yield f"{what}: islands skip steps on their own, so a run cannot roll back as one, and health.rewinds={rewinds}; {fix}"

@@ -67,6 +67,11 @@ def test_what_can_run() -> None:
             "use diloco with ddp, zero1, zero2, fsdp or hsdp",
         ),
         (
+            ["rules=diloco+reduce_int8"],
+            "optimizer.outer_steps=100: islands do not keep the error feedback of sums in int8 yet, and rules.reduction='int8'; "
+            "use +reduce_bfloat16, or rules without +reduce_int8",
+        ),
+        (
             ["health.rewinds=1"],
             "optimizer.outer_steps=100: islands skip steps on their own, so a run cannot roll back as one, and health.rewinds=1; "
             "set health.rewinds=0; a step that is not finite is skipped on its island only",
