@@ -20,6 +20,8 @@ import jax
 import reductions_page
 from record import Record, Row, options
 
+from mesh_lm.planning.islands import wire_bytes
+
 TARGET, DEVICES = "h100", 1024
 ONE, TWO, OUTER = "One replica in a node", "Two replicas in a node", "An outer step every H steps"
 MESHES: dict[str, dict[str, Any]] = {
@@ -124,8 +126,8 @@ def measured(subject: Subject, quick: bool) -> Row:
 def outer_steps() -> list[Row]:
     """Returns what an outer step sends on average over the inner ones: nothing but the change of the weights is summed."""
     n, parameters = MESHES[ONE]["data"], parameters_of_a_device()
-    once = 2 * (n - 1) / n * 4 * parameters / 2**30
-    return [{"form": f"outer step, H = {h}", "h": h, "sent_gib": once / h, "parameters": parameters} for h in (10, 100, 500)]
+    sent = {h: wire_bytes(4 * parameters, n, h) / 2**30 for h in (10, 100, 500)}
+    return [{"form": f"DiLoCo, H = {h}", "h": h, "sent_gib": each, "parameters": parameters} for h, each in sent.items()]
 
 
 def parameters_of_a_device() -> int:

@@ -48,7 +48,7 @@ def _bytes(tables: Mapping[str, Any]) -> list[str]:
             for row in table["rows"]
         ]  # fmt: skip
         lines += [
-            [row["form"], "", f"{row['sent_gib']:.2f}", "", "", "", ""]
+            [row["form"], "`diloco+megatron_sp`", f"{row['sent_gib']:.2f}", "0.00", f"{row['sent_gib']:.2f}", "", ""]
             for row in tables["An outer step every H steps"]["rows"]
             if title.startswith("One")
         ]

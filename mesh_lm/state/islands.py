@@ -1,7 +1,7 @@
 """The state of islands (DiLoCo): what each island has of its own, with the islands as leading dimension, and what they share.
 
-Shared: "params", the anchor, from which all islands started and which is evaluated, saved and exported as the weights, and
-"outer_momentum". Of each island: "islands", its weights, the slots of its optimizer, and "recent", the statistics of its losses.
+All share "params", the anchor, from which they started and which is evaluated, saved and exported as the weights, and "outer_momentum".
+Each has its own weights in "islands", the slots of its optimizer, and "recent", the statistics of its losses.
 """
 
 from __future__ import annotations
