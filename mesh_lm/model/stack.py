@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -41,7 +42,8 @@ def forward(
     ctx = Context(batch, dropout, model.prepare(batch))
     x = model.embed(batch, dropout)
     for segment in segments:
-        x, _, sums = (partial(run, own) if run else run_segment)(model, segment, x, ctx, first, sinks=sunk)
+        with segment_scope(segment, segments):
+            x, _, sums = (partial(run, own) if run else run_segment)(model, segment, x, ctx, first, sinks=sunk)
         total, first = add_sums(total, sums), first + segment.n_layers
     total = add_sums(total, loss_sums(model, x, batch, dropout))
     return total["objective"] * scale, total
@@ -81,6 +83,11 @@ def hidden_states(
         x, cache, _ = run_segment(model, segment, x, dataclasses.replace(ctx, cache=cache), first)
         first += segment.n_layers
     return x, cache
+
+
+def segment_scope(segment: Segment, segments: Collection[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The named scope around a segment's layers, by which the lab tells segments apart; none in a model that has only one."""
+    return jax.named_scope(segment.name) if len(segments) > 1 else contextlib.nullcontext()
 
 
 def add_sums(a: Sums, b: Sums) -> Sums:

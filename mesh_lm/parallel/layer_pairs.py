@@ -22,7 +22,7 @@ from jax import lax
 
 from mesh_lm.model import Context, Model, Sums
 from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.model.stack import RETURNED, Sinks, add_sums, as_layers_take_it, batch_first, one_period, totals
+from mesh_lm.model.stack import RETURNED, Sinks, add_sums, as_layers_take_it, batch_first, one_period, segment_scope, totals
 from mesh_lm.parallel import ring
 from mesh_lm.parallel.layout import Params, segment_of
 from mesh_lm.parallel.ring import Carry, Columns
@@ -202,11 +202,13 @@ class PairedProgram(StageProgram):
             shared = jax.tree.unflatten(tree, [next(given) if floats and _is_float(leaf) else leaf for leaf in leaves])
             sunk = Sinks(self._module({**self.shared, **self.layers, **sinks}), one.work.microbatch >= 0)
             ctx, what = dataclasses.replace(one.ctx, shared=shared), self.segments[segment]
-            (y, _), sums = one_period(one.model, what, ctx, *self.rows(segment, one.work), sunk)((x, None), (period * what.period, None))
+            run_period = one_period(one.model, what, ctx, *self.rows(segment, one.work), sunk)
+            (y, _), sums = run_period((x, None), (period * what.period, None))
             return y, sums
 
         sinks = {name: zero for name, zero in self._sinks().items() if segment_of(name) == segment}
-        return jax.vjp(run, sinks, one.floats, x)
+        with segment_scope(self.segments[segment], self.segments):
+            return jax.vjp(run, sinks, one.floats, x)
 
     def _saved(self, any_work: Work) -> dict[str, tuple[list[bool], list[jax.ShapeDtypeStruct]]]:
         """By segment, for each residual of a period, whether it depends on the input and is saved, and the shapes of those that are."""

@@ -20,7 +20,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.model.stack import RETURNED, RowRange, Sinks, add_sums, loss_sums, run_segment
+from mesh_lm.model.stack import RETURNED, RowRange, Sinks, add_sums, loss_sums, run_segment, segment_scope
 from mesh_lm.parallel.layout import ModelLayout, Params
 
 
@@ -196,7 +196,8 @@ class StageProgram:
         sunk = Sinks(self._module({**params, **sinks}), work.microbatch >= 0) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.layout.segments:
-            x, _, sums = run_segment(model, segment, x, ctx, *self.rows(segment.name, work), sunk)
+            with segment_scope(segment, self.layout.segments):
+                x, _, sums = run_segment(model, segment, x, ctx, *self.rows(segment.name, work), sunk)
             total = add_sums(total, sums)
         return x, total
 

@@ -87,7 +87,10 @@ class Program:
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
         """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
         step, arguments = self._step()
-        return self._report(step, arguments, options, slots=self._slots, model_flops=self.model_flops, attention_flops=self.attention_flops)
+        return self._report(
+            step, arguments, options, slots=self._slots, model_flops=self.model_flops, attention_flops=self.attention_flops,
+            segments={segment.name: segment.n_layers for segment in self.layout.segments},
+        )  # fmt: skip
 
     def compile_outer(self, options: Mapping[str, Any] | None = None) -> Report | None:
         """The same of the outer step, which a run makes every optimizer.outer_steps steps; None without one."""

@@ -75,6 +75,7 @@ def compile_report(
     kwargs: Mapping[str, Any] | None = None,
     model_flops: float = 0.0,
     attention_flops: float = 0.0,
+    segments: Mapping[str, int] | None = None,
 ) -> Report:
     """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of it.
 
@@ -84,6 +85,7 @@ def compile_report(
       kwargs: its keyword arguments.
       model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU and `Report.model_ratio`.
       attention_flops: those of them that are attention's.
+      segments: layers of each segment of the model, by the named scope around them, for `by_segment` and lint.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
       cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
@@ -108,6 +110,7 @@ def compile_report(
         "vocabulary": vocabulary,
         "model_flops": float(model_flops),
         "attention_flops": float(attention_flops),
+        "segments": dict(segments or {}),
     }
     arguments = _arguments(step, args, kwargs, kind_of, names)
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None

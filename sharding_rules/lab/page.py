@@ -12,6 +12,7 @@ from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.markup import Number, amount, code, document, section, table
 from sharding_rules.lab.report import KINDS, Location, Report, location_text
 from sharding_rules.lab.schedule import Piece, pieces
+from sharding_rules.lab.segments import segment_table
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
@@ -59,6 +60,7 @@ def page(report: Report, findings: Sequence[Finding] = (), fixes: Sequence[Fix] 
     sections = [
         section("memory", "Memory at the peak", _memory(report)),
         section("network", "What travels", _network(report, parts)),
+        section("segments", "By segment", _segments(report)) if len(report.segments) > 1 else "",
         section("schedule", "The schedule", _schedule(report, in_schedule, parts)),
         section("matmuls", "Matmuls", _matmuls(report)),
         section("findings", "Findings", _findings(report, findings)),
@@ -207,6 +209,14 @@ _NOTE = (
     '<p class="note">Payload: the whole array, once. Sent: by one device in a step, in a ring. '
     f"The milliseconds are {PREDICTED}: those of the network, and those of them during which compute waits. {UPPER_BOUND.capitalize()}.</p>"
 )
+
+
+def _segments(report: Report) -> str:
+    cells = ([Number(0, show=cell) for cell in row] for row in segment_table(report))
+    header, *lines, step = ([escape(row[0]), *row[1:]] for row in cells)
+    note = f"Times are {PREDICTED}. The rest: embedding, loss and optimizer, and what XLA has merged from several segments, "
+    note += "such as the sum of all gradients."
+    return f'{table(header, lines, foot=step)}<p class="note">{note}</p>'
 
 
 def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> str:

@@ -239,6 +239,8 @@ class Timeline:
     spans: tuple[Span, ...]
     waits: dict[str, float] = dataclasses.field(default_factory=dict)
     """`exposed` by the name of the collective that the network is busy with while compute waits."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`compute` by the part of the model, as in Location."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +290,8 @@ class Report:
     """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
     """The names that the program's trainer uses."""
+    segments: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Layers of each segment of the model, by the named scope around them; empty where they are not known."""
 
     @property
     def n_devices(self) -> int:

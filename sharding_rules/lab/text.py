@@ -15,6 +15,7 @@ from rich.text import Text
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.report import SCALAR, Location, Report, location_text
+from sharding_rules.lab.segments import segment_table
 from sharding_rules.lab.summary import (
     GIB,
     PREDICTED,
@@ -42,6 +43,8 @@ from sharding_rules.lab.summary import (
 
 LINES = 48
 _NARROW = 100
+_SEGMENTS = 5
+"""The most rows of segments."""
 
 
 def screen(
@@ -70,15 +73,15 @@ class _Screen:
 
         width, report = options.max_width, self.report
         head, foot = _head(report, self.facts), _foot(report)
-        memory, sums = _memory(report), _sums(report)
+        memory, sums, segments = _memory(report), _sums(report), _segments(report, options.max_width)
         found = _headed("findings", "no findings", map(_finding, self.findings))
         helps = _headed("what would help", "", map(_fix, self.fixes))
         advice = [*found, *helps] if report.fits else [*helps, *found]
-        left = LINES - lines(head, memory, sums, foot) - 4  # the blank lines
+        left = LINES - lines(head, memory, sums, *segments, foot) - 4  # the blank lines
         of_advice = min(lines(*advice), left // 2)
         tables = (report.memory.buffers, rows(report, by_axes))
         n_buffers, n_rows = _share(left - of_advice - 2, len(alike(tables[0])), len(tables[1]))
-        yield Group(head, "", memory, "", _buffers(report, n_buffers), "", _collectives(tables[1], width, n_rows), sums, "")
+        yield Group(head, "", memory, "", _buffers(report, n_buffers), "", _collectives(tables[1], width, n_rows), *segments, sums, "")
         yield from _until(advice, lines, of_advice, report.vocabulary.page_option)
         yield foot
 
@@ -197,6 +200,23 @@ def _collectives(all_rows: Sequence[Any], width: int, most: int) -> RenderableTy
     if not all_rows:
         _add(table, "none")
     return table
+
+
+def _segments(report: Report, width: int) -> tuple[RenderableType, ...]:
+    """The costs of the segments between blank lines; nothing for a model that has only one."""
+    found = segment_table(report, most=2 if width < _NARROW else 3)
+    if not found:
+        return ()
+    header, *rows_of_segments, rest, step = found
+    table = _table((header[0], {"min_width": 10}), *((name, _NUMBER) for name in header[1:]))
+    n = len(rows_of_segments)
+    for row in rows_of_segments if n <= _SEGMENTS else rows_of_segments[: _SEGMENTS - 1]:
+        _add(table, *row)
+    if n > _SEGMENTS:
+        _add(table, f"{n - _SEGMENTS + 1} more", style="dim")
+    _add(table, *rest)
+    _add(table, *step, style="bold")
+    return "", table, ""
 
 
 def _sums(report: Report) -> RenderableType:

@@ -59,7 +59,7 @@ def replay(
     run = _Run(_Program(module, provenance, target, {one.name: one for one in sent}, parallel), spans=[])
     run.computation(module.entry, ())
     run.wait(max(run.free.values(), default=0.0))
-    return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS), dict(run.waits))
+    return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS), dict(run.waits), dict(run.parts))
 
 
 def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[Collective, ...]:
@@ -148,6 +148,8 @@ class _Run:
     exposed: float = 0.0
     waits: dict[str, float] = dataclasses.field(default_factory=dict)
     """`exposed` by the collective that the network is busy with."""
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`compute` by the part of the model."""
     flying: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
     """Begin, end and name of what was sent and may not have arrived."""
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -195,8 +197,9 @@ class _Run:
             for total in ("clock", "skipped", "compute", "network", "exposed"):
                 more = again.clock if total == "skipped" else getattr(again, total)
                 setattr(self, total, getattr(self, total) + n * more)
-            for name, us in again.waits.items():
-                self.waits[name] = self.waits.get(name, 0.0) + n * us
+            for own, more in ((self.waits, again.waits), (self.parts, again.parts)):
+                for name, us in more.items():
+                    own[name] = own.get(name, 0.0) + n * us
 
     def _instruction(self, one: Instruction, computation: str, loops: tuple[int, ...]) -> None:
         if one.opcode == "async-update":
@@ -213,6 +216,7 @@ class _Run:
             self._record(Span(one.name, "compute", kind, self.clock, us, loops, where))
             self.clock += us
             self.compute += us
+            self.parts[where.part] = self.parts.get(where.part, 0.0) + us
 
     def _send(self, one: Collective, loops: tuple[int, ...]) -> float:
         us, stream = collective_us(one, self.prices.target), self.prices.stream(one)
