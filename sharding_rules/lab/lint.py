@@ -6,10 +6,11 @@ memory at the peak, are never worth a finding (`lint_context.LARGE_WIRE`, `lint_
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Iterator
 
-from sharding_rules.lab import lint_pipeline, lint_placement, lint_reductions, lint_reshards, lint_state, lint_weights
+from sharding_rules.lab import lint_pipeline, lint_placement, lint_reductions, lint_reshards, lint_segments, lint_state, lint_weights
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint_context import Finding, LintContext, LogicalAxes, names_of
 from sharding_rules.lab.report import Location, Report
@@ -27,8 +28,12 @@ def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = 
       axes: logical axes of each parameter by name (a trainer knows them: {name: axes}). With them findings name the row of the rules.
     """
     context = LintContext(report, rules, axes or {})
-    found = (found for check in CHECKS for found in check(context))
-    return tuple(sorted(found, key=lambda one: (one.severity != "error", one.check != "rematerialization", -one.bytes)))
+    parts = lint_segments.parts(context)
+    found: dict[tuple[str, str, Location], Finding] = {}
+    for check in CHECKS:
+        for one in (one for part in (parts if check in _BY_SEGMENT else [context]) for one in check(part)):
+            found.setdefault((one.check, one.text, one.where), dataclasses.replace(one, segments=lint_segments.segments_of(report, one)))
+    return tuple(sorted(found.values(), key=lambda one: (one.severity != "error", one.check != "rematerialization", -one.bytes)))
 
 
 def rematerializations(context: LintContext) -> Iterator[Finding]:
@@ -72,9 +77,10 @@ def global_kernels(context: LintContext) -> Iterator[Finding]:
     Sequences may be merged with heads: [S, B, N, H] is passed as [1, S, B N, H].
     """
     (B, _), (b, s) = context.batch, context.local_batch
-    sizes = {axis: a.shape[dim] for a in context.params for dim, axis in enumerate(context.logical(a)) if axis}
+    named = ((axis, a.shape[dim]) for a in context.params for dim, axis in enumerate(context.logical(a)) if axis)
+    sizes = {axis.rpartition("/")[2]: size for axis, size in named}
     N, H = sizes.get("heads", 0), sizes.get("head_dim", 0)
-    ways = context.ways(axes_of(context.rules.activations.get("heads"))) if context.rules is not None else 1
+    ways = context.ways(context.shards_activation("heads"))
     for target, shapes, where in context.report.kernels:
         held = [array for shape in shapes for array in arrays(shape) if len(array.dims) > 2 and s and s in array.dims]
         batch = [
@@ -100,3 +106,9 @@ CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
     rematerializations, unknown_loops, dead_rules, global_kernels, *lint_reshards.CHECKS, *lint_weights.CHECKS, *lint_state.CHECKS,
     *lint_placement.CHECKS, *lint_reductions.CHECKS, *lint_pipeline.CHECKS,
 )  # fmt: skip
+_BY_SEGMENT = {
+    global_kernels, lint_reshards.reshards, *lint_weights.CHECKS, lint_reductions.reduction_dtype, lint_reductions.residual_not_sharded,
+}  # fmt: skip
+"""Those that look at each segment's layers alone, so that one segment hides nothing in another. What is in no segment is looked at with
+all parameters, because XLA merges what several segments send. The others look at the whole program: its state, its mesh, sums of gradients
+that XLA may have merged, and what stages send each other."""

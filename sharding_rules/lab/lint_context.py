@@ -40,9 +40,12 @@ class Finding:
     """An error is a mistake in the program or its rules. A notice may be the price of what was asked for."""
     collectives: tuple[str, ...] = ()
     """The instructions that it is about."""
+    segments: tuple[str, ...] = ()
+    """The segments of the model that they are in; empty outside of layers, and for a model that has only one."""
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.check}: {self.text}\n    in {location_text(self.where)}\n    fix: {self.fix}"
+        inside = f", segment{'s' * (len(self.segments) > 1)} {' and '.join(self.segments)}" if self.segments else ""
+        return f"{self.severity}: {self.check}: {self.text}\n    in {location_text(self.where)}{inside}\n    fix: {self.fix}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,10 @@ class LintContext:
     rules: Rules | None
     axes: LogicalAxes
     """The logical axes of each parameter, by its own name; empty where the caller does not know them."""
+    segment: str = ""
+    """The segment that the report is cut down to, see `lint_segments`; empty: the whole program, or what is in no segment."""
+    step: Report | None = None
+    """The whole program's report, where `report` is only a part of it."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -84,7 +91,7 @@ class LintContext:
     @cached_property
     def large(self) -> float:
         """Wire bytes from which on a collective is worth a finding."""
-        return LARGE_WIRE * sum(one.times * one.wire for one in self.report.collectives)
+        return LARGE_WIRE * sum(one.times * one.wire for one in (self.step or self.report).collectives)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -155,7 +162,7 @@ class LintContext:
     @cached_property
     def width(self) -> int:
         """D: the size of "embed", else of the batch's last dimension where it is one of activations, else what most parameters share."""
-        named = {a.shape[dim] for a in self.params for dim, axis in enumerate(self.logical(a)) if axis == "embed"}
+        named = {a.shape[dim] for a in self.params for dim, axis in enumerate(self.logical(a)) if _plain(axis) == "embed"}
         if named:
             return named.pop()
         batch = self._batch_shape[0]
@@ -221,7 +228,7 @@ class LintContext:
     @cached_property
     def knows_origins(self) -> bool:
         """Whether the report knows the origin of any collective's values; then a weight's shape alone proves nothing."""
-        return any(piece.made_of for piece in self.pieces)
+        return any(any(one.made_of) for one in (self.step or self.report).collectives)
 
     def beside(self, one: Collective) -> list[Argument]:
         """The parameters that the matmuls next to a collective multiply with."""
@@ -309,12 +316,21 @@ class LintContext:
         """Axes that shard the residual stream's sequence between the matmul pairs."""
         if self.rules is None:
             return self.shards_params - self.shards_batch
-        seq = self.rules.activations.get
-        return self._real(set(axes_of(seq("seq_resid"))) - set(axes_of(seq("seq"))))
+        return self._real(set(self.shards_activation("seq_resid")) - set(self.shards_activation("seq")))
+
+    def shards_activation(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes that the rules shard a dimension of activations along, in this segment; none without rules."""
+        column = self.rules.activations if self.rules else {}
+        row = row_of(column, f"{self.segment}/{logical}" if self.segment else logical)
+        return axes_of(column[row]) if row else ()
 
     def _rows(self, kind: Kind) -> set[tuple[str, str]]:
         assert self.rules is not None
-        return {(row, axis) for row, entry in self.rules.column(kind).items() for axis in axes_of(entry)}
+        column = self.rules.column(kind)
+        if self.segment:  # its own rows before plain ones, and none of other segments
+            rows = {row for logical in column if (row := row_of(column, f"{self.segment}/{_plain(logical)}"))}
+            column = {row: column[row] for row in rows}
+        return {(row, axis) for row, entry in column.items() for axis in axes_of(entry)}
 
     def _real(self, found: set[str] | set[tuple[str, str]]) -> set[str]:
         axes = {one if isinstance(one, str) else one[1] for one in found}
@@ -324,8 +340,9 @@ class LintContext:
         """The row of rules.params that shards it along one of these axes, as it is written; the table where the row is not known."""
         column = self.rules.params if self.rules else {}
         for logical in self.logical(argument):
-            if logical and set(axes_of(column.get(logical))) & set(axes):
-                return f"rules.params[{logical!r}]"
+            row = row_of(column, logical) if logical else None
+            if row and set(axes_of(column[row])) & set(axes):
+                return f"rules.params[{row!r}]"
         return "rules.params" if self.rules else "its sharding"
 
 
@@ -361,6 +378,11 @@ def short(argument: Argument) -> str:
 def customary(kind: Kind) -> set[tuple[str, str]]:
     """(logical axis, mesh axis) that some preset shards."""
     return {(row, axis) for rules in PRESETS.values() for row, entry in rules.column(kind).items() for axis in axes_of(entry)}
+
+
+def _plain(logical: str | None) -> str:
+    """The name of a logical axis without its scope."""
+    return (logical or "").rpartition("/")[2]
 
 
 def _dims(dims: Sequence[int]) -> tuple[int, ...]:
