@@ -1,18 +1,22 @@
-"""What each segment of a model costs: sums that miss nothing, of reports made by hand and of one compiled program with three segments."""
+"""What each segment of a model costs: sums that miss nothing, of reports made by hand and of the recipes in docs/sharding.md."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import re
+from pathlib import Path
+from typing import Any
 
 import lab_report
 import pytest
+from lab_report import GIB
 from rich.console import Console
 
-from mesh_lm.config import DataConfig, LaunchConfig, TrainConfig, TrainLoop
-from mesh_lm.model import DecoderConfig, SegmentConfig
-from mesh_lm.planning.program import compile_config
-from sharding_rules import MeshConfig, preset
+from mesh_lm.config import TrainConfig
+from mesh_lm.model import DecoderConfig
+from mesh_lm.planning.program import Program, flags_of
+from sharding_rules.lab.flags import options
+from sharding_rules.lab.lint import lint
 from sharding_rules.lab.page import page
 from sharding_rules.lab.report import Argument, Location, Report, Timeline
 from sharding_rules.lab.segments import REST, by_segment, segment_of, segment_of_argument, segment_table
@@ -95,37 +99,41 @@ def test_a_report_with_segments_survives_json() -> None:
     assert Report.from_json(made.to_json()) == made
 
 
-SEQ, D, MICROBATCHES = 64, 32, 2
-ALL_REDUCE = SEQ * D * 2
-"""Bytes that a device sends for an all-reduce of a sequence's residual stream in bf16 over two devices, a ring: 2 (2 - 1) / 2 of them."""
+PAGE = (Path(__file__).parents[3] / "docs" / "sharding.md").read_text()
 
 
 @pytest.mark.deviceless
 @pytest.mark.slow
 def test_a_segment_sends_what_its_own_rules_ask_for(reports: str) -> None:
-    """Tensor parallelism has four all-reduces for each layer and microbatch; with a replicated MLP there are two, with heads, too, none."""
-    segments = SegmentConfig("first", 1), SegmentConfig("middle", 2), SegmentConfig("last", 1)
-    whole = {"first/mlp": None, "last/mlp": None, "last/heads": None, "last/kv_heads": None}
-    config = TrainConfig(
-        model=DecoderConfig(
-            n_layers=4, segments=segments, d_model=D, n_heads=4, seq_len=SEQ, vocab_size=256, attention="xla", loss_chunk=SEQ
-        ),
-        output="runs/segments",
-        mesh=MeshConfig(data=2, tensor=2),
-        rules=preset("megatron").replace("ends whole", params=whole, activations=whole),
-        train=TrainLoop(global_batch=2 * MICROBATCHES, microbatches=MICROBATCHES, steps=20),
-        data=DataConfig(tokenizer_vocab=200),
-        launch=LaunchConfig(compile_cache=reports),
-    )
-    made = compile_config(config, "h100", 4)
-    assert_sums(made)
-    first, middle, last, rest = by_segment(made)
-    sent = Counter({cost.name: cost.wire.get(("tensor",), 0) for cost in (first, middle, last)})
-    assert sent == {name: n * MICROBATCHES * ALL_REDUCE for name, n in (("first", 2), ("middle", 2 * 4), ("last", 0))}
-    matrices, vectors = {"attention": 4 * D * D, "mlp": 8 * D * D}, 3 * D + D + D + 4 * D
-    replicated = 4 * (sum(matrices.values()) + 4 * D + vectors)
-    assert last.params == replicated, "fp32"
-    assert first.params == replicated - 4 * (matrices["attention"] + 3 * D) // 2
-    assert middle.params == 2 * (first.params - 4 * (matrices["mlp"] + 4 * D) // 2)
-    assert rest.params > 0 and set(rest.wire) >= {("data",), ("tensor",)}
-    assert all(cost.compute > 0 for cost in (first, middle, last, rest))
+    """The recipes of docs/sharding.md, compiled: in each layer and microbatch four all-reduces over tensor, or two, or those of the
+    gradients of replicated queries, keys and values. The page's table has these numbers.
+    """
+    namespace: dict[str, Any] = {}
+    exec(next(text for text in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "segments" in text), namespace)
+    config: TrainConfig = namespace["get_config"]()
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent)))
+    made = Program.of(config, "h100", 8)
+    report = made.compile(options(flags_of(config, "h100")))
+    assert_sums(report)
+    first, middle, last, rest = by_segment(report)
+
+    model, tensor, replicas, microbatches = made.config.model, 4, 2, config.train.microbatches
+    assert isinstance(model, DecoderConfig)
+    width, residual = model.d_model, config.train.global_batch // replicas // microbatches * model.seq_len * model.d_model * 2
+    ring = 2 * (tensor - 1) / tensor * residual
+    for cost, sums in ((first, 2), (middle, 4), (last, 3)):
+        assert cost.wire[("tensor",)] == cost.n_layers * microbatches * sums * ring, cost.name
+    attention, mlp, vectors = 4 * width**2 + 3 * width, 8 * width**2 + 4 * width, 6 * width
+    assert last.params == 4 * (attention + mlp + vectors)
+    assert first.params == 4 * (attention // tensor + mlp + vectors)
+    assert middle.params == 4 * 22 * ((attention + mlp) // tensor + vectors)
+    assert rest.params > 0 and all(cost.compute > 0 for cost in (first, middle, last, rest))
+
+    listed = re.findall(r"^\| `(\w+)` \| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d.]+) ms \|$", PAGE, re.MULTILINE)
+    shown = [
+        (cost.name, str(cost.n_layers), f"{cost.wire['tensor',] / GIB:.2f}", f"{cost.params / GIB:.3f}") for cost in (first, middle, last)
+    ]
+    assert [tuple(row[:4]) for row in listed] == shown
+    for cost, row in zip((first, middle, last), listed, strict=True):
+        assert cost.compute / cost.n_layers / 1000 == pytest.approx(float(row[4]), rel=0.1), cost.name
+    assert lint(report, config.rules, made.layout.axes) == ()
