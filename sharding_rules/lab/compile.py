@@ -119,12 +119,16 @@ def compile_report(
             return Report.from_json(kept.read_text())
     report = _compile(lowered, arguments, mesh, about)
     if kept:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".part", delete=False) as beside:
-                beside.write(report.to_json())
-            Path(beside.name).replace(kept)
+        _keep(report, kept)
     return report
+
+
+def _keep(report: Report, path: Path) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written is none
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as beside:
+            beside.write(report.to_json())
+        Path(beside.name).replace(path)
 
 
 def _lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[str] | None]:
