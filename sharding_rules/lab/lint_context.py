@@ -149,7 +149,7 @@ class LintContext:
         """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch that runs in some of them."""
         slots = self.report.slots
         counts = {n for slot in slots for n in (slot.trips, *map(slot.runs, range(len(slot.stages))))} | {*self.report.tick_loops}
-        return one.loops[:1] == (self.microbatches,) or (bool(one.loops) and one.loops[0] in counts)
+        return one.loops[:1] == (self.microbatches,) or (bool(one.loops) and one.loops[0] in counts - {1})  # 1: of any loop
 
     @cached_property
     def local_batch(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What each segment of a model costs: its layers' share of the step, of the bytes that are sent, and of the parameters.
+"""What each segment of a model costs: its layers' share of the step, of the bytes that are sent, and of the state.
 
 A trainer says which segments there are (`compile_report(segments=...)`), and runs each in a named scope of that name.
 """
@@ -31,6 +31,8 @@ class SegmentCost:
     """Bytes that a device sends, by mesh axes."""
     params: int
     """Bytes of the parameters that a device stores."""
+    state: int
+    """The same with the optimizer's state, where some trainers keep the only full copy of the parameters."""
 
     @property
     def time(self) -> float:
@@ -59,7 +61,8 @@ def by_segment(report: Report) -> tuple[SegmentCost, ...]:
         return ()
     line = report.timeline
     names = (*report.segments, "")
-    compute, exposed, params = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    compute, exposed = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    params, moments = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     wire: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in names}
     for part, us in line.parts.items() if line else ():
         compute[segment_of(report, Location(part))] += us
@@ -68,12 +71,14 @@ def by_segment(report: Report) -> tuple[SegmentCost, ...]:
         exposed[name] += one.exposed
         wire[name][one.axes] = wire[name].get(one.axes, 0.0) + one.times * one.wire
     for argument in report.arguments:
-        if argument.kind == "params":
-            params[segment_of_argument(report, argument)] += argument.bytes
+        for kind, held in (("params", params), ("moments", moments)):
+            held[segment_of_argument(report, argument)] += argument.bytes * (argument.kind == kind)
     if line:  # a wait for what is no collective of the report, such as a copy between devices, is in no segment
         exposed[""] += line.exposed - sum(exposed.values())
+    layers = report.segments.get
     return tuple(
-        SegmentCost(name or REST, report.segments.get(name, 0), compute[name], exposed[name], wire[name], params[name]) for name in names
+        SegmentCost(name or REST, layers(name, 0), compute[name], exposed[name], wire[name], params[name], params[name] + moments[name])
+        for name in names
     )
 
 
@@ -86,14 +91,14 @@ def segment_table(report: Report, most: int = 99) -> list[tuple[str, ...]]:
     if not costs:
         return []
     sent = dict([(axes, n) for axes, n in wire_by_axes(report).items() if n >= SCALAR][:most])
-    wire, held = Unit.of(max(sent.values(), default=0)), Unit.of(sum(cost.params for cost in costs))
+    wire, held = Unit.of(max(sent.values(), default=0)), Unit.of(sum(cost.state for cost in costs))
     step = sum(cost.time for cost in costs)
 
     def row(name: str, *of: SegmentCost) -> tuple[str, ...]:
         layers, compute, exposed = (sum(getattr(cost, field) for cost in of) for field in ("n_layers", "compute", "exposed"))
         times = (duration(compute), duration(exposed), percent(compute + exposed, step)) if report.timeline else ("", "", "")
         over_axes = (wire(sum(cost.wire.get(axes, 0.0) for cost in of)) for axes in sent)
-        return (name, f"{layers:,}" if layers else "", *times, *over_axes, held(sum(cost.params for cost in of)))
+        return (name, f"{layers:,}" if layers else "", *times, *over_axes, held(sum(cost.state for cost in of)))
 
-    header = ("segment", "layers", "compute", "exposed", "share", *(f"{over(axes)}, {wire.name}" for axes in sent), f"params, {held.name}")
+    header = ("segment", "layers", "compute", "exposed", "share", *(f"{over(axes)}, {wire.name}" for axes in sent), f"state, {held.name}")
     return [header, *(row(cost.name, cost) for cost in costs), row("step", *costs)]

@@ -51,6 +51,7 @@ def assert_sums(made: Report) -> None:
     assert sum(cost.time for cost in costs) == pytest.approx(line.step)
     for axes in {one.axes for one in made.collectives}:
         assert sum(cost.wire.get(axes, 0) for cost in costs) == pytest.approx(made.wire_bytes(axes))
+    assert sum(cost.state for cost in costs) == sum(a.bytes for a in made.arguments if a.kind in ("params", "moments"))
     assert sum(cost.params for cost in costs) == sum(a.bytes for a in made.arguments if a.kind == "params")
 
 
@@ -127,11 +128,12 @@ def test_a_segment_sends_what_its_own_rules_ask_for(reports: str) -> None:
     assert last.params == 4 * (attention + mlp + vectors)
     assert first.params == 4 * (attention // tensor + mlp + vectors)
     assert middle.params == 4 * 22 * ((attention + mlp) // tensor + vectors)
+    assert all(cost.state == 3 * cost.params for cost in (first, middle, last)), "fp32, and two moments"
     assert rest.params > 0 and all(cost.compute > 0 for cost in (first, middle, last, rest))
 
     listed = re.findall(r"^\| `(\w+)` \| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d.]+) ms \|$", PAGE, re.MULTILINE)
     shown = [
-        (cost.name, str(cost.n_layers), f"{cost.wire['tensor',] / GIB:.2f}", f"{cost.params / GIB:.3f}") for cost in (first, middle, last)
+        (cost.name, str(cost.n_layers), f"{cost.wire['tensor',] / GIB:.2f}", f"{cost.state / GIB:.2f}") for cost in (first, middle, last)
     ]
     assert [tuple(row[:4]) for row in listed] == shown
     for cost, row in zip((first, middle, last), listed, strict=True):
