@@ -74,7 +74,7 @@ class LintContext:
     axes: LogicalAxes
     """The logical axes of each parameter, by its own name; empty where the caller does not know them."""
     segment: str = ""
-    """The segment that the report is cut down to, see `lint_segments`; empty: the whole program, or what is in no segment."""
+    """The segment that the report is restricted to, see `lint_segments`; empty: the whole program, or what is in no segment."""
     step: Report | None = None
     """The whole program's report, where `report` is only a part of it."""
 
