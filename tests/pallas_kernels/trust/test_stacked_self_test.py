@@ -81,7 +81,7 @@ def test_each_fault_is_found() -> None:
 def test_a_kind_has_what_decides_the_code() -> None:
     base = kind_of(problem())
     assert kind_of(problem(T=8192 + 3072)) == base and base.family in FAMILIES
-    assert base.values["sizes"] == [3072 + 2048, 3072, 3072] and base.values["tile"] == [128, 192]
+    assert base.values["sizes"] == [3072 + 2048, 3072, 3072] and base.values["tile"] == [64, 256]
     others = [problem(T=8200), problem(N=6208), problem(dtype=jnp.float16), problem(transposed=True), addition(), addition(rounded=True)]
     assert len({base, *map(kind_of, others)}) == 7
 
