@@ -8,7 +8,7 @@ def row_constant(dout: Array, out: Array, dlse: Array, empty: Array) -> Array:
     """delta [..., S, N] of FlashAttention-2 (2307.08691), with which dL/ds = p * (dp - delta), in the type of `dlse`.
 
     It is rowsum(dout * out) minus the gradient of the log-sum-exp, p * dlse, which is 0 in `empty` rows, those that see no key.
-    dout, out: [..., S, N, H].
+    dout, out: [..., S, N, H]; dlse, fp32, and empty, bool: [..., S, N].
     """
     wide, kept = dlse.dtype, jnp.finfo(out.dtype)
     dout = dout.astype(wide)

@@ -45,7 +45,7 @@ class AddingPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a plan may reach on an H100: an estimate from the number of tiles and the rates of an SM's units. Nothing was measured."""
+    """What a plan may reach on an H100: an estimate from the number of tiles and the rates of an SM's units."""
 
     tiles: int
     clocks: float

@@ -124,7 +124,7 @@ def compile_report(
 
 
 def _keep(report: Report, path: Path) -> None:
-    with contextlib.suppress(OSError):  # a cache that cannot be written is none
+    with contextlib.suppress(OSError):  # without a cache, reports are compiled again
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as beside:
             beside.write(report.to_json())

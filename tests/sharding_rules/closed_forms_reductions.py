@@ -36,7 +36,7 @@ def by_node_halves(arrays: Iterable[int], inner: int, outer: int, each: float = 
 
 
 def outer_step(elements: float, n: int, steps: int) -> float:
-    """On average over the steps between two outer ones (DiLoCo): the change of fp32 weights is all-reduced once in so many."""
+    """On average over the steps between two outer ones (DiLoCo): the change of fp32 weights is all-reduced once in `steps`."""
     return all_reduce(elements, n) / steps
 
 
@@ -46,5 +46,5 @@ def top_k(elements: float, n: int, share: float) -> float:
 
 
 def power_sgd(rows: int, columns: int, rank: int, n: int) -> float:
-    """Of a matrix: two factors, of so many columns, are all-reduced (arXiv 1905.13727)."""
+    """Of a matrix: two factors, of `rank` columns, are all-reduced (arXiv 1905.13727)."""
     return all_reduce(rank * (rows + columns), n)
