@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from sharding_rules.lab.lint import lint
+from sharding_rules.lab.lint_context import Finding, Location
 from sharding_rules.lab.page import page
 from sharding_rules.lab.report import Report
 from sharding_rules.lab.text import screen
@@ -43,7 +43,7 @@ SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     report, facts = Report.from_json(json.dumps(plan["report"])), list(plan["facts"].items())
-    findings = lint(report)
+    findings = [Finding(**{**one, "where": Location(**one["where"])}) for one in plan["findings"]]
     console = Console(width=110, record=True, file=io.StringIO(), force_terminal=True)
     console.print(screen(report, findings, facts=facts))
     to = HERE / f"plan_{report.name}"
