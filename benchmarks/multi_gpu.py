@@ -1,8 +1,9 @@
 """Every strategy on the 2, 4 or 8 GPUs of one machine: does it equal one GPU, how fast is it, and what do the links carry?
 
 Parts: bandwidth of collectives; initial bits, loss and gradients of every strategy in fp32, compared with one GPU's; step time, MFU and
-memory of a model sized for the machine; losses in bf16. Each runs in processes of its own, so a strategy that crashes or hangs loses only
-its own results, which are written after each part. Needs jax, flax, optax, orbax-checkpoint and numpy. `--cpu --quick` is a dry run.
+memory of a model sized for the machine; losses in bf16; settings on and off. Each runs in processes of its own, so a strategy that crashes
+or hangs loses only its own results, which are written after each part. Needs jax, flax, optax, orbax-checkpoint and numpy. `--cpu --quick`
+is a dry run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from gpu_lab import TINY, Lab, Part, Table, measure, probed
 from record import Row, options
-from strategies import COUNTS, ONE, Strategy, strategies
+from strategies import COUNTS, ONE, SETTINGS, Strategy, strategies
 
 SMALL = {"vocab_size": 1000, "seq_len": 128, "n_layers": 8, "d_model": 256, "loss_chunk": 192}
 HEADS = {"n_heads": 16, "n_kv_heads": 8, "biases": False, "tied": False, "positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
@@ -42,6 +43,8 @@ PAIRS = 64 << 20
 """Bytes sent in a collective, and between a pair of devices."""
 KEPT = ("tokens_per_s", "mfu", "weak_scaling", "peak_gib", "high_water_gib")
 """Columns of the speed table that the summary repeats."""
+UNSHOWN = ("program_gib", "temp_gib", "began", "ended")
+"""Columns of a timed row that no table shows."""
 
 
 @dataclasses.dataclass
@@ -120,10 +123,27 @@ class Suite:
                 rate = row.get("tokens_per_s", 0.0) / n
                 alone = alone if strategy.mesh else rate
                 scaling = {"weak_scaling": rate / alone} if rate and alone else {}
-                rows.append({key: row[key] for key in row if key not in ("program_gib", "temp_gib", "began", "ended")} | scaling)
+                rows.append({key: row[key] for key in row if key not in UNSHOWN} | scaling)
             if strategy.mesh:
                 self.keep([strategy], rows[len(rows) - len(found) :], "speed")
         yield "Speed", rows, f"{_said(self.speed)} Model: {self.sized(lab.directory, 1)['changes']['model']}."
+
+    def settings(self, lab: Lab) -> Iterator[Table]:
+        """Settings of the model on and off, one after the other; flags are train.py's. ratio: of tokens per second to the first row's."""
+        options = {**self.sized(lab.directory, self.devices), "steps": 3 if self.quick else 20}
+        layers = options["changes"]["model"]["n_layers"]
+        rows: list[Row] = []
+        for rules, axis, choices in SETTINGS[:1] if self.quick else SETTINGS:
+            fields = [{name: layers if value == -1 else value for name, value in choice.items()} for choice in choices]
+            titles = [" ".join(f"{name}={value}" for name, value in each.items()) for each in fields]
+            strategy = Strategy(rules, {axis: self.devices})
+            variants = [strategy.variant(1, each, setting=title) for each, title in zip(fields, titles, strict=True)]
+            found = [row for variant in variants for row in self.each(lab, "speed", [variant], **options)]
+            rate = found[0].get("tokens_per_s") if found else None
+            for row in found:
+                ratio = {"ratio": row["tokens_per_s"] / rate} if rate and "tokens_per_s" in row else {}
+                rows.append({key: row[key] for key in row if key not in UNSHOWN} | ratio)
+        yield "Settings", rows, f"{_said(self.settings)} Model: {options['changes']['model']}."
 
     def summary(self, lab: Lab) -> Iterator[Table]:
         """A summary of every strategy. ok: within the tolerance of one device; empty: not run."""
@@ -211,7 +231,7 @@ def parts(suite: Suite) -> list[Part]:
     """The most important first, in case the machine is lost. The times are limits."""
     return [
         Part(suite.bandwidth, 900), Part(suite.pairs, 300), Part(suite.equality, 3600), Part(suite.speed, 2400), Part(suite.training, 2400),
-        Part(suite.summary, 1),
+        Part(suite.settings, 1200), Part(suite.summary, 1),
     ]  # fmt: skip
 
 

@@ -79,6 +79,14 @@ MAIN_PIPELINES = (
     ("megatron_sp", {"chunks": 2, "stash": "residuals"}), ("megatron_sp", {"chunks": 2, "stash": "residuals", "pair_layers": True}),
 )  # fmt: skip
 """The strategies that are timed, each on the first mesh that fits. The last two tell whether pipeline.pair_layers pays."""
+LOOP = {"unroll": False, "kept_layers": 0}
+SETTINGS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
+    ("zero3", "data", (LOOP, {"unroll": False, "kept_layers": -1}, {"unroll": True}, {"unroll": True, "kept_layers": -1})),
+    ("fsdp", "fsdp", (LOOP, {"unroll": True})),
+    ("megatron_sp", "tensor", (LOOP, {"unroll": True})),
+    ("ddp", "data", (LOOP, {"unroll": True})),
+)
+"""(rules, their axis, fields of the model; -1: the number of layers). The first of each is what the others are compared with."""
 QUICK = {"ddp", "hsdp+megatron_sp"}
 """The strategies of a quick run, in addition to pipelines with non-default fields."""
 
@@ -118,12 +126,13 @@ class Strategy:
             "pipeline": " ".join([self.pipeline.get("schedule", "1f1b"), *fields]) if self.stages > 1 else "",
         }
 
-    def variant(self, microbatches: int, **more: Any) -> dict[str, Any]:
-        """Returns the variant for a task of multi_gpu_worker.py."""
+    def variant(self, microbatches: int, fields: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        """Returns the variant for a task of multi_gpu_worker.py. fields: those of the model that are its own."""
         extra = tuple(f"{axis}={size}" for axis, size in self.mesh.items() if axis not in AXES)
         mesh = {"data": 1, **{axis: size for axis, size in self.mesh.items() if axis in AXES}, **({"extra": extra} if extra else {})}
         changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
         changes |= {"optimizer": {"outer_steps": 1}} if "island" in mesh else {}
+        changes |= {"model": fields} if fields else {}
         return {**self.columns, **more, "flags": self.flags, "changes": changes}
 
 

@@ -62,6 +62,12 @@ def test_every_run_can_run(gib: int) -> None:
             for each, microbatches in told:
                 changes = worker.both(each["changes"], s.variant(microbatches))
                 check(gpu_worker.configured("", changes, s.rules), math.prod(s.mesh.values()))
+        sized = suite.sized(Path(), n)["changes"]
+        for rules, axis, choices in strategies.SETTINGS:
+            for choice in choices:
+                fields = {name: sized["model"]["n_layers"] if value == -1 else value for name, value in choice.items()}
+                changes = worker.both(sized, Strategy(rules, {axis: n}).variant(1, fields))
+                check(gpu_worker.configured("", changes, rules), n)
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> list[dict]:
@@ -181,11 +187,17 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert "imported though a GPU machine may lack it: nothing" in done.stdout
     (results,) = tmp_path.glob("multi_gpu-quick_*.json")
     tables = {title: table["rows"] for title, table in json.loads(results.read_text())["tables"].items()}
-    assert {row["status"] for row in tables["Parts"]} == {"ok"} and len(tables["Parts"]) == 6
+    assert {row["status"] for row in tables["Parts"]} == {"ok"} and len(tables["Parts"]) == 7
     wanted = [s for s in strategies.strategies(4) if s.quick]
     assert [(row["rules"], row["mesh"], row["pipeline"]) for row in tables["Summary"]] == [tuple(s.columns.values()) for s in wanted]
     for row in tables["Summary"]:
         assert (row["fp32"], row["bf16"], row["speed"]) == ("ok", "ok", "ok") and row["weak_scaling"] > 0 and row["peak_gib"] > 0
+    settings = tables["Settings"]
+    assert (
+        settings[0]["setting"] == "unroll=False kept_layers=0"
+        and settings[0]["ratio"] == 1
+        and all(row["ratio"] > 0 for row in settings[1:])
+    )
     assert {row["group"] for row in tables["Bandwidth"]} == {"all", "neighbours"} and len(tables["Best bus bandwidth"]) == 10
     text = results.read_text() + results.with_suffix(".md").read_text()
     assert all(private not in text for private in (str(ROOT), str(tmp_path), os.uname().nodename))
