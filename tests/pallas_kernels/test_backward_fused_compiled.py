@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import covering
 import jax
 import jax.numpy as jnp
 import pytest
@@ -127,10 +128,8 @@ def test_heads_of_128_spill_nothing(name: str, add, reports: str) -> None:
     assert kernel.set_registers == (("dec", 24), ("inc", 240))
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("head_dims", TILES, ids=str)
+@pytest.mark.parametrize(("head_dims", "name"), covering.pairs(TILES, FEATURES))
 def test_no_feature_spills(head_dims: tuple[int, int], name: str, reports: str) -> None:
     for walk in ({"N": 4, "K": 2, "S": SHORT}, {"N": 16, "K": 8}):  # a block of threads for each query head, and for each group
         features = dict(FEATURES[name])

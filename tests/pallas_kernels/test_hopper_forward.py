@@ -116,10 +116,11 @@ def served() -> list[Any]:
     causal = {"causal": (None, True), "full": (None, False), "everything": ()}
     rows = [(number, row) for number, row in enumerate(tuning.entries()) if row.tiling.forward.overlapped]
     cases = [(number, name) for number, row in rows for name in features if not row.plain or row.causal in causal[name]]
-    return [pytest.param(number, features[name], id=f"{number}-{name}") for number, name in cases]
+    hardest = dict(cases)  # everything, or the one mask of a plain entry
+    marks = {case: pytest.mark.slow if hardest[case[0]] == case[1] else pytest.mark.exhaustive for case in cases}
+    return [pytest.param(number, features[name], marks=marks[number, name], id=f"{number}-{name}") for number, name in cases]
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("number", "features"), served())
 def test_every_entry_of_the_table_overlaps(number: int, features: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import covering
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,8 +41,7 @@ def call(form: str, K: int, N: int, T: int = TOKENS, *, R: int = LAYERS, place=N
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(("name", "form"), covering.pairs(MATRICES, FORMS))
 def test_gpt_175b_compiles_well(name: str, form: str, reports: str) -> None:
     """0 spills, every limit of the hardware kept, and a block of threads for each SM."""
     [kernel] = resources(*call(form, *MATRICES[name], **HOPPER), cache=reports)
@@ -66,10 +66,8 @@ def test_a_rounded_sum_costs_no_spills(reports: str) -> None:
     assert not faults(kernel, sms=SMS), kernel
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("tile", plan.PLANS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "tile"), covering.pairs(FORMS, plan.PLANS))
 def test_every_plan_compiles_well(form: str, tile: tuple[int, int], reports: str) -> None:
     """The second shape has edges that no tile divides, and the last is smaller than a tile."""
     for sizes in ({}, {"T": 1000, "K": 1088, "N": 2112}, {"T": 64, "K": 64, "N": 64}):
