@@ -1,0 +1,28 @@
+"""Covering arrays: enough of a product of cases for CI, which leaves out the exhaustive rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any], *, mark: Any = pytest.mark.slow) -> list[Any]:
+    """Every pair as parameters: those on a diagonal, which has each value of both, are marked `mark`, and all others exhaustive."""
+    first, second = list(first), list(second)
+    size = min(len(first), len(second))
+    return [
+        pytest.param(a, b, marks=mark if i % size == j % size else pytest.mark.exhaustive, id=f"{a}-{b}")
+        for i, a in enumerate(first) for j, b in enumerate(second)
+    ]  # fmt: skip
+
+
+def some(cases: Iterable[Any], chosen: Iterable[Any], *, mark: Any = pytest.mark.slow) -> list[Any]:
+    """All cases as parameters: the chosen ones are marked `mark`, and all others exhaustive. Raises ValueError if one is not a case."""
+    cases, chosen = list(cases), list(chosen)
+    if unknown := [case for case in chosen if case not in cases]:
+        raise ValueError(f"{unknown} of {cases}")
+    names = ["-".join(map(str, case)) if isinstance(case, tuple) else str(case) for case in cases]
+    marks = [mark if case in chosen else pytest.mark.exhaustive for case in cases]
+    return [pytest.param(case, marks=own, id=name) for case, own, name in zip(cases, marks, names, strict=True)]
