@@ -115,6 +115,9 @@ class DecoderConfig(ModelConfig):
     unroll: bool = expert(False)
     """Whether XLA compiles each layer by itself, instead of one body of a loop over the layers of a segment. Without a loop nothing is
     stacked for the backward pass, which makes small models faster; compilation takes as many times longer as there are layers."""
+    batch_halves: bool = expert(False)
+    """Whether a layer computes the two halves of a microbatch's sequences independently, so that tensor-parallel collectives of one half
+    run beside the matmuls of the other. A device must have an even number of sequences in a microbatch."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
     loss_chunk: int = expert(1024)
@@ -229,7 +232,7 @@ class DecoderConfig(ModelConfig):
             recomputed = None if self.remat_layers is None else min(max(self.remat_layers - start, 0), n)
             kept = min(max(start + n - (self.n_layers - self.kept_layers), 0), n)
             cost = kind(run.kind).flops_per_token(own)
-            segments.append(Segment(run.name, n, len(self.windows()), own.remat, cost, self.unroll, recomputed, kept))
+            segments.append(Segment(run.name, n, len(self.windows()), own.remat, cost, self.unroll, recomputed, kept, self.batch_halves))
             start += n
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 

@@ -15,10 +15,12 @@ from flax import nnx
 from jax import lax
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.model.contract import Batch, Context, Model, Sums
+from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums
 from mesh_lm.model.dropout import Dropout
+from mesh_lm.model.halves import in_halves
 from mesh_lm.model.remat import remat
 from mesh_lm.schedules.segments import LayerRun, Segment
+from sharding_rules import Shard
 
 
 def forward(
@@ -180,19 +182,19 @@ def one_period(
         if sinks is not None:
             weights = jax.tree.map(lambda w, sink: _with_sink(w, sink, working, wide), weights, of_layer(zeros))
         layer_ctx = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
-        module = partial(nnx.merge, graph, weights, of_layer(buffers))
-        if rows.count is None:
-            return module()(x, layer_ctx)
 
         def run() -> tuple[jax.Array, Any, Sums]:
-            return pinned(*module()(x, layer_ctx))
+            return applied(nnx.merge(graph, weights, of_layer(buffers)), segment, x, layer_ctx, model.shard)
+
+        if rows.count is None:
+            return run()
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
 
         active = (row + i >= rows.skip) & (row + i < rows.skip + rows.count)
         if not masked:
-            return lax.cond(active, run, idle)
+            return lax.cond(active, lambda: pinned(*run()), idle)
         y, after, sums = run()
         x, cache = jax.tree.map(lambda new, old: jnp.where(active, new, old), (y, after), (x, cache))
         return pinned(x, cache, jax.tree.map(lambda s: jnp.where(active, s, 0), sums))
@@ -211,6 +213,11 @@ def one_period(
         return (x, cache), stacked_sums(of_layers)
 
     return run_period
+
+
+def applied(layer: Layer, segment: Segment, x: jax.Array, ctx: Context, shard: Shard) -> tuple[jax.Array, Any, Sums]:
+    """(output, cache, sums) of a layer, in two halves of the sequences if its segment asks for that."""
+    return in_halves(layer, x, ctx, shard) if segment.batch_halves and ctx.cache is None else layer(x, ctx)
 
 
 def _run_each(

@@ -45,6 +45,9 @@ class Segment:
     kept_layers: int = 0
     """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`) until their backward passes."""
 
+    batch_halves: bool = False
+    """Whether a layer runs on two halves of its sequences (`mesh_lm.model.halves`)."""
+
     def runs(self) -> list[LayerRun]:
         """Its layers, in order, as runs of layers that are treated alike."""
         first, keep = self.n_layers if self.remat_layers is None else self.remat_layers, self.n_layers - self.kept_layers

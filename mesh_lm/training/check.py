@@ -35,7 +35,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
     of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems
-    for part in (*of_rules, _flat, _sizes, _batch, _layer_runs, _pipeline, _permuted):
+    for part in (*of_rules, _flat, _sizes, _batch, _halves, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -307,6 +307,25 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         below = train.global_batch // unit * unit
         fits = f"{below} or {below + unit}" if below else str(unit)
         yield f"train.global_batch={train.global_batch} is not divisible by {product}; it can be {fits}"
+
+
+def _halves(config: TrainConfig) -> Iterator[str]:
+    """Reasons why no layer can, or why none should, run on two halves of a microbatch."""
+    if not getattr(config.model, "batch_halves", False):
+        return
+    mesh, train, column = config.mesh.sizes(), config.train, config.rules.activations
+    over = axes_of(column.get("batch"))
+    others = [axis for name, entry in column.items() if _name(name) != "batch" for axis in axes_of(entry) if axis not in over]
+    off = "set model.batch_halves=False"
+    if not any(mesh.get(axis, 1) > 1 for axis in others):
+        yield f"model.batch_halves=True: on this mesh layers exchange no activations that a half could hide; {off}"
+    elif config.pipeline.pair_layers:
+        yield f"model.batch_halves=True: pipeline.pair_layers=True hides the same collectives; {off}, or pipeline.pair_layers=False"
+    unit = train.microbatches * math.prod(mesh.get(axis, 1) for axis in over)
+    if unit > 0 and train.global_batch % unit == 0 and (rows := train.global_batch // unit) % 2:
+        fits = [str(m) for m in range(train.microbatches, 0, -1) if train.global_batch % (2 * m * unit // train.microbatches) == 0]
+        fix = f"set train.microbatches={fits[0]}, or model.batch_halves=False" if fits else off
+        yield f"model.batch_halves=True: a device has {rows} sequences of a microbatch, an odd number; {fix}"
 
 
 def _pipeline(config: TrainConfig) -> Iterator[str]:

@@ -31,6 +31,7 @@ PARTLY = dataclasses.replace(GPT, n_layers=4, remat="full", remat_layers=1, kept
 KEPT = dataclasses.replace(GPT, n_layers=3, remat="save_names", kept_layers=3, unroll=True)
 MIXED = dataclasses.replace(LLAMA, n_layers=4, remat_layers=2, kept_layers=4)
 GROUPED_SAVED = dataclasses.replace(LLAMA, n_kv_heads=4, remat="save_names")
+HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ GROUPED_SAVED = dataclasses.replace(LLAMA, n_kv_heads=4, remat="save_names")
         (PARTLY, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
         (KEPT, "zero3", {"data": 4}, 1, False),
         (MIXED, "zero3", {"data": 4}, 2, True),
+        (HALVES, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
     ],
     ids=str,
 )

@@ -69,3 +69,15 @@ def test_nothing_is_replicated_over_tensor(reports: str) -> None:
     assert {one.payload for one in of_layers(report)} == {half := 12 * 6144**2, 2 * half}
     assert len(of_layers(report)) == 3 and all(one.asynchronous and one.flops_hidden_behind for one in of_layers(report))
     assert report.wire_bytes(["tensor"]) == pytest.approx(copied.wire_bytes(["tensor"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_halves_hide_what_tensor_parallelism_sends(reports: str) -> None:
+    """The same bytes in twice as many collectives, beside the matmuls of the other half."""
+    mesh = MeshConfig(data=8, tensor=2)
+    plain, halves = (report_of(reports, "zero3+megatron_sp", mesh, batch_halves=each) for each in (False, True))
+    assert halves.wire_bytes(["tensor"]) == pytest.approx(plain.wire_bytes(["tensor"]), rel=1e-3)
+    assert halves.wire_bytes(["data"]) == pytest.approx(plain.wire_bytes(["data"]), rel=1e-3)
+    looped, of_halves = ([one for one in report.select(axis="tensor") if one.loops == (LAYERS,)] for report in (plain, halves))
+    assert sum(one.times for one in of_halves) == 2 * sum(one.times for one in looped)
+    assert 0 < sum(one.exposed for one in of_halves) <= 0.6 * sum(one.exposed for one in looped)
