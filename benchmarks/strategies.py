@@ -83,7 +83,7 @@ LOOP = {"unroll": False, "kept_layers": 0}
 SETTINGS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
     ("zero3", "data", (LOOP, {"unroll": False, "kept_layers": -1}, {"unroll": True}, {"unroll": True, "kept_layers": -1})),
     ("fsdp", "fsdp", (LOOP, {"unroll": True})),
-    ("megatron_sp", "tensor", (LOOP, {"unroll": True})),
+    ("megatron_sp", "tensor", (LOOP, {"unroll": True}, {**LOOP, "batch_halves": True})),
     ("ddp", "data", (LOOP, {"unroll": True})),
 )
 """(rules, their axis, fields of the model; -1: the number of layers). The first of each is what the others are compared with."""

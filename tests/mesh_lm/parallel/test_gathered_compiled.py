@@ -78,6 +78,8 @@ def test_halves_hide_what_tensor_parallelism_sends(reports: str) -> None:
     plain, halves = (report_of(reports, "zero3+megatron_sp", mesh, batch_halves=each) for each in (False, True))
     assert halves.wire_bytes(["tensor"]) == pytest.approx(plain.wire_bytes(["tensor"]), rel=1e-3)
     assert halves.wire_bytes(["data"]) == pytest.approx(plain.wire_bytes(["data"]), rel=1e-3)
-    looped, of_halves = ([one for one in report.select(axis="tensor") if one.loops == (LAYERS,)] for report in (plain, halves))
-    assert sum(one.times for one in of_halves) == 2 * sum(one.times for one in looped)
+    looped, of_halves = (
+        [one for one in report.select(axis="tensor") if one.loops == (LAYERS,) and one.payload > 2**20] for report in (plain, halves)
+    )
+    assert sum(one.times for one in of_halves) == 2 * sum(one.times for one in looped) > 0
     assert 0 < sum(one.exposed for one in of_halves) <= 0.6 * sum(one.exposed for one in looped)
