@@ -27,7 +27,7 @@ TIMES = re.compile(
 NOT_PREDICTED = {"gpt_tiny", "multi_gpu", "gpu_suite", "gpu_truth", "host_cost", "soak", "faults"}
 """Beginnings of the results whose times a clock took."""
 PAGES = {
-    "README.md", "docs/lab.md", "docs/configs.md", "docs/kernels.md", "docs/pipeline.md", "docs/context.md",
+    "README.md", "docs/lab.md", "docs/configs.md", "docs/kernels.md", "docs/pipeline.md", "docs/context.md", "docs/sharding.md",
     "docs/images/plan_gpt_175b.svg",
     "benchmarks/results/plan_table", "benchmarks/results/hot_spots", "benchmarks/results/xla_flags", "benchmarks/results/bars",
     "benchmarks/results/context_lengths", "benchmarks/results/reductions",
