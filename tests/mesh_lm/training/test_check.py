@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mesh_lm.commands.command_line import parse
-from mesh_lm.config import TrainLoop, load
+from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, Rules, preset
