@@ -11,6 +11,7 @@ from sharding_rules.presets import PRESETS as PRESETS
 from sharding_rules.presets import REDUCTIONS as REDUCTIONS
 from sharding_rules.presets import preset as preset
 from sharding_rules.presets import product as product
+from sharding_rules.rules import TABLES as TABLES
 from sharding_rules.rules import Rules as Rules
 from sharding_rules.rules import ShardingRuleError as ShardingRuleError
 from sharding_rules.rules import axes_of as axes_of

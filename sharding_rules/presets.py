@@ -16,6 +16,7 @@ _REPLICATED: Column = dict.fromkeys(("vocab", "embed", "heads", "kv_heads", "hea
 _WEIGHTS: Column = {**_REPLICATED, "layers": "pipeline"}  # a stage holds its own layers, whatever else is sharded
 _ACTS: Column = dict.fromkeys(("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "fused"))
 _TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_BOTH = ("tensor", "tensor_y")
 _BY_DATA: Column = {**_WEIGHTS, "embed": "data"}
 _DATA: Column = {**_ACTS, "batch": "data"}
 _CONTEXT: Column = {**_DATA, "seq": "sequence", "seq_resid": "sequence"}
@@ -42,6 +43,13 @@ PRESETS: dict[str, Rules] = {
         Rules("megatron", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR}),
         # Megatron's sequence parallelism (arXiv 2205.05198): the residual stream is sharded along the sequence between the matmul pairs.
         Rules("megatron_sp", params={**_WEIGHTS, **_TENSOR}, activations={**_DATA, **_TENSOR, "seq_resid": "tensor"}),
+        # Two-dimensional tensor parallel: each matrix is sharded along both dimensions, and the residual stream along embed. A matmul's
+        # partial sums are added over the axis that shards its contracted dimension; those of queries, keys and values are scattered over
+        # their heads, so that no device repeats the attention of another. Tables are used with full rows.
+        Rules(
+            "megatron_2d", params={**_WEIGHTS, **_TENSOR, "embed": "tensor_y", "tables/vocab": _BOTH, "tables/embed": None},
+            activations={**_DATA, "heads": _BOTH, "kv_heads": _BOTH, "mlp": "tensor", "vocab": _BOTH, "embed": "tensor_y"}, axes={"tensor_y": "auto"},
+        ),
         # Context parallel: each device has a part of every sequence, in all layers. They differ in what attention exchanges.
         Rules("context_gather", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "gather"}),
         Rules("ulysses", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "ulysses"}),
@@ -100,7 +108,8 @@ def product(a: Rules, b: Rules) -> Rules:
         used = {*axes_of(axes_in(row, left)), *axes_of(axes_in(row, right))}
         if used and row.rpartition("/")[2] == FLAT:
             used |= context.keys() | ({node_axis} - {""})
-        axes = sorted(used, key=lambda axis: (axis not in axes_of(first), order.index(axis)))
+        rank = {axis: n for n, axis in enumerate(axes_of(first))}
+        axes = sorted(used, key=lambda axis: (rank.get(axis, len(rank)), order.index(axis)))
         return axes[0] if len(axes) == 1 else tuple(axes) or None
 
     def axes_in(row: str, column: Column) -> MeshAxes:
@@ -123,6 +132,9 @@ def product(a: Rules, b: Rules) -> Rules:
     axes, context = {**a.axes, **b.axes}, {**a.context, **b.context}
     used = a.mesh_axes() | b.mesh_axes()
     order = [*AXES, *axes, *sorted(used - {*AXES, *axes})]  # undeclared axes are refused by `spec`, which has a mesh
-    params = {row: union(row, a.params, b.params, first=()) for row in {**a.params, **b.params}}
+    # Axes over which a weight is gathered before its use come last: gathering the others would permute what is left.
+    batch = {axis for each in (a, b) for axis in axes_of(each.activations["batch"])}
+    first = tuple(axis for axis in order if axis not in batch)
+    params = {row: union(row, a.params, b.params, first=first) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
     return Rules(f"{a.name}+{b.name}", params=params, axes=axes, context=context, reduction=reduction, node_axis=node_axis, **columns)  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,8 @@ Exchange = Literal["gather", "ulysses", "ring"]
 
 FLAT = "flat"
 """The row of flat vectors: see `Rules.params` and `Rules.optimizer`."""
+TABLES = "tables"
+"""The scope of parameters outside of the layers, such as the embedding and the output head: the row "tables/embed" is that axis in them."""
 _UNSCOPED = {
     "batch": "the whole model has one batch",
     "layers": "all segments are divided into the same stages",

@@ -55,6 +55,16 @@ class Shard:
         """A weight as a layer uses it, gathered over the axes of the batch. Cast it first, so that fewer bytes are gathered."""
         return self.constrain(w, "gathered", axes)
 
+    def operand(self, x: jax.Array, leading: Sequence[str | None], axes: Sequence[str | None]) -> jax.Array:
+        """x as it is multiplied with a weight: dimensions `leading` by the rules of activations, those that it shares with the weight,
+        `axes`, as the weight is used. Unchanged where the rules of activations say the same.
+        """
+        kept, shared = self.spec("activations", leading), self.spec("gathered", axes)
+        if shared == self.spec("activations", axes):
+            return x
+        spec = PartitionSpec(*kept, *shared)
+        return lax.with_sharding_constraint(x, spec if _manual() else NamedSharding(self.mesh, spec))
+
     def einsum(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """The einsum of an activation and a stored weight, which is cast to the type of x and gathered first.
 

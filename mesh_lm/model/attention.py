@@ -98,16 +98,17 @@ class Attention(nnx.Module):
         # --plan compiles for GPUs that are not here. On those that are, our kernels are tested before their first use.
         target: Any = {} if device in jax.devices() else {"platform": device.platform, "capability": capability_of(device)}
         local = config.n_heads // shard.n_shards(heads_by)
-        if (kv_by and kv_by != heads_by) or (not kv_by and local % group and group % local):
+        more = shard.n_shards(heads_by[len(kv_by) :])
+        if heads_by[: len(kv_by)] != kv_by or (more > 1 and local % group and group % local):
             raise ShardingRuleError(
                 f"rules.activations: {local} query heads on each device do not share complete kv heads ({group} query heads each); "
-                "shard kv_heads like heads, or set heads and kv_heads to None"
+                "shard kv_heads like heads, or over the first mesh axes of heads, or set heads and kv_heads to None"
             )
 
         def kernel(q, k, v, segment_ids, kv_segment_ids, sinks, start):
-            if heads_by and not kv_by and config.kv_heads > 1:
+            if more > 1 and k.shape[2] > 1:
                 # There are more devices than kv heads: these are replicated, and each device takes those of its query heads.
-                first, count = lax.axis_index(heads_by) * q.shape[2] // group, max(1, q.shape[2] // group)
+                first, count = lax.axis_index(heads_by[len(kv_by) :]) * q.shape[2] // group, max(1, q.shape[2] // group)
                 k, v = (lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k, v))
             shape = q.shape
             if tokens[0] == "seq" and segment_ids is None:

@@ -19,7 +19,7 @@ from mesh_lm.model.kinds import kind
 from mesh_lm.model.layers import Norm, Weights
 from mesh_lm.model.loss import cross_entropy, label_scores
 from mesh_lm.model.stack import hidden_states
-from sharding_rules import Shard
+from sharding_rules import TABLES, Shard
 
 
 class Decoder(nnx.Module):
@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
         return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
-        head = self.shard.weight(self._head().astype(self.config.dtype), "vocab", "embed")
+        head = self.shard.within(TABLES).weight(self._head().astype(self.config.dtype), "vocab", "embed")
         z = jnp.einsum("bsd,vd->bsv", x_BSD, head, preferred_element_type=jnp.float32)
         z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
         return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]

@@ -110,6 +110,23 @@ def _backward(shard: Shard, tokens: tuple[str, str], _: None, dy: jax.Array) -> 
 _gathered_once.defvjp(_forward, _backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gradient_as_operand(y: jax.Array, shard: Shard, tokens: tuple[str, str], axes: tuple[str, ...]) -> jax.Array:
+    """y. Its gradient is gathered here once where the weight is sharded over fewer mesh axes; XLA may gather it for each of two matmuls."""
+    return y
+
+
+def _as_operand_forward(y: jax.Array, shard: Shard, tokens: tuple[str, str], axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return y, None
+
+
+def _as_operand_backward(shard: Shard, tokens: tuple[str, str], axes: tuple[str, ...], _: None, dy: jax.Array) -> tuple[jax.Array]:
+    return (shard.operand(dy, tokens, axes),)
+
+
+_gradient_as_operand.defvjp(_as_operand_forward, _as_operand_backward)
+
+
 class Linear(nnx.Module):
     """An einsum with a weight that is cast, then gathered, and an optional bias with the dimensions of the output."""
 
@@ -141,10 +158,13 @@ class Linear(nnx.Module):
 
     def _matmul(self, x_BS: jax.Array, weight: jax.Array, tokens: tuple[str, str]) -> jax.Array:
         einsum, weight = self.shard.einsum_of(weight, self.dtype, self.axes)
+        if self.into_residual:
+            x_BS = self.shard.operand(x_BS, tokens, self.axes[1:])
         if self.shard.axes_for("seq_resid"):
             y = einsum(self.equation, x_BS, weight)
             return _gathered_once(y, self.shard, tokens) if self.into_residual else y
         # Tokens as one dimension: XLA:CPU transposes whole activations for a gradient that contracts two. Not if the sequence is about
         # to be sharded: the sharding would no longer be that of a dimension.
         y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
-        return y.reshape(*x_BS.shape[:2], *y.shape[1:])
+        y = y.reshape(*x_BS.shape[:2], *y.shape[1:])
+        return y if self.into_residual else _gradient_as_operand(y, self.shard, tokens, self.axes[1:])

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_lm.model.contract import Sums
-from mesh_lm.model.embedding import sum_into
-from sharding_rules import Shard, axes_of
+from mesh_lm.model.embedding import gathered_residual, sum_into
+from sharding_rules import TABLES, Shard, axes_of
 from sharding_rules.shard import TableSharding
 
 
@@ -48,10 +48,10 @@ def cross_entropy(
 
     def run(x: jax.Array, head: jax.Array, with_grads: bool):
         x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
-        row_spec, scalar, sharding = shard.spec("activations", ("batch", "seq")), jax.P(), shard.table("vocab", "embed")
+        row_spec, scalar, sharding = shard.spec("activations", ("batch", "seq")), jax.P(), shard.within(TABLES).table("vocab", "embed")
         body = partial(
-            _local, sharding=sharding, batch_by=shard.axes_for("batch"), seq_by=shard.axes_for("seq_resid"), vocab_size=vocab_size,
-            chunk=chunk, softcap=softcap, z_loss=z_loss, with_grads=with_grads,
+            _local, sharding=sharding, batch_by=shard.axes_for("batch"), seq_by=shard.axes_for("seq_resid"),
+            embed_by=shard.axes_for("embed"), vocab_size=vocab_size, chunk=chunk, softcap=softcap, z_loss=z_loss, with_grads=with_grads,
         )  # fmt: skip
         in_specs, out_specs = (x_spec, sharding.spec, row_spec, row_spec), ((scalar, scalar), (x_spec, sharding.spec))
         return shard.shard_map(body, in_specs, out_specs)(x, head, labels_BS, weights_BS)
@@ -68,11 +68,11 @@ def label_scores(
 
     Arguments as in `cross_entropy`; not differentiable.
     """
-    sharding, row_spec = shard.table("vocab", "embed"), shard.spec("activations", ("batch", "seq"))
-    seq_by = shard.axes_for("seq_resid")
+    sharding, row_spec = shard.within(TABLES).table("vocab", "embed"), shard.spec("activations", ("batch", "seq"))
+    seq_by, embed_by = shard.axes_for("seq_resid"), shard.axes_for("embed")
 
     def local(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by)
+        x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by, embed_by)
 
         def step(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             z, top, hit = _vocabulary(row[0], row[1], head_VD, ids_V, vocab_by, vocab_size, softcap)
@@ -87,10 +87,12 @@ def label_scores(
     return shard.shard_map(local, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
 
 
-def _gathered(x: jax.Array, head: jax.Array, sharding: TableSharding, seq_by: tuple[str, ...]) -> tuple[Any, ...]:
+def _gathered(
+    x: jax.Array, head: jax.Array, sharding: TableSharding, seq_by: tuple[str, ...], embed_by: tuple[str, ...]
+) -> tuple[Any, ...]:
     """Inside `Shard.shard_map`: (full sequences [B, S, D], this device's rows of the head [V, D], their ids, mesh axes of the ids)."""
     vocab_by = axes_of(sharding.gathered_spec[0])
-    x = lax.all_gather(x, seq_by, axis=1, tiled=True) if seq_by else x
+    x = gathered_residual(x, seq_by, embed_by)
     head_VD = sharding.gather(head.astype(x.dtype))
     ids_V = jnp.arange(len(head_VD)) + (lax.axis_index(vocab_by) * len(head_VD) if vocab_by else 0)
     return x, head_VD, ids_V, vocab_by
@@ -120,12 +122,12 @@ def _over(vocab_by: tuple[str, ...], reduce: Callable[..., jax.Array], value: ja
 
 def _local(
     x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, *,
-    sharding: TableSharding, batch_by: tuple[str, ...], seq_by: tuple[str, ...], vocab_size: int,
+    sharding: TableSharding, batch_by: tuple[str, ...], seq_by: tuple[str, ...], embed_by: tuple[str, ...], vocab_size: int,
     chunk: int, softcap: float, z_loss: float, with_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:  # fmt: skip
     """On one device's shards: ((objective, sums), (dx like x, dhead like head)), or None in place of both gradients."""
     dtype, out_shape = x.dtype, x.shape
-    x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by)
+    x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by, embed_by)
     V, D = head_VD.shape
     batch_shape, T = x.shape, labels.size
     rows = _chunks((x, labels, weights), chunk)
@@ -166,5 +168,5 @@ def _local(
         del sums["z_loss"]
     if not with_grads:
         return (objective, sums), (None, None)
-    dx = sum_into(dx.reshape(-1, D)[:T].reshape(batch_shape), vocab_by, seq_by)
+    dx = sum_into(dx.reshape(-1, D)[:T].reshape(batch_shape), vocab_by, seq_by, embed_by)
     return (objective, sums), (dx.reshape(out_shape), sharding.reduce_scatter(dhead))

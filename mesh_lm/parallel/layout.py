@@ -26,7 +26,7 @@ from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide
-from sharding_rules import Shard, ShardingRuleError, unknown_scopes
+from sharding_rules import TABLES, Shard, ShardingRuleError, unknown_scopes
 from sharding_rules.rules import Kind
 
 MISFIT = "these rules do not fit the model"
@@ -62,7 +62,7 @@ class ModelLayout:
         parameter outside of segments, and for a model that the pipeline cannot divide.
         """
         stacks, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
-        if problems := unknown_scopes(shard.rules, stack.names):
+        if problems := unknown_scopes(shard.rules, (*stack.names, TABLES)):
             raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
         shapes, axes, buffers, compute, scopes = {}, {}, set(), {}, shard.rules.scopes()
@@ -81,7 +81,8 @@ class ModelLayout:
                     "as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
                 )
             _check_stack(name, named, shapes[name].shape, stack)
-            scope = segment_of(name) if segment_of(name) in scopes else ""
+            scope = segment_of(name) if named[:1] == ("layers",) else TABLES
+            scope = scope if scope in scopes else ""
             axes[name] = tuple(f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis for axis in named)
         return cls(config, shard, pipeline, stacks, shapes, axes, frozenset(buffers), compute, graph, jax.tree.structure(state))
 

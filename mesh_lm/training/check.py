@@ -18,7 +18,7 @@ from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_reduction import reduction_problems
-from sharding_rules import ISLAND, PRESETS, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import FLAT, Column, Kind
 
 
@@ -47,7 +47,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     yield from (problems := config.model.problems())
     if not problems:
         yield from (stack := config.model.stack()).problems()
-        yield from unknown_scopes(config.rules, stack.names)
+        yield from unknown_scopes(config.rules, (*stack.names, TABLES))
     at_least = {
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.outer_steps": 0,
@@ -169,7 +169,6 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
                     fix = "to shard them over replicas use the mesh axis 'fsdp'"
                     yield f"rules.{kind}[{logical!r}]={entry!r}: weights are replicated over {axis}; {fix}"
     reasons = {
-        "embed": "the residual stream is sharded over batch and seq_resid only",
         "head_dim": "attention needs full heads",
     }
     if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):

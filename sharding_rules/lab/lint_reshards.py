@@ -114,7 +114,9 @@ def _unexplained_gather(context: LintContext, piece: Piece) -> tuple[str, str] |
         acts, here = row.replace("params", "activations") if context.rules else "a constraint", one.where.source or one.where.part
         fix = f"shard what it is multiplied with along {piece.along} too, by {acts}; and pin the weight at {here}: shard.weight(w, ...)"
         return f"{names_of(weights)} is gathered over {piece.along}, along which {row} shards it for good", fix
-    if axes <= context.gathers_residual and context.is_residual(piece.array):
+    if any(axes <= context.gathers_operand(weight) for weight in context.beside(one)):
+        return None
+    if axes <= context.gathers_residual | {*context.shards_activation("embed")} and context.is_residual(piece.array):
         return None
     if not context.is_activation(piece.array, one.axes) and (context.rules is None or (in_update and axes <= context.gathers_weights)):
         return None  # nothing says what it is; an optimizer may work on whole matrices
