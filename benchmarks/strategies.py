@@ -23,6 +23,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("hsdp", "data fsdp", ""),
     ("megatron", "tensor", "data"),
     ("megatron_sp", "tensor", "data"),
+    ("megatron_2d", "tensor tensor_y", "data"),
+    ("zero1+fsdp+megatron_2d", "fsdp tensor tensor_y", ""),
     ("zero1+fsdp", "data fsdp", ""),
     ("zero1+megatron", "data tensor", ""),
     ("zero1+megatron_sp", "data tensor", ""),

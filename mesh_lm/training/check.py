@@ -18,6 +18,7 @@ from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_reduction import reduction_problems
+from mesh_lm.training.check_residual import residual_problems
 from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
 from sharding_rules.rules import FLAT, Column, Kind
 
@@ -34,7 +35,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         problems.append(str(error))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
-    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems
+    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems, residual_problems
     for part in (*of_rules, _flat, _sizes, _batch, _halves, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
@@ -168,15 +169,12 @@ def _unsupported_rows(config: TrainConfig) -> Iterator[str]:
                 if axis in manual and (logical, axis) != ("layers", "pipeline") and _name(logical) != FLAT:
                     fix = "to shard them over replicas use the mesh axis 'fsdp'"
                     yield f"rules.{kind}[{logical!r}]={entry!r}: weights are replicated over {axis}; {fix}"
-    reasons = {
-        "head_dim": "attention needs full heads",
-    }
     if "pipeline" in axes_of(entry := config.rules.activations.get("batch")):
         yield f"rules.activations['batch']={entry!r}: every stage needs the full batch; remove 'pipeline'"
     for logical, entry in config.rules.activations.items():
-        if entry and (reason := reasons.get(logical.rpartition("/")[2])):
-            yield f"rules.activations[{logical!r}]={entry!r}: {reason}; set it to None"
-        elif (name := _name(logical)) == "seq":
+        if (name := _name(logical)) == "head_dim" and entry:
+            yield f"rules.activations[{logical!r}]={entry!r}: attention needs full heads; set it to None"
+        elif name == "seq":
             for axis in axes_of(entry):
                 if axis not in config.rules.context:
                     able = axis in manual - {ISLAND, "pipeline", "data"}
@@ -272,12 +270,14 @@ def _sizes(config: TrainConfig) -> Iterator[str]:
                 seen.add((field, axes))
                 product = " x ".join(setting(a, mesh[a]) for a in axes)
                 hint = f"; {_field(axes[0])} can be {_few(_divisors(size))}" if len(axes) == 1 else f"; their product must divide {size}"
-                hint += _replicate_kv_heads(config, logical, ways)
+                hint += _replicate_kv_heads(config, kind, logical, ways)
                 yield f"model.{field}={size} is not divisible by {product} (rules.{kind}: {logical} -> {'+'.join(axes)}){hint}"
 
 
-def _replicate_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
-    """The other fix if kv heads do not divide: each device holds all of them, and uses those of its query heads."""
+def _replicate_kv_heads(config: TrainConfig, kind: Kind, logical: str, ways: int) -> str:
+    """The other fix if kv heads do not divide: each device holds all of them, or those of the first mesh axes, and uses those of its
+    query heads.
+    """
     sizes = config.model.sizes()
     heads, kv_heads = (sizes.get(name, ("", 0))[1] for name in ("heads", "kv_heads"))
     if logical.rpartition("/")[2] != "kv_heads" or not kv_heads or heads % kv_heads or heads % ways:
@@ -285,6 +285,10 @@ def _replicate_kv_heads(config: TrainConfig, logical: str, ways: int) -> str:
     group, local = heads // kv_heads, heads // ways
     if local % group and group % local:
         return ""
+    *first, _ = axes_of(config.rules.column(kind)[logical])
+    if kind == "activations" and first and kv_heads % (n := math.prod(config.mesh.sizes().get(axis, 1) for axis in first)) == 0:
+        row = f"rules.activations[{logical!r}]"
+        return f"; or set {row} to {(first[0] if len(first) == 1 else tuple(first))!r}: {kv_heads // n} on each device"
     given = [k for k in get_args(Kind) if getattr(config.rules, k) is not None and axes_of(config.rules.column(k).get(logical))]
     return f"; or set {logical} to None in {' and '.join(f'rules.{k}' for k in given)}: each device then has all kv heads"
 

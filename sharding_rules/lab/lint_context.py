@@ -318,14 +318,6 @@ class LintContext:
             return self.shards_params - self.shards_batch
         return self._real(set(self.shards_activation("seq_resid")) - set(self.shards_activation("seq")))
 
-    def gathers_operand(self, argument: Argument) -> set[str]:
-        """Axes that shard a weight, and what it is multiplied with along another of its dimensions, as heads in two-dimensional tensor
-        parallelism.
-        """
-        used = self.rules.column("gathered") if self.rules else {}
-        rows = {row_of(used, axis) for axis in self.logical(argument) or used if axis} - {None}
-        return {a for row in rows for a in self.shards_activation(_plain(row)) if a not in axes_of(used[row])} & set(argument.axes)
-
     def shards_activation(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that the rules shard a dimension of activations along, in this segment; none without rules."""
         column = self.rules.activations if self.rules else {}

@@ -114,13 +114,26 @@ def _unexplained_gather(context: LintContext, piece: Piece) -> tuple[str, str] |
         acts, here = row.replace("params", "activations") if context.rules else "a constraint", one.where.source or one.where.part
         fix = f"shard what it is multiplied with along {piece.along} too, by {acts}; and pin the weight at {here}: shard.weight(w, ...)"
         return f"{names_of(weights)} is gathered over {piece.along}, along which {row} shards it for good", fix
-    if any(axes <= context.gathers_operand(weight) for weight in context.beside(one)):
+    if axes <= _gathers_operands(context, context.beside(one)):
         return None
     if axes <= context.gathers_residual | {*context.shards_activation("embed")} and context.is_residual(piece.array):
         return None
     if not context.is_activation(piece.array, one.axes) and (context.rules is None or (in_update and axes <= context.gathers_weights)):
         return None  # nothing says what it is; an optimizer may work on whole matrices
     return _gathered_activation(context, piece)
+
+
+def _gathers_operands(context: LintContext, weights: list[Argument]) -> set[str]:
+    """Axes that shard these weights, and what they are multiplied with along another dimension, as heads in preset megatron_2d.
+
+    Without weights, as where layers gather theirs from flat vectors: what the rules say of any.
+    """
+    used = context.rules.column("gathered") if context.rules else {}
+    named = [axis for weight in weights for axis in context.logical(weight)] or used
+    rows = {row for axis in named if axis and (row := row_of(used, axis))}
+    found = ({*context.shards_activation(row.rpartition("/")[2])} - {*axes_of(used[row])} for row in rows)
+    sharded = {a for weight in weights for a in weight.axes} if weights else {a for entry in used.values() for a in axes_of(entry)}
+    return set().union(*found) & sharded
 
 
 def _for_update(context: LintContext, piece: Piece) -> bool:

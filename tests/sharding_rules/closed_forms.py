@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
 from tests.sharding_rules.closed_forms_context import A2A as A2A
 from tests.sharding_rules.closed_forms_context import AG, AR, CP, RS, exchanged
 from tests.sharding_rules.subjects import Decoder, Strategy
@@ -101,6 +102,7 @@ SYMBOLS = {
     "CK": ("C x K", "bf16", "those of all tokens"),
     "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide"),
     "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
+    **tensor_2d.SYMBOLS,
 }
 """Symbol -> (bytes, dtype, what it is)."""
 
@@ -142,7 +144,7 @@ def expected_of(config: Any) -> list[Term]:
     strategy = Strategy(
         "+".join(part for part in rules.name.replace(" by layers", "").split("+") if not part.startswith("reduce_")),
         mesh.data, mesh.fsdp, mesh.tensor, by, mesh.pipeline, pipeline.chunks, pipeline.stash, rules.reduction,
-        mesh.sequence, mesh.sizes().get("ulysses", 1),
+        mesh.sequence, mesh.sizes().get("ulysses", 1), mesh.sizes().get("tensor_y", 1),
     )  # fmt: skip
     return expected(Decoder.of(config.model), strategy, loop.global_batch // (loop.microbatches * mesh.data * mesh.fsdp), loop.microbatches)
 
@@ -163,33 +165,33 @@ def by_axes(terms: Iterable[Term], field: str = "wire_bytes") -> dict[tuple[str,
 def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     """Symbol -> bytes."""
     L, h, T, F = model.layers // strategy.pipeline, model.d_model, strategy.tensor, strategy.fsdp
-    each_table = [model.vocab * h / (T * F)] * (1 if model.tied else 2) + [model.learned_positions * model.seq * h / F]
+    TY = strategy.matrix_shards
+    each_table = [model.vocab * h / (TY * F)] * (1 if model.tied else 2) + [model.learned_positions * model.seq * h / F]
     tables = sum(each_table)
-    layers = L * model.matrices / (T * F)
+    layers = L * model.matrices / (TY * F)
     last = model.norm_vectors * h
     vectors = L * (model.whole_vectors + model.cut_vectors / T)
     cut, whole = (layers, vectors) if strategy.zero_by == "embed" else (layers + vectors, 0)
     if not (staged := strategy.pipeline > 1):
         cut, whole = (cut + tables, whole + last) if strategy.zero_by == "embed" else (cut, whole + tables + last)
     seq = model.seq / (strategy.sequence * strategy.ulysses)
-    E, P = 2.0 * model.vocab * h / T, 2.0 * seq * h * model.learned_positions / (T if strategy.sp else 1)
+    E, P = 2.0 * model.vocab * h / TY, 2.0 * seq * h * model.learned_positions / (T if strategy.sp else 1)
     X = 2.0 * b * seq * h
     kv_heads = math.lcm(model.kv_heads // (1 if model.kv_heads % T else T), strategy.ulysses if "usp" in strategy.parts else 1)
     kv = 4.0 * b * seq * kv_heads * model.head_dim
     return {
         "X": X,
-        "W": 2.0 * model.matrices / T,
-        "2W": 4.0 * model.matrices / T,
+        "W": 2.0 * model.matrices / TY,
+        "2W": 4.0 * model.matrices / TY,
         "E": E,
         "2E": 2 * E,
         "P": P,
         "2P": 2 * P,
         "p": 4.0 * model.seq * h * model.learned_positions / F,
         "u": 4.0 * model.whole_vectors,
-        "v": 4.0 * model.cut_vectors / T,
         "n": 4.0 * last,
         "c": 4.0 * min(model.loss_chunk, b * seq),
-        "H": X / (T if strategy.sp else 1),
+        "H": X / (T if strategy.sp else strategy.tensor_y),
         "G": 4 * (cut + whole),
         "Z": 4 * cut,
         "Z/2": 2 * cut,
@@ -202,10 +204,11 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "CK": strategy.sequence * kv,
         "Q": (q := 2.0 * b * seq * model.heads // T * model.head_dim),
         "Q+K": q + 4.0 * b * seq * math.lcm(kv_heads, strategy.sequence if "ulysses" in strategy.parts else 1) * model.head_dim,
-        "R": (row := 4 * padded(model.matrices / (T * F), strategy.replicas)),
+        "R": (row := 4 * padded(model.matrices / (TY * F), strategy.replicas)),
         "R/2": row / 2,
         "J": (flat := 4 * sum(padded(n, strategy.replicas * strategy.pipeline) for n in each_table)),
         "J/2": flat / 2,
+        **tensor_2d.sizes(model, strategy, b),
     }
 
 
@@ -216,7 +219,9 @@ def padded(elements: float, replicas: int) -> int:
 
 def _terms(model: Decoder, strategy: Strategy, sequences: int, microbatches: int) -> Iterator[tuple]:
     """(part, kind, axes, dtype, size, count, per, why[, needed, excess]) on any mesh."""
-    if strategy.is_tensor:
+    if strategy.square:
+        yield from tensor_2d.terms(model, strategy, sequences)
+    elif strategy.is_tensor:
         yield from _tensor(model, strategy, sequences)
     yield from exchanged(model, strategy)
     yield from _fsdp(model, strategy)
@@ -279,12 +284,13 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     else:
         yield "layer", RS, f, "bf16", "W", 1, "backward", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
-    yield "layer", AR, by_batch, "f32", "u", 1, "backward", why
+    vectors, last = ("u/Y", "n/Y") if strategy.square else ("u", "n")
+    yield "layer", AR, by_batch, "f32", vectors, 1, "backward", why
     yield "layer", AR, f, "f32", "v", 1, "backward", "backward: biases that tensor shards, which see full sequences"
     if staged:
-        yield "norm", AR, by_batch, "f32", "n", 1, "microbatch", "backward: the last norm, in the last stage's branch"
+        yield "norm", AR, by_batch, "f32", last, 1, "microbatch", "backward: the last norm, in the last stage's branch"
     else:
-        yield "norm", AR, by_batch, "f32", "n", 1, "step", "backward: the last norm, summed after the last microbatch"
+        yield "norm", AR, by_batch, "f32", last, 1, "step", "backward: the last norm, summed after the last microbatch"
     yield "embedding", AG, f, "bf16", "E", 1, "microbatch", "the table, for the lookup"
     yield "embedding", AG, f, "bf16", "E", twice, "microbatch", slot
     fp32 = "rows are summed in fp32, because a common token's row has many addends; bf16 would be half"

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 CONTEXT = {"context_gather", "ulysses", "ring", "usp"}
-PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp"} | CONTEXT
+PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "megatron", "megatron_sp", "megatron_2d"} | CONTEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +89,15 @@ class Strategy:
     """Shards of each sequence (context parallelism)."""
     ulysses: int = 1
     """The inner axis of preset usp."""
+    tensor_y: int = 1
+    """The second axis of preset megatron_2d."""
 
     def __post_init__(self) -> None:
         if unknown := self.parts - PARTS:
             raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
         if (self.sequence * self.ulysses > 1) and (self.zero or self.pipeline > 1):
             raise ValueError(f"no closed form for shards of sequences with {self.preset} in {self.pipeline} stages")
-        cut = {"data": bool(self.parts - {"fsdp"}), "sequence": bool(self.parts & CONTEXT), "ulysses": "usp" in self.parts}
+        cut = {"data": bool(self.parts - {"fsdp"}), "sequence": bool(self.parts & CONTEXT), "ulysses": "usp" in self.parts, "tensor_y": self.square}
         cut |= {"fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
@@ -115,7 +117,17 @@ class Strategy:
 
     @property
     def is_tensor(self) -> bool:
-        return bool(self.parts & {"megatron", "megatron_sp"})
+        return bool(self.parts & {"megatron", "megatron_sp", "megatron_2d"})
+
+    @property
+    def square(self) -> bool:
+        """Two-dimensional tensor parallelism."""
+        return "megatron_2d" in self.parts
+
+    @property
+    def matrix_shards(self) -> int:
+        """The shards of a matrix, or of a table, as it is used."""
+        return self.tensor * self.tensor_y
 
     @property
     def sp(self) -> bool:

@@ -140,7 +140,12 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     [
         ("params", {"embed": "data"}, "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'"),
         ("activations", {"batch": ("data", "pipeline")}, "every stage needs the full batch; remove 'pipeline'"),
-        ("activations", {"embed": "tensor"}, "the residual stream is sharded over batch and seq_resid only; set it to None"),
+        (
+            "activations",
+            {"embed": "tensor"},
+            "the weights that read and write it have rules.gathered['embed']=None; shard rules.params['embed'] over 'tensor', "
+            "as preset megatron_2d does, or set it to None",
+        ),
     ],
 )
 def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], problem: str) -> None:
@@ -180,7 +185,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
-        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'"),
+        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks', 'tables'"),
         (
             "optimizer",
             {"flat": "dat"},
@@ -220,7 +225,7 @@ def test_mesh_axes_that_rules_declare() -> None:
     ]
     assert said(data=4, extra=("tensor_y=2",)) == [
         "mesh.extra=tensor_y=2, but rules 'mine' shard no activation over tensor_y; "
-        "set mesh.extra=tensor_y=1 or a row of rules.activations to 'tensor_y'"
+        "set mesh.extra=tensor_y=1 or rules such as mine+megatron_2d"
     ]
     config = dataclasses.replace(fits, model=dataclasses.replace(config.model, d_ff=509))
     assert said(extra=("tensor_y=8",)) == [
@@ -239,7 +244,7 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
         "did you mean 'tensor'?",
         "rules.params['blocks/mlp']='data': weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'",
         "rules.activations['blocks/mlp']='data': only the batch is sharded over data; remove 'data'",
-        "rules.activations['blocks/embed']='tensor': the residual stream is sharded over batch and seq_resid only; set it to None",
+        "rules.activations['blocks/embed']='tensor': all layers have one residual stream; set it to None, as 'embed'",
     ]
     odd = dataclasses.replace(config.model, d_ff=510)
     config = dataclasses.replace(
@@ -323,7 +328,7 @@ FLAT_NOT_ALONG = "flat vectors are sharded over replicas, whose axes are pipelin
         ),
         (
             {"optimizer": {"moe/flat": "data"}},
-            "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks'",
+            "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks', 'tables'",
         ),
         (
             {"optimizer": {"flat": "data"}, "params": {"layers": "fsdp", "embed": None}},
