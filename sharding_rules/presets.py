@@ -48,7 +48,8 @@ PRESETS: dict[str, Rules] = {
         # their heads, so that no device repeats the attention of another. Tables are used with full rows.
         Rules(
             "megatron_2d", params={**_WEIGHTS, **_TENSOR, "embed": "tensor_y", "tables/vocab": _BOTH, "tables/embed": None},
-            activations={**_DATA, "heads": _BOTH, "kv_heads": _BOTH, "mlp": "tensor", "vocab": _BOTH, "embed": "tensor_y"}, axes={"tensor_y": "auto"},
+            activations={**_DATA, **dict.fromkeys(("heads", "kv_heads", "vocab"), _BOTH), "mlp": "tensor", "embed": "tensor_y"},
+            axes={"tensor_y": "auto"},
         ),
         # Context parallel: each device has a part of every sequence, in all layers. They differ in what attention exchanges.
         Rules("context_gather", params=_WEIGHTS, activations=_CONTEXT, context={"sequence": "gather"}),

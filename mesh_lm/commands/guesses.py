@@ -86,6 +86,6 @@ FIELDS = {
 RULES = {
     "dp": "ddp", "data": "ddp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp", "zero": "zero1",
     "tp": "megatron", "tensor": "megatron", "tensor_parallel": "megatron",
-    "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp",
+    "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp", "tp_2d": "megatron_2d", "2d": "megatron_2d",
 }  # fmt: skip
 """A name of rules -> the preset that does the same."""

@@ -98,7 +98,10 @@ def _microbatches(config: TrainConfig) -> Iterator[Change]:
 def _rules(config: TrainConfig) -> Iterator[Change]:
     """Other presets that use each axis of the same mesh."""
     used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
-    names = [*PRESETS, *(f"{a}+{b}" for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp") for b in ("megatron", "megatron_sp"))]
+    names = [
+        *PRESETS,
+        *(f"{a}+{b}" for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp") for b in ("megatron", "megatron_sp", "megatron_2d")),
+    ]
     for name in names:
         if name != config.rules.name and used <= preset(name).mesh_axes():
             yield "rule", {"rules": _with_reduction(config, name)}
@@ -113,13 +116,13 @@ def _with_reduction(config: TrainConfig, name: str) -> str:
 def _meshes(config: TrainConfig) -> Iterator[Change]:
     """Weights sharded over part of the replicas (HSDP), and more tensor parallelism inside a node."""
     mesh = config.mesh.sizes()
-    tensor = "megatron_sp" if mesh["tensor"] > 1 else ""
+    tensor = "megatron_2d" if mesh.get("tensor_y", 1) > 1 else "megatron_sp" if mesh["tensor"] > 1 else ""
     for factor in (2, 8):
         if mesh["data"] % factor == 0:
             rules = "+".join(filter(None, ["hsdp", tensor]))
             yield "mesh", {"rules": _with_reduction(config, rules), "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
     for axis in ("data", "fsdp"):
-        if mesh["tensor"] * 2 <= NODE and mesh[axis] % 2 == 0:
+        if mesh["tensor"] * mesh.get("tensor_y", 1) * 2 <= NODE and mesh[axis] % 2 == 0:
             rules = {} if "megatron" in config.rules.name else {"rules": _with_reduction(config, f"{config.rules.name}+megatron_sp")}
             yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
 

@@ -15,12 +15,12 @@ def residual_problems(config: TrainConfig) -> Iterator[str]:
     for row, scoped in rules.activations.items():
         if row.endswith("/embed") and axes_of(scoped) != axes_of(entry):
             yield f"rules.activations[{row!r}]={scoped!r}: all layers have one residual stream; set it to {entry!r}, as 'embed'"
-    if not entry:
-        return
+    if not entry or set(axes_of(entry)) & rules.manual_axes():
+        return  # `_unsupported_rows` refuses manual axes
     where, instead = f"rules.activations['embed']={entry!r}", "or set it to None"
     if axes_of(weights) != axes_of(entry):
         made = f"the weights that read and write it have rules.gathered['embed']={axes_of(weights) or None!r}"
-        yield f"{where}: {made}; shard rules.params['embed'] over {entry!r}, as preset megatron_2d does, {instead}"
+        yield f"{where}: {made}; shard both over one axis that shards nothing else, as preset megatron_2d does, {instead}"
     if tables:
         fix = f"set rules.params['{TABLES}/embed'] to None, as preset megatron_2d does, {instead}"
         yield f"{where}: tables are used with full rows; {fix}"

@@ -49,15 +49,16 @@ def placement(context: LintContext) -> Iterator[Finding]:
         least = math.ceil(n * inner / max(inner, node))
         spans = report.axis_nodes.get(axis, 1)
         bytes = int(sum(one.times * one.wire for one in report.select(axis=axis) if one.nodes > 1))
-        inner *= n
+        within, inner = inner, inner * n
         if spans > least:
             text = f"groups of {n} along {axis} span {spans} nodes; {least} would hold them"
             fix = "order the devices by node, innermost mesh axis fastest: sharding_rules.make_mesh does"
             yield Finding("device-order", bytes, Location(), text, fix)
         elif axis == context.vocabulary.tensor_axis and spans > 1:
-            text = f"{axis}={n} leaves its node of {node}: each matmul pair waits for the network between nodes"
+            beside = f" (with {within} devices along axes inside of it)" if within > 1 else ""
+            text = f"{axis}={n}{beside} leaves its node of {node}: each matmul pair waits for the network between nodes"
             neutral = "at most {node} devices along {axis}; give the rest to an axis that shards the batch"
-            fix = context.vocabulary.fix("leaves-nvlink", neutral, node=node, axis=axis)
+            fix = context.vocabulary.fix("leaves-nvlink", neutral, node=max(1, node // within), axis=axis)
             yield Finding("leaves-nvlink", bytes, Location(), text, fix)
 
 

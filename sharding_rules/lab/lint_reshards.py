@@ -126,7 +126,7 @@ def _unexplained_gather(context: LintContext, piece: Piece) -> tuple[str, str] |
 def _gathers_operands(context: LintContext, weights: list[Argument]) -> set[str]:
     """Axes that shard these weights, and what they are multiplied with along another dimension, as heads in preset megatron_2d.
 
-    Without weights, as where layers gather theirs from flat vectors: what the rules say of any.
+    Without weights, as where layers gather theirs from flat vectors: those of any weight, by the rules.
     """
     used = context.rules.column("gathered") if context.rules else {}
     named = [axis for weight in weights for axis in context.logical(weight)] or used

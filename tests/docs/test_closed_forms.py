@@ -31,14 +31,14 @@ CONFIGS = {
 
 def gpt(remat: str = "full") -> Decoder:
     return Decoder(
-        layers=2, d_model=64, d_ff=256, heads=4, kv_heads=4, head_dim=16, vocab=128, seq=64, learned_positions=True, biases=True,
+        layers=2, d_model=64, d_ff=256, heads=16, kv_heads=16, head_dim=4, vocab=128, seq=64, learned_positions=True, biases=True,
         norm_vectors=2, gated=False, tied=False, remat=remat, loss_chunk=32,
     )  # fmt: skip
 
 
 def terms(preset: str, remat: str = "full") -> list[Term]:
     """Of an untied GPT with two rows, on a mesh that uses every axis that the preset cuts."""
-    axes = [axis for axis in ("data", "fsdp", "tensor") if _cuts(preset, axis)]
+    axes = [axis for axis in ("data", "fsdp", "tensor", "tensor_y") if _cuts(preset, axis)]
     return expected(gpt(remat), dataclasses.replace(Strategy(preset), **dict.fromkeys(axes, 4)), 2, 4)
 
 
@@ -180,6 +180,8 @@ def test_tables_are_the_forms(render) -> None:
         ("hsdp", "fsdp"),
         ("megatron_sp", "tensor"),
         ("megatron", "tensor"),
+        ("megatron_2d", "tensor"),
+        ("megatron_2d", "tensor_y"),
         ("ddp", "data"),
         ("zero1", "data"),
         ("zero2", "data"),

@@ -76,7 +76,7 @@ def test_tables_are_the_presets(render) -> None:
 
 def test_every_logical_axis_of_the_presets_is_explained() -> None:
     start = PAGE.index("The logical axes of the decoder")
-    explained = set(re.findall(r"`(\w+)`", PAGE[start : PAGE.index("##", start)]))
+    explained = set(re.findall(r"`([\w/]+)`", PAGE[start : PAGE.index("##", start)]))
     assert {row for rules in PRESETS.values() for kind in ("params", "activations") for row in rules.column(kind)} <= explained
 
 

@@ -284,7 +284,7 @@ def _fsdp(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     else:
         yield "layer", RS, f, "bf16", "W", 1, "backward", "backward: weight gradients, in the matmul's type"
     why = "backward: norms and biases of the width h; under SP also over parts of the sequence"
-    vectors, last = ("u/Y", "n/Y") if strategy.square else ("u", "n")
+    vectors, last = ("u/y", "n/y") if strategy.square else ("u", "n")
     yield "layer", AR, by_batch, "f32", vectors, 1, "backward", why
     yield "layer", AR, f, "f32", "v", 1, "backward", "backward: biases that tensor shards, which see full sequences"
     if staged:

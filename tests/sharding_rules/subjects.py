@@ -97,7 +97,12 @@ class Strategy:
             raise ValueError(f"no closed form for preset {' or '.join(sorted(unknown))}")
         if (self.sequence * self.ulysses > 1) and (self.zero or self.pipeline > 1):
             raise ValueError(f"no closed form for shards of sequences with {self.preset} in {self.pipeline} stages")
-        cut = {"data": bool(self.parts - {"fsdp"}), "sequence": bool(self.parts & CONTEXT), "ulysses": "usp" in self.parts, "tensor_y": self.square}
+        cut = {
+            "data": bool(self.parts - {"fsdp"}),
+            "sequence": bool(self.parts & CONTEXT),
+            "ulysses": "usp" in self.parts,
+            "tensor_y": self.square,
+        }
         cut |= {"fsdp": bool(self.parts & {"fsdp", "hsdp"}), "tensor": self.is_tensor}
         if unused := [axis for axis, used in cut.items() if not used and getattr(self, axis) > 1]:
             raise ValueError(f"{self.preset} cuts nothing over {' or '.join(unused)}")

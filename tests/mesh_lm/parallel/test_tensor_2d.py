@@ -15,11 +15,13 @@ RESIDUALS = PipelineConfig(stash="residuals")
 CASES: list[Any] = [
     pytest.param("gpt", "megatron_2d", {"tensor": 2}, PipelineConfig(), id="alone"),
     pytest.param("llama", "zero2+hsdp+megatron_2d", {"fsdp": 2, "tensor": 2}, PipelineConfig(), id="fsdp", marks=SLOW),
-    pytest.param("gpt", "zero3+megatron_2d", {"data": 2, "tensor": 2}, PipelineConfig(), id="zero3", marks=SLOW),
+    pytest.param("gpt", "zero3+megatron_2d", {"data": 2, "tensor": 2}, PipelineConfig(), id="zero3", marks=pytest.mark.exhaustive),
     pytest.param("llama", "ring+megatron_2d", {"sequence": 2, "tensor": 2}, PipelineConfig(), id="ring", marks=pytest.mark.exhaustive),
     pytest.param("gpt", "fsdp+megatron_2d", {"pipeline": 2, "fsdp": 2}, PipelineConfig(), id="stages", marks=SLOW),
     pytest.param("gpt", "distributed+megatron_2d", {"pipeline": 2, "tensor": 2}, RESIDUALS, id="residuals", marks=pytest.mark.exhaustive),
-    pytest.param("llama", "zero1+megatron_2d+reduce_bfloat16", {"data": 2, "tensor": 2}, PipelineConfig(), id="zero1", marks=pytest.mark.exhaustive),
+    pytest.param(
+        "llama", "zero1+megatron_2d+reduce_bfloat16", {"data": 2, "tensor": 2}, PipelineConfig(), id="zero1", marks=pytest.mark.exhaustive
+    ),
 ]
 """GPT has a tied head and learned positions; Llama has an untied head, sinks and two kv heads, of which a device uses one."""
 
@@ -34,7 +36,7 @@ def test_equals_one_device(model: str, rules: str, mesh: dict[str, Any], pipelin
     assert_same_gradients(grads, reference(config)[2], 1e-5 if table.reduction == "auto" else 2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_equals_one_device() -> None:
     """Layers of another kind, whose experts are all on each device, beside dense ones; with fewer heads than devices."""
     rules = experts_toy.rules("megatron_2d").replace("mine", activations={"heads": "tensor", "kv_heads": "tensor"})

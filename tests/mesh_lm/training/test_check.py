@@ -143,7 +143,7 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         (
             "activations",
             {"embed": "tensor"},
-            "the weights that read and write it have rules.gathered['embed']=None; shard rules.params['embed'] over 'tensor', "
+            "the weights that read and write it have rules.gathered['embed']=None; shard both over one axis that shards nothing else, "
             "as preset megatron_2d does, or set it to None",
         ),
     ],
@@ -185,7 +185,11 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         ("optimizer", {"blocks/flat": "fsdp"}, f"rules.optimizer['blocks/flat']='fsdp': {REPLICAS}; remove 'fsdp'"),
         ("optimizer", {"flat": ("data", "data")}, "rules.optimizer['flat']=('data', 'data'): has 'data' twice"),
         ("optimizer", {"flt": "data"}, "rules.optimizer['flt']='data': no parameter has such an axis; did you mean 'flat'?"),
-        ("optimizer", {"moe/flat": "data"}, "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks', 'tables'"),
+        (
+            "optimizer",
+            {"moe/flat": "data"},
+            "rules have the scope 'moe' (moe/flat), which the model does not have; the model has 'blocks', 'tables'",
+        ),
         (
             "optimizer",
             {"flat": "dat"},

@@ -16,7 +16,9 @@ TWO = preset("megatron_2d")
 
 def said(rules: Rules, model: dict[str, Any] | None = None, **mesh: Any) -> list[str]:
     config = load("configs/gpt_tiny.py")
-    config = dataclasses.replace(config, rules=rules, mesh=MeshConfig(**(mesh or SQUARE)), model=dataclasses.replace(config.model, **(model or {})))
+    config = dataclasses.replace(
+        config, rules=rules, mesh=MeshConfig(**(mesh or SQUARE)), model=dataclasses.replace(config.model, **(model or {}))
+    )
     try:
         check(config, 8)
     except ConfigError as error:
@@ -35,8 +37,8 @@ def test_the_preset_and_its_products_are_accepted() -> None:
     [
         (
             preset("megatron_sp+megatron_2d"),
-            "rules.activations['embed']='tensor_y': the residual stream's sequence is sharded, too, over 'tensor', and XLA would replicate it "
-            "between; use megatron_2d without megatron_sp",
+            "rules.activations['embed']='tensor_y': the residual stream's sequence is sharded, too, over 'tensor', and XLA would "
+            "replicate it between; use megatron_2d without megatron_sp",
         ),
         (
             TWO.replace("mine", params={"tables/embed": "tensor_y", "tables/vocab": "tensor"}),
@@ -50,7 +52,7 @@ def test_the_preset_and_its_products_are_accepted() -> None:
         (
             TWO.replace("mine", params={"embed": None}),
             "rules.activations['embed']='tensor_y': the weights that read and write it have rules.gathered['embed']=None; "
-            "shard rules.params['embed'] over 'tensor_y', as preset megatron_2d does, or set it to None",
+            "shard both over one axis that shards nothing else, as preset megatron_2d does, or set it to None",
         ),
     ],
 )
