@@ -57,13 +57,18 @@ class Shard:
 
     def operand(self, x: jax.Array, leading: Sequence[str | None], axes: Sequence[str | None]) -> jax.Array:
         """x as it is multiplied with a weight: dimensions `leading` by the rules of activations, those that it shares with the weight,
-        `axes`, as the weight is used. Unchanged where the rules of activations say the same.
+        `axes`, as the weight is used.
         """
-        kept, shared = self.spec("activations", leading), self.spec("gathered", axes)
-        if shared == self.spec("activations", axes):
-            return x
-        spec = PartitionSpec(*kept, *shared)
+        spec = PartitionSpec(*self.spec("activations", leading), *self.spec("gathered", axes))
         return lax.with_sharding_constraint(x, spec if _manual() else NamedSharding(self.mesh, spec))
+
+    def regathers(self, axes: Sequence[str | None]) -> bool:
+        """Whether a mesh axis shards activations along one dimension of a weight, and the weight along another, as in megatron_2d: then
+        `operand` gathers what is multiplied with it, once. axes: those of the weight.
+        """
+        used = [set(axes_of(entry)) for entry in self.spec("gathered", axes)]
+        dims = [(axis, mine) for axis, mine in zip(self._scoped(axes), used, strict=True) if axis and self.rules.row("activations", axis)]
+        return any((set(self.axes_for(axis)) - mine) & set().union(*used) for axis, mine in dims)
 
     def einsum(self, equation: str, x: jax.Array, w: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """The einsum of an activation and a stored weight, which is cast to the type of x and gathered first.

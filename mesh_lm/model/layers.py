@@ -158,7 +158,8 @@ class Linear(nnx.Module):
 
     def _matmul(self, x_BS: jax.Array, weight: jax.Array, tokens: tuple[str, str]) -> jax.Array:
         einsum, weight = self.shard.einsum_of(weight, self.dtype, self.axes)
-        if self.into_residual:
+        regathers = self.shard.regathers(self.axes)
+        if regathers and self.into_residual:
             x_BS = self.shard.operand(x_BS, tokens, self.axes[1:])
         if self.shard.axes_for("seq_resid"):
             y = einsum(self.equation, x_BS, weight)
@@ -167,4 +168,4 @@ class Linear(nnx.Module):
         # to be sharded: the sharding would no longer be that of a dimension.
         y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
         y = y.reshape(*x_BS.shape[:2], *y.shape[1:])
-        return y if self.into_residual else _gradient_as_operand(y, self.shard, tokens, self.axes[1:])
+        return _gradient_as_operand(y, self.shard, tokens, self.axes[1:]) if regathers and not self.into_residual else y

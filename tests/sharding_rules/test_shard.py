@@ -163,3 +163,12 @@ def test_what_is_not_summed_over_devices_is_left_alone() -> None:
     assert str(jax.make_jaxpr(dot(preset("fsdp").replace(reduction="float32"), mesh))(*arrays())) == str(
         jax.make_jaxpr(dot(preset("fsdp"), mesh))(*arrays())
     ), "an axis of one device"
+
+
+def test_what_is_gathered_before_a_matmul() -> None:
+    """Heads are scattered over tensor_y, which shards the weight along embed; an MLP that is replicated is another matter."""
+    mesh = make_mesh(MeshConfig(data=2, tensor=2, extra=("tensor_y=2",)))
+    two, plain = Shard(preset("megatron_2d"), mesh), Shard(preset("megatron").replace(params={"mlp": None}), mesh)
+    heads, mlp = ("embed", "heads", "head_dim"), ("embed", "mlp")
+    assert two.regathers(heads) and not two.regathers(mlp) and not two.regathers(("embed", None))
+    assert not plain.regathers(heads) and not plain.regathers(mlp)
