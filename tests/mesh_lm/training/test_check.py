@@ -140,12 +140,6 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     [
         ("params", {"embed": "data"}, "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'"),
         ("activations", {"batch": ("data", "pipeline")}, "every stage needs the full batch; remove 'pipeline'"),
-        (
-            "activations",
-            {"embed": "tensor"},
-            "the weights that read and write it have rules.gathered['embed']=None; shard both over one axis that shards nothing else, "
-            "as preset megatron_2d does, or set it to None",
-        ),
     ],
 )
 def test_rules_that_would_train_wrongly(column: str, rows: dict[str, Any], problem: str) -> None:

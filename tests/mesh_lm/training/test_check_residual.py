@@ -50,6 +50,11 @@ def test_the_preset_and_its_products_are_accepted() -> None:
             "rules.activations['blocks/embed']=None: all layers have one residual stream; set it to 'tensor_y', as 'embed'",
         ),
         (
+            preset("megatron").replace("mine", activations={"embed": "tensor"}),
+            "rules.activations['embed']='tensor': the weights that read and write it have rules.gathered['embed']=None; "
+            "shard both over one axis that shards nothing else, as preset megatron_2d does, or set it to None",
+        ),
+        (
             TWO.replace("mine", params={"embed": None}),
             "rules.activations['embed']='tensor_y': the weights that read and write it have rules.gathered['embed']=None; "
             "shard both over one axis that shards nothing else, as preset megatron_2d does, or set it to None",
