@@ -88,7 +88,7 @@ def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, trave
 def test_rules_that_cut_weights_over_fsdp_keep_their_dimension() -> None:
     rules = preset("megatron").replace("mine", params={"mlp": ("tensor", "fsdp"), "vocab": ("fsdp",)})
     whole = merged_layout(GPT, shard_on(rules, pipeline=2, tensor=2))
-    assert whole.shard.rules.params["embed"] is None and whole.shard.rules.params["mlp"] == ("fsdp", "tensor")
+    assert whole.shard.rules.params["embed"] is None and whole.shard.rules.params["mlp"] == ("tensor", "fsdp")
     assert whole.shard.rules.activations["batch"] == ("data", "fsdp") and whole.shard.mesh.shape["fsdp"] == 2
 
 
