@@ -21,6 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from mesh_lm import distributed
+from mesh_lm.checkpoint.commit import Commit
+from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
 from mesh_lm.checkpoint.reader import FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, seal, steps_in
 from mesh_lm.config import TrainConfig, as_dict
@@ -44,11 +46,12 @@ class Checkpoints:
     """The checkpoints of one run, in `<output>/checkpoints`. A context manager, which waits for the current save on exit.
 
     Each step is a directory named after its number. `N.damaged` could not be verified; `N.passed` is from steps that the run has rolled
-    back. Both are kept for inspection.
+    back. Both are kept for inspection. Process 0 holds the lease of the output (`mesh_lm.checkpoint.lease`), and gives a save its name
+    only while it does; until then the save is in `N.saving-LIFE`, which no other run uses.
     """
 
     def __init__(self, config: TrainConfig, phases: Phases | None = None) -> None:
-        """Raises ConfigError if the directory is not writable, or its checkpoints conflict with `checkpoint.resume`."""
+        """Raises ConfigError if another run writes there, the directory is not writable, or it conflicts with `checkpoint.resume`."""
         self.config, self.policy, self._phases = config, config.checkpoint, phases or Phases()
         if self.policy.resume == "never" and int(os.environ.get(BEGUN, 0)):
             self.policy = dataclasses.replace(self.policy, resume="auto")  # a restart: existing checkpoints are this run's own
@@ -59,8 +62,14 @@ class Checkpoints:
         if "://" in config.output:
             raise ConfigError(f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
-        _open(self.directory)
-        self._local = NodeLocalCheckpoints(self.policy, self.directory)
+        self._lease = held_by_process0(self.directory.parent)
+        try:
+            _open(self.directory)
+            self._local = NodeLocalCheckpoints(self.policy, self.directory)
+            self._life = distributed.broadcast_from_process0(self._lease and self._lease.life)
+        except BaseException:
+            self._release()
+            raise
         self._saver = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler())
         )
@@ -192,7 +201,9 @@ class Checkpoints:
         return back(layout, optimizer, state, tree)  # Orbax has copied everything to host memory
 
     def poll(self, step: int) -> None:
-        """Checks the current save. All processes must call it after every step."""
+        """Checks the current save, and whether the lease was lost. All processes must call it after every step."""
+        if self._lease:
+            self._lease.require_kept()
         if self._writing is None or (jax.process_count() > 1 and step % _ASK_EVERY):
             return
         outcomes = distributed.gather_from_all(self._outcome())
@@ -207,8 +218,10 @@ class Checkpoints:
             metadata=ocp.args.JsonSave(metadata | {"seal": seal(data, metadata)}),  # pyright: ignore[reportCallIssue]
         )
         self._writing, self._error, self._soon = step, None, False
+        unnamed = self.directory / f"{step}.saving-{self._life}"
+        self._commit = Commit(unnamed, self.directory / str(step), self._lease)
         try:
-            self._saver.save(self.directory / str(step), args=items)
+            self._saver.save(unnamed, args=items)
         except Exception as error:  # Orbax and TensorStore have no error classes of their own
             self._error = error
 
@@ -219,10 +232,10 @@ class Checkpoints:
                 self._saver.check_for_errors()
             except Exception as error:
                 self._error = error
+        self._error = self._error or self._commit.error
         if self._error is not None:
             return _FAILED
-        # Process 0 renames the directory when all are done; other processes may see that late.
-        return _WRITING if jax.process_index() == 0 and not (self.directory / str(self._writing)).is_dir() else _COMPLETE
+        return _WRITING if self._commit.pending else _COMPLETE
 
     def _settle(self, step: int, *, last: bool = False) -> None:
         """Waits for the current save and records its outcome."""
@@ -234,6 +247,7 @@ class Checkpoints:
                 self._saver.wait_until_finished()
             except Exception as error:
                 self._error = error
+        self._commit.finish()
         self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), last=last)
 
     def _conclude(self, step: int, *, failed: bool, last: bool = False) -> None:
@@ -249,7 +263,11 @@ class Checkpoints:
         self._phases.at("save")
         with contextlib.suppress(Exception):
             self._saver.wait_until_finished()  # takes minutes if only another process failed
+        self._commit.finish()
         self._remove_remains()
+        with distributed.collective_errors():
+            if self._lease:
+                self._lease.require_kept()
         reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
@@ -286,27 +304,38 @@ class Checkpoints:
 
     def _remove_remains(self) -> None:
         if jax.process_index() == 0:
-            _remove(self.directory, "*.orbax-checkpoint-tmp*")
+            _remove(self.directory, f"*.saving-{self._life}*")
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:  # perhaps on this process alone: the others would not respond
+            if jax.process_count() == 1:
+                with contextlib.suppress(Exception):
+                    self._saver.wait_until_finished()
+            if self._writing is not None:
+                self._commit.finish()
             self._writing = None
             if jax.process_count() > 1:
+                self._release()
                 return
-            with contextlib.suppress(Exception):
-                self._saver.wait_until_finished()
         self.close()
 
+    def _release(self) -> None:
+        if self._lease:
+            self._lease.release()
+
     def close(self) -> None:
-        """Waits for the current save. Removes the directory if it is empty."""
-        self._local.close()
-        self._settle(0)
-        self._saver.close()
-        if self._removing:
-            self._removing.join()
+        """Waits for the current save, and releases the output. Removes the directory if it is empty."""
+        try:
+            self._local.close()
+            self._settle(0)
+            self._saver.close()
+            if self._removing:
+                self._removing.join()
+        finally:
+            self._release()
         with contextlib.suppress(OSError):
             self.directory.rmdir()
             self.directory.parent.rmdir()
@@ -341,7 +370,7 @@ def _open(directory: Path) -> None:
             raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
     distributed.require_shared(directory)
     if jax.process_index() == 0:  # remains of a killed run
-        for pattern in ("*.orbax-checkpoint-tmp*", "*.removed"):
+        for pattern in ("*.saving-*", "*.orbax-checkpoint-tmp*", "*.removed"):
             _remove(directory, pattern)
 
 

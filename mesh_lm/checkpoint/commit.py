@@ -1,0 +1,47 @@
+"""Gives a save its step's name as soon as it is complete, if this run still holds the output's lease."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from mesh_lm.checkpoint.lease import Lease
+
+_LOOK = 0.1
+"""Seconds between looks at whether Orbax has completed the save, which it shows by a rename, and by nothing else before its last barrier."""
+
+
+class Commit:
+    """The commit of one save, in a thread of process 0; the other processes do nothing."""
+
+    def __init__(self, saved: Path, named: Path, lease: Lease | None) -> None:
+        """saved: the directory under whose name Orbax completes the save. named: the step's directory, which no save may replace."""
+        self._saved, self._named, self._lease = saved, named, lease
+        self._finished = threading.Event()
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        if lease:
+            self._thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether process 0 has yet to commit; always False on the others, which may see the directory late."""
+        return self._lease is not None and not self._named.is_dir()
+
+    def finish(self) -> None:
+        """Waits for the commit. Call it after Orbax has completed the save, or has failed to."""
+        self._finished.set()
+        if self._lease:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._lease
+        while not self._saved.is_dir():
+            if self._finished.wait(_LOOK) and not self._saved.is_dir():
+                return
+        try:
+            self._lease.require()
+            os.rename(self._saved, self._named)
+        except Exception as error:
+            self.error = error

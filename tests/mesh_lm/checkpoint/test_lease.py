@@ -1,0 +1,193 @@
+"""The lease of an output: one holder at a time; a dead one is replaced, a live one is not, and one that was replaced writes no more."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesh_lm.checkpoint import lease
+from mesh_lm.checkpoint.lease import STALE, Holder, Lease, LeaseLost
+from mesh_lm.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEW", 0.02)
+
+
+def elsewhere(**changes: object) -> Holder:
+    """A holder on another machine, with a process id that is free here."""
+    return dataclasses.replace(Holder.this_process(), **{"host": "node7", "machine": "another", "pid": 2**22 - 1, "life": "0badcafe"} | changes)
+
+
+def held(output: Path) -> Holder:
+    holder = lease._holder((output / ".lease").read_bytes())
+    assert holder
+    return holder
+
+
+def until(condition: Callable[[], object]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen within 5 s")
+
+
+def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
+    mine = Lease.acquire(tmp_path)
+    until(lambda: held(tmp_path).renewed > 2)
+    assert held(tmp_path).pid == os.getpid() and held(tmp_path).life == mine.life
+    mine.require()
+    mine.release()
+    mine.release()
+    assert not [*tmp_path.iterdir()]
+    Lease.acquire(tmp_path).release()
+
+
+def test_a_live_process_here_is_named_and_refused_at_once(tmp_path: Path) -> None:
+    mine = Lease.acquire(tmp_path)
+    message = rf"in use: process {os.getpid()} on \S+ since \d{{4}}-\d\d-\d\d .*; end that run, or set output .* delete .*\.lease"
+    with pytest.raises(ConfigError, match=message):
+        Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
+    mine.require()
+    mine.release()
+
+
+@pytest.mark.parametrize("how", ["killed", "other process with the same id"])
+def test_a_dead_process_here_is_replaced_at_once(tmp_path: Path, how: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    holder = Holder.this_process()
+    status = lease._status(child.pid)
+    assert status
+    holder = dataclasses.replace(holder, pid=child.pid, started=status[1] - (how != "killed"), life="0badcafe")
+    (tmp_path / ".lease").write_bytes(holder.encoded())
+    if how == "killed":
+        assert holder.alive
+        child.kill()
+        until(lambda: not holder.alive)  # a zombie until it is waited for
+    mine = Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
+    assert held(tmp_path).life == mine.life
+    mine.release()
+    child.kill()
+    child.communicate()
+
+
+def test_a_silent_holder_on_another_machine_is_replaced_after_a_bounded_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".lease").write_bytes(elsewhere().encoded())
+    waited: list[float] = []
+    mine = Lease.acquire(tmp_path, wait=waited.append)
+    assert sum(waited) == STALE and held(tmp_path).life == mine.life
+    assert "in use by process 4194303 on node7 since " in (said := capsys.readouterr().out) and "waiting up to 30 s" in said
+    mine.release()
+
+
+def test_a_holder_on_another_machine_that_renews_is_refused(tmp_path: Path) -> None:
+    other, n = elsewhere(), 0
+
+    def renew(seconds: float) -> None:
+        nonlocal n
+        n += 1
+        if n % 5 == 0:
+            (tmp_path / ".lease").write_bytes(dataclasses.replace(other, renewed=n).encoded())
+
+    (tmp_path / ".lease").write_bytes(other.encoded())
+    with pytest.raises(ConfigError, match="process 4194303 on node7"):
+        Lease.acquire(tmp_path, wait=renew)
+    assert n == 5
+    with pytest.raises(ConfigError, match="node7"):
+        Lease.acquire(tmp_path, patience=60, wait=renew)
+    assert n > 60, "a restart waits for the processes of the earlier start"
+    assert held(tmp_path).life == other.life
+
+
+def test_a_restart_gets_the_lease_when_its_predecessor_ends(tmp_path: Path) -> None:
+    before, waited = Lease.acquire(tmp_path), 0
+
+    def wait(seconds: float) -> None:
+        nonlocal waited
+        waited += 1
+        if waited == 3:
+            before.release()
+
+    Lease.acquire(tmp_path, patience=60, wait=wait).release()
+    assert waited == 3
+
+
+def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
+    mine = Lease.acquire(tmp_path)
+    os.rename(tmp_path / ".lease", tmp_path / "aside")
+    (tmp_path / ".lease").write_bytes(elsewhere().encoded())
+    until(lambda: mine._lost)
+    for check in (mine.require_kept, mine.require):
+        with pytest.raises(LeaseLost, match="taken over by process 4194303 on node7 since .*this run writes no more"):
+            check()
+    mine.release()
+    assert held(tmp_path) == elsewhere(since=held(tmp_path).since), "another's lease is not touched"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 512, b"{}", b"[" * 100_000], ids=["deleted", "empty", "zeros", "no fields", "nested"])
+def test_a_lease_that_was_deleted_or_damaged_is_written_again(tmp_path: Path, content: bytes | None) -> None:
+    mine = Lease.acquire(tmp_path)
+    (tmp_path / ".lease").unlink() if content is None else (tmp_path / ".lease").write_bytes(content)
+    mine.require()
+    assert held(tmp_path).life == mine.life
+    mine.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 512, b'{"pid": 1}'], ids=["empty", "zeros", "fields missing"])
+def test_a_damaged_lease_does_not_stop_a_run_for_good(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lease").write_bytes(content)
+    waited: list[float] = []
+    Lease.acquire(tmp_path, wait=waited.append).release()
+    assert sum(waited) == STALE
+
+
+def test_a_lease_that_was_renewed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    seen, now, mine = elsewhere().encoded(), elsewhere(renewed=1).encoded(), Holder.this_process().encoded()
+    (tmp_path / ".lease").write_bytes(now)
+    assert not lease._succeeded(tmp_path / ".lease", seen, mine)
+    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (tmp_path / ".lease").read_bytes() == now
+    assert lease._succeeded(tmp_path / ".lease", now, mine)
+    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (tmp_path / ".lease").read_bytes() == mine
+
+
+def test_a_successor_that_was_killed_does_not_stop_others(tmp_path: Path) -> None:
+    here = dataclasses.replace(Holder.this_process(), pid=2**22 - 1)
+    for dead, seconds in ((here, 1), (elsewhere(), 2 * STALE + 1)):
+        for name in (".lease", ".lease.next"):
+            (tmp_path / name).write_bytes(dead.encoded())
+        waited: list[float] = []
+        Lease.acquire(tmp_path, wait=waited.append).release()
+        assert sum(waited) == seconds and not [*tmp_path.iterdir()]
+
+
+def test_of_many_at_once_one_gets_a_stale_lease(tmp_path: Path) -> None:
+    """Twenty threads, which count as one process here, find the same stale lease."""
+    for _ in range(10):
+        (tmp_path / ".lease").write_bytes(dataclasses.replace(Holder.this_process(), pid=2**22 - 1, life="0badcafe").encoded())
+        got: list[Lease] = []
+        refused: list[ConfigError] = []
+        start = threading.Barrier(20)
+
+        def attempt() -> None:
+            start.wait()
+            try:
+                got.append(Lease.acquire(tmp_path, wait=lambda seconds: time.sleep(1e-3)))
+            except ConfigError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=attempt) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(got), len(refused)) == (1, 19)
+        got[0].require()
+        got[0].release()
