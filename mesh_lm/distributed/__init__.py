@@ -3,6 +3,7 @@
 The launcher, which needs no JAX, is `mesh_lm.launch`.
 """
 
+from mesh_lm.distributed.prefix import log_prefix as log_prefix
 from mesh_lm.distributed.processes import FewerNodes as FewerNodes
 from mesh_lm.distributed.processes import StopOnSigterm as StopOnSigterm
 from mesh_lm.distributed.processes import assert_equal_across_processes as assert_equal_across_processes
@@ -10,7 +11,6 @@ from mesh_lm.distributed.processes import broadcast_from_process0 as broadcast_f
 from mesh_lm.distributed.processes import collective_errors as collective_errors
 from mesh_lm.distributed.processes import gather_from_all as gather_from_all
 from mesh_lm.distributed.processes import join as join
-from mesh_lm.distributed.processes import log_prefix as log_prefix
 from mesh_lm.distributed.processes import print_on_process0 as print_on_process0
 from mesh_lm.distributed.processes import process0_first as process0_first
 from mesh_lm.distributed.processes import require_shared as require_shared

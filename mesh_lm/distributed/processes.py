@@ -21,9 +21,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_lm.config import TrainConfig, as_dict
-from mesh_lm.distributed import gpu, rendezvous
+from mesh_lm.distributed import compile_cache, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
+from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
@@ -92,8 +93,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
         except RuntimeError as error:
             raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
     if launch.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(launch.compile_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        compile_cache.use(launch.compile_cache)
     slot = ProcessSlot.of(launch)
     autotuning = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
     pipeline, pairs = config.mesh.pipeline != 1, config.pipeline.pair_layers
@@ -132,12 +132,6 @@ def print_on_process0(text: str) -> None:
     if jax.process_index() == 0:
         with contextlib.suppress(OSError):
             print(text, flush=True)
-
-
-def log_prefix() -> str:
-    """Returns the prefix of this process's log lines; empty on process 0."""
-    index = jax.process_index() if jax.distributed.is_initialized() else 0
-    return f"[process {index}] " if index else ""
 
 
 @contextlib.contextmanager

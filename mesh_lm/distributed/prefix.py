@@ -1,0 +1,9 @@
+"""Which process a line of the log is from."""
+
+import jax
+
+
+def log_prefix() -> str:
+    """Returns the prefix of this process's log lines; empty on process 0."""
+    index = jax.process_index() if jax.distributed.is_initialized() else 0
+    return f"[process {index}] " if index else ""
