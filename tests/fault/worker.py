@@ -70,6 +70,8 @@ def install() -> None:
         if strikes(n, "kill_in_save"):
             time.sleep(float(os.environ.get("MESH_LM_DELAY", "0")))
             os.kill(os.getpid(), signal.SIGKILL)
+        if strikes(n, "stop_in_save"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return state
 
     def loaded(self: Loader) -> Any:
