@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from mesh_lm.checkpoint.reader import DamagedCheckpoint, parts_of
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, misnamed, parts_of
 from mesh_lm.state.digest import host_sums, joined
 
 _PIECE = 1 << 18
@@ -119,9 +119,17 @@ class StoredArrays:
             else:
                 try:
                     leaf = self[name]
-                    yield leaf.nbytes, _problem(name, leaf, wanted.get(name), digests.get(name))
+                    problem = _problem(name, leaf, wanted.get(name), digests.get(name))
+                    if name == "step" and not problem and "step" not in metadata:
+                        problem = self._other_step(int(leaf[()]))
+                    yield leaf.nbytes, problem
                 except DamagedCheckpoint as damage:
                     yield 0, damage.reasons[0]
+
+
+    def _other_step(self, step: int) -> str:
+        number = self.path.name.partition(".")[0]
+        return misnamed(step) if number.isdecimal() and int(number) != step else ""
 
 
 def _problem(name: str, leaf: StoredArray, wanted: list[Any] | None, saved_as: str | None) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesh_lm.checkpoint.reader import DamagedCheckpoint, descriptions
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, descriptions, names_a_step
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import is_huggingface
 from mesh_lm.state.digest import combined
@@ -20,7 +20,9 @@ _RENAMED = {
     "damaged": "set aside: could not be verified",
     "passed": "set aside: the run rolled back to an earlier step",
     "removed": "being removed",
-    "orbax": "incomplete: a save in progress, or the remains of one",
+    "saving": "incomplete: a save in progress, or the remains of one",
+    "orbax": "incomplete: the remains of a save of an earlier version",
+    "misnamed": "not the name of a step: a run leaves it alone",
 }
 
 
@@ -37,7 +39,9 @@ class CheckpointEntry:
 
     @property
     def kind(self) -> str:
-        """Empty for a step, else the reason it was renamed: "damaged", "passed", "removed" or "orbax"."""
+        """Empty for a step, else the reason it is not one: "damaged", "passed", "removed", "saving", "orbax", "misnamed"."""
+        if not names_a_step(self.path.name.partition(".")[0]):
+            return "misnamed"
         return re.split(r"\W", self.path.name.partition(".")[2])[0]
 
     def descriptions(self) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from mesh_lm import distributed
 from mesh_lm.checkpoint.commit import Commit
 from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
-from mesh_lm.checkpoint.reader import FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, seal, steps_in
+from mesh_lm.checkpoint.reader import (
+    FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, misnamed_in, seal, steps_in,
+)  # fmt: skip
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
@@ -115,6 +117,9 @@ class Checkpoints:
           ConfigError: the checkpoint is of another model, or there are checkpoints but none is intact: a run never silently starts over.
         """
         self._phases.at("restore")
+        if before is None and jax.process_index() == 0:
+            for name in misnamed_in(self.directory):
+                distributed.print_on_process0(f"warning: {self.directory / name} is not a step, whose name would be {int(name)}; it is ignored")
         steps = [step for step in self._steps() if before is None or step < before]
         if before is None and (local := self._local.restore(max(steps, default=-1), layout, optimizer)):
             if steps:
@@ -181,11 +186,11 @@ class Checkpoints:
             return state
         self._phases.at("save")
         if self._local.due(step) and not (last or self._due(step)):
-            self._local.save(step, state, data, layout, lambda tree: self._metadata(tree, digests(tree)) | {"durable": self._saved})
+            self._local.save(step, state, data, layout, lambda tree: self._metadata(step, tree, digests(tree)) | {"durable": self._saved})
             return state
         self._settle(step)
         tree, leaf_digests = to_disk(layout, optimizer, state)
-        metadata = self._metadata(tree, leaf_digests)
+        metadata = self._metadata(step, tree, leaf_digests)
         for attempt in range(_LAST_TRIES if last else 1):
             if attempt:
                 time.sleep(2.0**attempt)
@@ -276,10 +281,9 @@ class Checkpoints:
             f"{reason}" + ("" if last else f"; training continues, and saving is retried after step {self._retry}")
         )
 
-    def _metadata(self, tree: State, leaf_digests: dict[str, str]) -> dict[str, Any]:
-        versions = {"jax": jax.__version__, "orbax": ocp.__version__}
-        about = {"format": FORMAT, "config": as_dict(self.config), "parts": described(tree), "versions": versions, "digests": leaf_digests}
-        return json.loads(json.dumps(about))
+    def _metadata(self, step: int, tree: State, leaf_digests: dict[str, str]) -> dict[str, Any]:
+        about = {"format": FORMAT, "step": step, "config": as_dict(self.config), "parts": described(tree), "digests": leaf_digests}
+        return json.loads(json.dumps(about | {"versions": {"jax": jax.__version__, "orbax": ocp.__version__}}))
 
     def _steps(self) -> list[int]:
         """Returns the steps that process 0 sees."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_lm import distributed
-from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, seal
+from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
 from mesh_lm.config import CheckpointConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
@@ -186,7 +186,7 @@ class NodeLocalCheckpoints:
     def _steps(self) -> list[int]:
         """Returns this process's steps, complete or not, ascending."""
         try:
-            return sorted(int(path.parent.name) for path in self.directory.glob(f"*/{self._place}") if path.parent.name.isdecimal())
+            return sorted(int(path.parent.name) for path in self.directory.glob(f"*/{self._place}") if names_a_step(path.parent.name))
         except OSError:
             return []
 

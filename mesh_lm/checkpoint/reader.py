@@ -49,7 +49,8 @@ class SavedCheckpoint:
     data: dict[str, Any]
     """The data position, from `Batches.state`."""
     metadata: dict[str, Any]
-    """config (from `as_dict`), parts (see `StateShapes`), digests (leaf -> 16 hex digits), format and versions."""
+    """step, config (from `as_dict`), parts (see `StateShapes`), digests (leaf -> 16 hex digits), format and versions. Checkpoints of
+    earlier versions have no step there."""
 
     @property
     def path(self) -> Path:
@@ -79,7 +80,7 @@ class SavedCheckpoint:
         actual, saved = digests(state), self.digests.items()
         if mismatches := [f"{leaf}: digest {actual[leaf]}, saved as {was}" for leaf, was in saved if actual.get(leaf, was) != was]:
             raise DamagedCheckpoint(self.path, mismatches)
-        return state
+        return self._of_this_step(state, abstract)
 
     def resumed(self, layout: ModelLayout, optimizer: Optimizer) -> State:
         """Returns the verified state for a step of this run, on any mesh, with any stages, flat or not.
@@ -102,7 +103,7 @@ class SavedCheckpoint:
         state, mismatches = from_disk(layout, optimizer, self._read(wanted) | fresh, saved)
         if mismatches:
             raise DamagedCheckpoint(self.path, mismatches)
-        return state
+        return self._of_this_step(state, wanted)
 
     def params(self, layout: ModelLayout) -> Params:
         """Returns the weights and buffers, layers in model order. Raises as `state` does."""
@@ -110,9 +111,18 @@ class SavedCheckpoint:
         self.require_model(layout)
         return {name: x for part in self.state(_weights(layout)).values() for name, x in part.items()}
 
+    def _of_this_step(self, state: State, wanted: State) -> State:
+        """Returns what is `wanted` of a state. Raises DamagedCheckpoint if it is of another step than the directory is named after."""
+        if "step" not in self.metadata and (step := int(state["step"])) != self.step:
+            raise DamagedCheckpoint(self.path, [misnamed(step)])
+        return state if "step" in wanted else {name: part for name, part in state.items() if name != "step"}
+
     def _read(self, abstract: State) -> State:
-        """Reads the arrays of `abstract` without comparing digests. Raises as `state` does."""
+        """Reads the arrays of `abstract` without comparing digests, and the step if no description has it. Raises as `state` does."""
         self.require(abstract)
+        if "step" not in {**abstract, **self.metadata}:
+            where = jax.tree.leaves(abstract)[0].sharding
+            abstract = abstract | {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(where.mesh, jax.P()))}
         if "recent" in abstract and self.metadata["format"] == 1:
             recent = jax.device_put(initial_statistics(), abstract["recent"].sharding)
             return self._read({name: leaf for name, leaf in abstract.items() if name != "recent"}) | {"recent": recent}
@@ -214,7 +224,7 @@ def find(path: Path | str) -> SavedCheckpoint | None:
     Raises ConfigError if a run has no complete checkpoint, and DamagedCheckpoint for a damaged one.
     """
     path = Path(path).expanduser().absolute()
-    step = int(path.name) if path.name.isdecimal() and path.parent.name == "checkpoints" and path.is_dir() else None
+    step = int(path.name) if names_a_step(path.name) and path.parent.name == "checkpoints" and path.is_dir() else None
     directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if directory.name != "checkpoints" or not directory.is_dir():
         return None
@@ -224,8 +234,18 @@ def find(path: Path | str) -> SavedCheckpoint | None:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Returns the steps in a directory of checkpoints, ascending. Orbax names a directory after its step when it is complete."""
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+    """Returns the steps in a directory of checkpoints, ascending. A directory is named after its step when the save is complete."""
+    return sorted(int(path.name) for path in directory.iterdir() if names_a_step(path.name) and path.is_dir())
+
+
+def names_a_step(name: str) -> bool:
+    """Whether a run gives this name to a step; not to "0004", nor to digits of another script, although they are numbers."""
+    return name.isdecimal() and name == str(int(name))
+
+
+def misnamed_in(directory: Path) -> list[str]:
+    """Returns the names of directories that are numbers, but not a step's name."""
+    return sorted(path.name for path in directory.iterdir() if path.name.isdecimal() and not names_a_step(path.name) and path.is_dir())
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -253,13 +273,23 @@ def descriptions(path: Path) -> dict[str, Any]:
             contents[item] = json.loads((path / item / "metadata").read_text())
         except FileNotFoundError:
             reasons.append(f"{item}/metadata is missing: the save, or a copy of it, is not complete")
+        except (IsADirectoryError, NotADirectoryError) as error:
+            reasons.append(f"{item}/metadata is not a file: {error.strerror}")
         except ValueError as error:
             reasons.append(f"{item}/metadata cannot be read: {error}")
     if not reasons and not _sealed(**contents):
         reasons.append("data/metadata and metadata/metadata are not those that were written (seal)")
+    number = path.name.partition(".")[0]
+    if not reasons and number.isdecimal() and contents["metadata"].get("step", int(number)) != int(number):
+        reasons.append(misnamed(contents["metadata"]["step"]))
     if reasons:
         raise DamagedCheckpoint(path, reasons)
     return contents
+
+
+def misnamed(step: int) -> str:
+    """Returns the reason for which a checkpoint of this step is not used under the name of another."""
+    return f"it is step {step} under another name; if it was renamed by hand, rename it to {step}"
 
 
 def _sealed(data: Any, metadata: Any) -> bool:

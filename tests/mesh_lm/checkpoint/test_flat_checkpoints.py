@@ -94,7 +94,7 @@ def test_older_formats_resume(place: str, form: int, tmp_path: Path) -> None:
         assert np.asarray(state["params"][name]).tobytes() == kept.astype(layout.flat.compute_dtypes[name]).tobytes(), name
 
 
-@pytest.mark.parametrize(("form", "said"), [(1, "7: no digests (format 1); its arrays can be read; 50 arrays"), (2, "7: whole; 51 arrays")])
+@pytest.mark.parametrize(("form", "said"), [(1, "307: no digests (format 1); its arrays can be read; 50 arrays"), (2, "307: whole; 51 arrays")])
 def test_older_formats_are_verified(form: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(fixture.FORMATS[form])]) == 0
     assert capsys.readouterr().out.startswith(said)
@@ -185,14 +185,14 @@ MODEL, OTHER = "is a checkpoint of another model", "is a checkpoint of another o
 def test_another_state_is_refused(place: str, changes: dict[str, Any], optimizer: str, said: str, tmp_path: Path) -> None:
     """One error before any array is read, flat or not; nothing is renamed or written."""
     shutil.copytree(fixture.FORMATS[2], tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "7" / "state" / "d")  # the arrays
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "307" / "state" / "d")  # the arrays
     before = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     rules, mesh = PLACES[place]
     model = dataclasses.replace(HALF, **changes)
     config = dataclasses.replace(config_at(tmp_path / "run", optimizer=OptimizerConfig(name=optimizer)), model=model)
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError) as caught:
         checkpoints.restore(ModelLayout.of(model, shard_on(rules, **mesh)), Optimizer(config.optimizer, 9))
-    assert str(caught.value).startswith(f"{tmp_path}/run/checkpoints/7 {said}")
+    assert str(caught.value).startswith(f"{tmp_path}/run/checkpoints/307 {said}")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == before
 
 

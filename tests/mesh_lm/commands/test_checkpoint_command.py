@@ -104,7 +104,7 @@ def test_verify_needs_no_device_and_no_code_of_the_model(run: Path) -> None:
 
 def test_format_1_has_no_digests(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, "verify", fixture.OUTPUT)
-    assert status == 0 and out.startswith("7: no digests (format 1); its arrays can be read; 50 arrays")
+    assert status == 0 and out.startswith("307: no digests (format 1); its arrays can be read; 50 arrays")
 
 
 def element(step: Path) -> str:
@@ -175,7 +175,8 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = run / "checkpoints"
     for name in ("2.damaged", "3", "4.passed", "5.removed"):
         shutil.copytree(steps / "2", steps / name)
-    shutil.copytree(steps / "1", steps / "10.orbax-checkpoint-tmp-1")
+    for name in ("10.orbax-checkpoint-tmp-1", "11.saving-0badcafe.orbax-checkpoint-tmp", "0004", "\uff14"):
+        shutil.copytree(steps / "1", steps / name)
     (steps / "3" / "metadata" / "metadata").unlink()
     for step in steps.iterdir():
         shutil.rmtree(step / "state")
@@ -191,7 +192,10 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "3": "damaged: metadata/metadata is missing: the save, or a copy of it, is not complete",
         "4.passed": "set aside: the run rolled back to an earlier step",
         "5.removed": "being removed",
-        "10.orbax-checkpoint-tmp-1": "incomplete: a save in progress, or the remains of one",
+        "10.orbax-checkpoint-tmp-1": "incomplete: the remains of a save of an earlier version",
+        "11.saving-0badcafe.orbax-checkpoint-tmp": "incomplete: a save in progress, or the remains of one",
+        "0004": "not the name of a step: a run leaves it alone",
+        "\uff14": "not the name of a step: a run leaves it alone",
     }
 
 
