@@ -47,6 +47,14 @@ FAULTS = {
     "F14": ("a clock that jumps, a port in use, an output that cannot be written", "same bits; one error each, before the first step"),
     "F15": ("the network between two hosts is cut, and restored", "both sides end their processes, reconnect, and continue; same bits"),
     "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "the run saves, the script requeues it, it resumes; same bits"),
+    "F17": (
+        "every entry of the compile cache is damaged, in five ways; two runs fill one cache at once",
+        "damaged entries are named, deleted and compiled again; same bits",
+    ),
+    "F18": (
+        "a second run on the same output; a restart after kill -9; a suspended run that was replaced wakes up",
+        "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
+    ),
 }  # fmt: skip
 _HEAD = """\
 # Faults
@@ -55,8 +63,8 @@ What the tests do to a run, and what must hold afterwards: `pytest -m fault`. Th
 network namespaces and a real Slurm, on one machine; F6, F8 and F11 run in one process. Most runs are two supervised
 processes with two devices each (HSDP, with dropout). They must end with the same bits as an undisturbed run, optimizer
 moments included, and must have read the same samples. [Operating a run](operations.md) shows what each fault looks like
-in the log, and what to do. `python benchmarks/faults.py` writes the table
-([results](../benchmarks/results/{source})).
+in the log, and what to do. `python benchmarks/faults.py` writes the table, and `-k f17` the rows of one fault
+({sources}).
 
 """
 
@@ -85,13 +93,14 @@ def _row(case: ElementTree.Element) -> Row | None:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """Returns a row for each fault, over all runs."""
+    """Returns a row for each fault that was tested, over all runs."""
     by_fault: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_fault[row["fault"]].append(row)
     out = []
     for fault, (what, must_hold) in FAULTS.items():
-        mine = by_fault[fault]
+        if not (mine := by_fault[fault]):
+            continue
         skipped = next((row["outcome"] for row in mine if row["outcome"].startswith("skipped")), "")
         held = sum(row["outcome"] == "passed" for row in mine)
         seconds = [row["seconds"] for row in mine if row["outcome"] == "passed"]
@@ -103,24 +112,29 @@ def table(rows: list[Row]) -> list[Row]:
     return out
 
 
-def page(data: dict[str, Any], source: str) -> str:
-    """Returns docs/faults.md. source: the results' file name."""
-    found = data["tables"]["Faults"]
-    rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in found["rows"]]
-    head = {column: column for column in rows[0]}
-    lines = ["| " + " | ".join(row.values()) + " |" for row in [head, *rows]]
-    rule = "|" + " --- |" * len(found["rows"][0])
-    return _HEAD.format(source=source.replace(".json", ".md")) + "\n".join(
-        [lines[0], rule, *lines[1:], "", textwrap.fill(found["note"], 118), ""]
-    )
+def page(results: list[tuple[str, dict[str, Any]]]) -> str:
+    """Returns docs/faults.md. results: names and contents of files, oldest first; a fault's row is from the newest that has it."""
+    tables = {name: data["tables"]["Faults"] for name, data in results}
+    source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
+    rows = [next(row for row in tables[source[fault]]["rows"] if row[""] == fault) for fault in FAULTS if fault in source]
+    rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in rows]
+    lines = ["| " + " | ".join(row.values()) + " |" for row in [{column: column for column in rows[0]}, *rows]]
+    rule = "|" + " --- |" * len(rows[0])
+    used = dict.fromkeys(source[row[""]] for row in rows)
+    links = ",\n".join(f"[results](../benchmarks/results/{name.replace('.json', '.md')})" for name in used)
+    told = []
+    for name in used:
+        mine = [row[""] for row in rows if source[row[""]] == name]
+        told.append(textwrap.fill(f"{mine[0]} to {mine[-1]}: {tables[name]['note']}", 118))
+    return _HEAD.format(sources=links) + "\n".join([lines[0], rule, *lines[1:], "", "\n\n".join(told), ""])
 
 
-def newest() -> Path:
-    """Returns the path of the latest results. Raises FileNotFoundError if there are none."""
-    found = sorted(RESULTS.glob("faults_*.json"))
+def newest() -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names and contents of all results, oldest first. Raises FileNotFoundError if there are none."""
+    found = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("faults_*.json"))]
     if not found:
         raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
-    return found[-1]
+    return sorted(found, key=lambda each: each[1]["date"])
 
 
 def main() -> int:
@@ -128,7 +142,8 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
     parser.add_argument("-k", default="", help="pytest's -k")
     arguments = parser.parse_args()
-    record = Record("faults", arguments.output)
+    some = re.sub(r"\W+", "-", arguments.k.replace(" or ", " "))
+    record = Record(f"faults_{some}" if some else "faults", arguments.output)
     burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
     runs, rows, loads = 1 if arguments.quick else 3, [], []
     try:
@@ -149,11 +164,11 @@ def main() -> int:
         )
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)
-    path = record.write()
+    record.write()
     if arguments.output == RESULTS:
-        PAGE.write_text(page(json.loads(path.read_text()), path.name))
-    outcomes = {row["outcome"] for row in rows}
-    return 0 if "failed" not in outcomes and {row["fault"] for row in rows} == {*FAULTS} else 1
+        PAGE.write_text(page(newest()))
+    complete = bool(some) or {row["fault"] for row in rows} == {*FAULTS}
+    return 0 if complete and "failed" not in {row["outcome"] for row in rows} else 1
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def child(began: float, argv: list[str]) -> int:
     import jax
 
     import train
+    from mesh_lm.checkpoint.lease import Lease
+    from mesh_lm.distributed.compile_cache import VerifiedPath
     from mesh_lm.training import loop
 
     mark("interpreter_imports_s")()
@@ -49,6 +51,20 @@ def child(began: float, argv: list[str]) -> int:
         lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(duration_secs)
     )
     prepare = loop.prepare
+    checks = {"digests_s": 0.0, "lease_s": 0.0}
+
+    def counted(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = time.perf_counter()
+            try:
+                return f(*args, **kwargs)
+            finally:
+                checks[name] += time.perf_counter() - before
+
+        return timed
+
+    VerifiedPath._digest = counted("digests_s", VerifiedPath._digest)
+    Lease.acquire = counted("lease_s", Lease.acquire)
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:
         corpus = mark("config_model_s", prepare)(*args, **kwargs)
@@ -77,7 +93,9 @@ def child(began: float, argv: list[str]) -> int:
         "programs": len(compiled.get("backend_compile_duration", [])),
         "cache_hits": len(compiled.get("cache_retrieval_time_sec", [])),
     }
-    print("\nROW", json.dumps({"total_s": times[-1] - times[0], **stages, **sums, **counts, "status": status}), flush=True)
+    row = {"total_s": times[-1] - times[0], **stages, **sums, **counts, "status": status}
+    row |= checks | {"checks_percent": 100 * sum(checks.values()) / row["total_s"]}
+    print("\nROW", json.dumps(row), flush=True)
     return 0
 
 
@@ -141,7 +159,10 @@ def main() -> int:
         rows: list[Row] = []
         for case, places in cases.items():
             rows.append({"case": case, **timed(command(directory, fields, *places))})
-        note = "traced, lowered, compiled and from_cache are parts of state (initialise or restore) and first_step, over all programs."
+        note = (
+            "traced, lowered, compiled and from_cache are parts of state (initialise or restore) and first_step, over all programs. "
+            "digests is the SHA-256 of the compile cache's entries, lease the time to take the output's, checks_percent both of total."
+        )
         record.table("Command to first step", rows, note)
         record.write()
         outside = from_outside(command(directory, fields, "outside", "data", "programs"))

@@ -126,7 +126,6 @@ class StoredArrays:
                 except DamagedCheckpoint as damage:
                     yield 0, damage.reasons[0]
 
-
     def _other_step(self, step: int) -> str:
         number = self.path.name.partition(".")[0]
         return misnamed(step) if number.isdecimal() and int(number) != step else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from mesh_lm.checkpoint.lease import Lease
 
 _LOOK = 0.1
-"""Seconds between looks at whether Orbax has completed the save, which it shows by a rename, and by nothing else before its last barrier."""
+"""Seconds between looks at whether Orbax has completed the save, which it shows by a rename before its last barrier."""
 
 
 class Commit:

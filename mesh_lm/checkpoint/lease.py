@@ -29,7 +29,7 @@ from mesh_lm.launch.environment import GENERATION
 RENEW, STALE = 5.0, 30.0
 """Seconds between renewals, and seconds without one after which a holder on another machine has lost the lease."""
 _PREDECESSORS = 120.0
-"""Seconds that a restarted run waits for processes of the earlier start that are alive, perhaps on a host that is cut off."""
+"""Seconds that a restarted run waits for processes of the earlier start that are alive, perhaps on a host without a network."""
 _POLL = 1.0
 _SIZE = 512
 """Bytes of the file: renewing it must not need space on a full disk."""
@@ -129,7 +129,7 @@ class Lease:
             if live and waited >= patience:
                 raise ConfigError(_refusal(output, path, held))
             if not waited:
-                until = f"for at most {patience:g} s until it ends" if live else f"up to {max(STALE, patience):g} s to see whether it is alive"
+                until = f"at most {patience:g} s for its end" if live else f"up to {max(STALE, patience):g} s to see whether it is alive"
                 with contextlib.suppress(OSError):
                     print(f"{output} is in use by {held or 'an unknown process'}; waiting {until}", flush=True)
             wait(_POLL)
@@ -250,8 +250,8 @@ def _holder(content: bytes) -> Holder | None:
 
 def _refusal(output: Path, path: Path, held: Holder | None) -> str:
     return (
-        f"{output} is in use: {held or 'an unknown process'} writes its checkpoints there; end that run, or set output to another directory. "
-        f"If you are certain that it no longer runs, delete {path}"
+        f"{output} is in use: {held or 'an unknown process'} writes its checkpoints there; end that run, or set output to another "
+        f"directory. If you are certain that it no longer runs, delete {path}"
     )
 
 

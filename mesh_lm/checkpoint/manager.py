@@ -25,8 +25,16 @@ from mesh_lm.checkpoint.commit import Commit
 from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
 from mesh_lm.checkpoint.reader import (
-    FORMAT, DamagedCheckpoint, SavedCheckpoint, array_handler, certificate, described, misnamed_in, seal, steps_in,
-)  # fmt: skip
+    FORMAT,
+    DamagedCheckpoint,
+    SavedCheckpoint,
+    array_handler,
+    certificate,
+    described,
+    misnamed_in,
+    seal,
+    steps_in,
+)
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
@@ -119,7 +127,7 @@ class Checkpoints:
         self._phases.at("restore")
         if before is None and jax.process_index() == 0:
             for name in misnamed_in(self.directory):
-                distributed.print_on_process0(f"warning: {self.directory / name} is not a step, whose name would be {int(name)}; it is ignored")
+                distributed.print_on_process0(f"warning: {self.directory / name} is not a step (that would be {int(name)}); it is ignored")
         steps = [step for step in self._steps() if before is None or step < before]
         if before is None and (local := self._local.restore(max(steps, default=-1), layout, optimizer)):
             if steps:

@@ -234,7 +234,7 @@ class LaunchConfig:
     cpu_devices: int = 0
     """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
     compile_cache: str = expert("~/.cache/mesh_lm/xla")
-    """Directory of JAX's persistent compilation cache; empty: off."""
+    """Directory of JAX's persistent compilation cache, whose entries are verified (SHA-256); empty: off."""
     coordinator: str = expert("")
     """host:port of process 0, if the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else a single process."""
     processes: int = expert(0)

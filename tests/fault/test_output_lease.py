@@ -27,7 +27,7 @@ def test_f18_a_second_start_on_a_live_output(data: Path, undisturbed: dict[int, 
         job.wait("step  2/")
         with Job(tmp_path / "faults-2", arguments(data, run, optimizer__learning_rate=1e-2)) as second:
             assert second.ended() == 1, second.log
-        refusal = rf"error: {run} is in use: process {job.pids()[0]} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d writes its checkpoints there"
+        refusal = rf"error: {run} is in use: process {job.pids()[0]} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d writes its checkpoints"
         assert re.search(refusal, second.log) and "restart" not in second.log and "Traceback" not in second.log, second.log
         assert job.ended() == 0, job.log
     assert certificates(job.log)[STEPS] == undisturbed[STEPS], job.log

@@ -94,7 +94,9 @@ def test_older_formats_resume(place: str, form: int, tmp_path: Path) -> None:
         assert np.asarray(state["params"][name]).tobytes() == kept.astype(layout.flat.compute_dtypes[name]).tobytes(), name
 
 
-@pytest.mark.parametrize(("form", "said"), [(1, "307: no digests (format 1); its arrays can be read; 50 arrays"), (2, "307: whole; 51 arrays")])
+@pytest.mark.parametrize(
+    ("form", "said"), [(1, "307: no digests (format 1); its arrays can be read; 50 arrays"), (2, "307: whole; 51 arrays")]
+)
 def test_older_formats_are_verified(form: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(fixture.FORMATS[form])]) == 0
     assert capsys.readouterr().out.startswith(said)

@@ -15,6 +15,9 @@ from mesh_lm.checkpoint import lease
 from mesh_lm.checkpoint.lease import STALE, Holder, Lease, LeaseLost
 from mesh_lm.errors import ConfigError
 
+FREE = 2**22 - 1
+"""A process id that the kernel gives to none."""
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +26,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(**changes: object) -> Holder:
     """A holder on another machine, with a process id that is free here."""
-    return dataclasses.replace(Holder.this_process(), **{"host": "node7", "machine": "another", "pid": 2**22 - 1, "life": "0badcafe"} | changes)
+    return dataclasses.replace(Holder.this_process(), **{"host": "node7", "machine": "another", "pid": FREE, "life": "0badcafe"} | changes)
 
 
 def held(output: Path) -> Holder:
@@ -126,13 +129,13 @@ def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
     (tmp_path / ".lease").write_bytes(elsewhere().encoded())
     until(lambda: mine._lost)
     for check in (mine.require_kept, mine.require):
-        with pytest.raises(LeaseLost, match="taken over by process 4194303 on node7 since .*this run writes no more"):
+        with pytest.raises(LeaseLost, match=r"taken over by process 4194303 on node7 since .*this run writes no more"):
             check()
     mine.release()
     assert held(tmp_path) == elsewhere(since=held(tmp_path).since), "another's lease is not touched"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\0" * 512, b"{}", b"[" * 100_000], ids=["deleted", "empty", "zeros", "no fields", "nested"])
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 512, b"{}", b"[" * 100_000], ids=["deleted", "empty", "zeros", "{}", "nested"])
 def test_a_lease_that_was_deleted_or_damaged_is_written_again(tmp_path: Path, content: bytes | None) -> None:
     mine = Lease.acquire(tmp_path)
     (tmp_path / ".lease").unlink() if content is None else (tmp_path / ".lease").write_bytes(content)
@@ -159,7 +162,7 @@ def test_a_lease_that_was_renewed_meanwhile_is_not_replaced(tmp_path: Path) -> N
 
 
 def test_a_successor_that_was_killed_does_not_stop_others(tmp_path: Path) -> None:
-    here = dataclasses.replace(Holder.this_process(), pid=2**22 - 1)
+    here = dataclasses.replace(Holder.this_process(), pid=FREE)
     for dead, seconds in ((here, 1), (elsewhere(), 2 * STALE + 1)):
         for name in (".lease", ".lease.next"):
             (tmp_path / name).write_bytes(dead.encoded())
@@ -170,20 +173,19 @@ def test_a_successor_that_was_killed_does_not_stop_others(tmp_path: Path) -> Non
 
 def test_of_many_at_once_one_gets_a_stale_lease(tmp_path: Path) -> None:
     """Twenty threads, which count as one process here, find the same stale lease."""
+
+    def attempt(start: threading.Barrier, got: list[Lease], refused: list[ConfigError]) -> None:
+        start.wait()
+        try:
+            got.append(Lease.acquire(tmp_path, wait=lambda seconds: time.sleep(1e-3)))
+        except ConfigError as error:
+            refused.append(error)
+
     for _ in range(10):
-        (tmp_path / ".lease").write_bytes(dataclasses.replace(Holder.this_process(), pid=2**22 - 1, life="0badcafe").encoded())
+        (tmp_path / ".lease").write_bytes(dataclasses.replace(Holder.this_process(), pid=FREE, life="0badcafe").encoded())
         got: list[Lease] = []
         refused: list[ConfigError] = []
-        start = threading.Barrier(20)
-
-        def attempt() -> None:
-            start.wait()
-            try:
-                got.append(Lease.acquire(tmp_path, wait=lambda seconds: time.sleep(1e-3)))
-            except ConfigError as error:
-                refused.append(error)
-
-        threads = [threading.Thread(target=attempt) for _ in range(20)]
+        threads = [threading.Thread(target=attempt, args=(start, got, refused)) for start in [threading.Barrier(20)] for _ in range(20)]
         for thread in threads:
             thread.start()
         for thread in threads:

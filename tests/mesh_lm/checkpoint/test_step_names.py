@@ -97,7 +97,7 @@ def test_directories_that_are_no_steps_are_named_and_left_alone(run: Path, capsy
     assert resumed(run) == (30, 30)
     said = capsys.readouterr().out
     for name in names:
-        assert f"warning: {steps / name} is not a step, whose name would be 40; it is ignored" in said and (steps / name).is_dir()
+        assert f"warning: {steps / name} is not a step (that would be 40); it is ignored" in said and (steps / name).is_dir()
     assert newest(run).step == 30
     assert (steps / "30").is_dir() and find(steps / "0040") is None
 

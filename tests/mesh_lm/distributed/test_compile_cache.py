@@ -76,7 +76,7 @@ def test_files_that_are_no_entries_are_plain(tmp_path: Path) -> None:
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="launch.compile_cache=gs://bucket/cache must be a directory; mount"):
+    with pytest.raises(ConfigError, match=r"launch\.compile_cache=gs://bucket/cache must be a directory; mount"):
         compile_cache.use("gs://bucket/cache")
 
 
