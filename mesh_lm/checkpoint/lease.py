@@ -1,9 +1,8 @@
 """The lease of a run's output directory, so that at most one run writes there: a file that names its holder, and is renewed by it.
 
-The file works on any file system with exclusive creation and rename, NFS included; it uses no locks and compares no clocks of two hosts. A
-holder that is dead on this machine is stale at once. One on another machine is stale after it has not renewed the lease for `STALE` seconds
-of this process's own clock. A stale lease is renamed away, and is put back if it was renewed or replaced meanwhile. The holder reads it
-before each commit of a checkpoint, so that a run that was suspended, and has lost its lease, does not write any more.
+The file needs exclusive creation and rename, which NFS has; it uses no locks and compares no clocks of two hosts. A holder that is dead on
+this machine is stale at once. Any other is stale after it has not renewed the lease for `STALE` seconds of this process's own clock. The
+holder reads the lease before each commit of a checkpoint, so that a run that was suspended and has lost it commits no more.
 """
 
 from __future__ import annotations
