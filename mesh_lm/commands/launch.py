@@ -21,7 +21,8 @@ from mesh_lm.launch import EXIT_CANNOT, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
 from mesh_lm.launch.job import Job, Options
-from mesh_lm.launch.wire import listen
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import LOOPBACK, listen
 
 Request = tuple[Options, list[str]]
 _ABOUT = "Starts the processes of a run on this node, watches over them, and restarts them from the newest checkpoint when one is lost."
@@ -59,14 +60,15 @@ def run(asked: Request) -> int:
 
 
 def _run(job: Job) -> int:
+    secret = Secret.shared() if job.nodes > 1 else Secret.new()
     if job.node:
-        return Agent(job, job.address).run()
+        return Agent(job, job.address, secret).run()
     try:
-        listener = listen(job.address[1], "127.0.0.1" if job.nodes == 1 else "")
+        listener = listen(job.address[1], LOOPBACK if job.nodes == 1 else "")
     except OSError as error:
         raise ConfigError(f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose a free port") from error
-    agent = Agent(job, ("127.0.0.1", listener.getsockname()[1]))
-    controller = threading.Thread(target=_control, args=(Controller(job, listener),), daemon=True)
+    agent = Agent(job, (LOOPBACK, listener.getsockname()[1]), secret)
+    controller = threading.Thread(target=_control, args=(Controller(job, listener, secret),), daemon=True)
     controller.start()
     status = agent.run()
     controller.join()

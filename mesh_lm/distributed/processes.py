@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from mesh_lm import strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed import gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
@@ -27,6 +28,8 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import is_loopback
 from sharding_rules import ShardingRuleError
 
 T = TypeVar("T")
@@ -110,13 +113,14 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
 
 def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
     """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the others. Raises as `start`."""
-    rendezvous.meet(slot, timeout, description)
+    rendezvous.meet(slot, timeout, description, Secret.shared())
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         slot.coordinator, slot.count, slot.index, slot.local_devices,
         cluster_detection_method="deactivate",  # with Slurm it would use one GPU per task
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
+        coordinator_bind_address=slot.coordinator if is_loopback(slot.address[0]) else None,  # None: all addresses of this host
     )  # fmt: skip
 
 
@@ -206,10 +210,10 @@ def gather_from_all(value: Any) -> list[Any]:
     """Returns the values (JSON) of all processes, by process index. A collective: every process must call it."""
     if jax.process_count() == 1:
         return [value]
-    encoded = json.dumps(value).encode()
+    encoded = json.dumps([value]).encode()
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
     rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8)))
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+    return [strict_json.loads(bytes(row[:size]), list, size=len(row))[0] for row, size in zip(rows, sizes, strict=True)]
 
 
 class StopOnSigterm:

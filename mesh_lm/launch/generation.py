@@ -29,6 +29,8 @@ class Node:
 
     peer: Peer
     host: str
+    life: str
+    """A random text of its launcher, which stays when that reconnects."""
 
 
 @dataclasses.dataclass

@@ -25,6 +25,7 @@ _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a bug in native code, or faulty memory",
 }
 _ABORTED = "usual cause: JAX's coordination service aborted it, because another process had died or stopped responding"
+GONE = "is gone: its launcher exited, or closed the connection"
 _SILENT = 3.0
 """Seconds without a heartbeat that are reported."""
 _ONCE = ("step", "start", "data", "compile", "restore")

@@ -10,8 +10,10 @@ from processes import PATIENCE
 from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 
+SECRET = Secret.new()
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/step.py": "0123"}}
 
 
@@ -21,7 +23,7 @@ def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float 
     def one(slot: ProcessSlot, description: dict) -> str:
         time.sleep(0.7 if slot.index in late else 0)
         try:
-            meet(slot, timeout, description)
+            meet(slot, timeout, description, SECRET)
         except ConfigError as error:
             assert isinstance(error, RendezvousFailed) == any(
                 sign in str(error) for sign in ("did not connect", "found no", "cannot listen")
@@ -50,9 +52,9 @@ def test_they_meet_again_and_again_at_one_address() -> None:
 def test_visitors_may_come_first() -> None:
     three = slots(3)
     with ThreadPoolExecutor(3) as pool:
-        visits = [pool.submit(meet, slot, 20, RUN) for slot in three[1:]]
+        visits = [pool.submit(meet, slot, 20, RUN, SECRET) for slot in three[1:]]
         time.sleep(0.5)
-        meet(three[0], 20, RUN)
+        meet(three[0], 20, RUN, SECRET)
         assert [visit.result() for visit in visits] == [None, None]
 
 
@@ -103,7 +105,7 @@ def test_a_port_in_use() -> None:
 def test_strangers_are_ignored() -> None:
     two = slots(2)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(meet, two[0], 20, RUN)
+        meeting = pool.submit(meet, two[0], 20, RUN, SECRET)
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b""):
             deadline = time.monotonic() + PATIENCE
             while True:
@@ -113,7 +115,7 @@ def test_strangers_are_ignored() -> None:
                     break
                 except ConnectionRefusedError:
                     assert time.monotonic() < deadline
-        meet(two[1], 20, RUN)
+        meet(two[1], 20, RUN, SECRET)
         meeting.result()
 
 

@@ -13,21 +13,29 @@ from processes import PATIENCE
 
 from mesh_lm.launch import agent, controller, wire
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.worker import Worker
+
+SECRET = Secret.new()
 
 
 class Speaker:
     """A fake agent that speaks the controller's protocol."""
 
     def __init__(self, job: Job, address: tuple[str, int], node: int) -> None:
-        self.peer = wire.Peer(socket.create_connection(address))
-        self.peer.send(hello="mesh_lm", node=node, host=f"n{node}", job=job.shared())
+        self.peer = wire.Peer(socket.create_connection(address), SECRET, controller.PURPOSE, serves=False)
+        self.peer.send(hello="mesh_lm", node=node, life=f"{id(self)}", host=f"n{node}", job=job.digests())
+        self.heard: list[dict[str, Any]] = []
+        while not self.peer.proven and self.peer.open:  # its hello is sent when the controller has proved itself
+            self.heard += self.peer.receive()
+            time.sleep(0.01)
 
     def hears(self, what: str) -> dict[str, Any]:
         """Returns the next message with that key, and drops earlier ones."""
         deadline = time.monotonic() + PATIENCE
         while self.peer.open:
-            if found := [message for message in self.peer.receive() if what in message]:
+            heard, self.heard = self.heard + self.peer.receive(), []
+            if found := [message for message in heard if what in message]:
                 return found[0]
             assert time.monotonic() < deadline, what
             time.sleep(0.01)
@@ -50,7 +58,7 @@ def run() -> Iterator[Run]:
         job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **options), list[int]()
         listener = wire.listen(0, "127.0.0.1")
         address = listener.getsockname()
-        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener).run()), daemon=True))
+        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()), daemon=True))
         threads[-1].start()
 
         def status() -> int:
@@ -86,10 +94,10 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Worker, "signal", lambda worker, number: None)
     job = Job(("-c", "import time; time.sleep(600)"), nodes=2, node=1, rejoin=0.1)
     with wire.listen(0, "127.0.0.1") as listener:
-        found = agent.Agent(job, listener.getsockname())
+        found = agent.Agent(job, listener.getsockname(), SECRET)
 
         def lose() -> None:
-            peer = wire.Peer(listener.accept()[0])
+            peer = wire.Peer(listener.accept()[0], SECRET, controller.PURPOSE, serves=True)
             peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2, begun=0)
             deadline = time.monotonic() + PATIENCE
             while not any("beats" in message for message in peer.receive()) and time.monotonic() < deadline:
