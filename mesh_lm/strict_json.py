@@ -27,14 +27,13 @@ _OTHERS = bytes(byte for byte in range(256) if not _STEP[byte])
 def loads(text: bytes | str, kind: type[_Kind] = dict, *, size: int = MESSAGE, depth: int = _DEPTH) -> _Kind:
     """Returns the object (kind: dict) or the list (kind: list) that `text` spells.
 
-    Raises ValueError if it is longer than `size` bytes, has more than `depth` levels, does not fit into memory, or is not such JSON
-    (json.JSONDecodeError where it is not JSON at all). The message has no part of the text.
+    Raises ValueError if it is longer than `size` bytes, has more than `depth` levels (0: than Python can follow), does not fit into
+    memory, or is not such JSON (json.JSONDecodeError where it is not JSON at all). The message has no part of the text.
     """
     if len(text) > size:
         raise ValueError(f"longer than {size} bytes")
     try:
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        if data.count(b"[") + data.count(b"{") > depth and _depth(data) > depth:
+        if depth and _depth(text) > depth:
             raise ValueError(f"nested deeper than {depth} levels")
         value = json.loads(text)
     except RecursionError:
@@ -53,7 +52,8 @@ def read(path: Path, kind: type[_Kind] = dict, *, size: int = FILE, depth: int =
         return loads(file.read(size + 1).decode("utf-8-sig"), kind, size=size, depth=depth)
 
 
-def _depth(data: bytes) -> int:
-    """Returns the levels of brackets outside of strings."""
+def _depth(text: bytes | str) -> int:
+    """Returns the levels of brackets outside of strings. It takes about as long as parsing."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     brackets = _STRING.sub(b"", data).translate(None, _OTHERS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

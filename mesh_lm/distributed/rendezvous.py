@@ -40,6 +40,8 @@ _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JA
 _MAGIC = "mesh_lm"
 _PURPOSE = "rendezvous"
 _SAME = "start all processes with the same secret (docs/security.md)"
+_TEXT = 2**16
+"""Characters of a problem that are sent."""
 _TICK = 0.01
 _RETRY = 0.2
 _GRACE = 10.0
@@ -105,7 +107,7 @@ def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any
     guests = _Guests(listener, slot.count, own, secret)
     try:
         missed = False
-        while len(guests.by_index) < slot.count - 1 and not missed:
+        while guests.presented < slot.count - 1 and not missed:
             time.sleep(_TICK)
             guests.hear()
             if guests.problem:  # processes that are late should receive it too
@@ -142,6 +144,11 @@ class _Guests:
         self.problem = self.refused = ""
         listener.setblocking(False)
 
+    @property
+    def presented(self) -> int:
+        """How many presented themselves, those that may not take part included."""
+        return len(self.by_index) + len(self._twins)
+
     def hear(self) -> None:
         """Accepts connections, and reads what has arrived."""
         with contextlib.suppress(OSError):
@@ -172,7 +179,9 @@ class _Guests:
             known.receive()
         if not 0 < index < self._count:
             self._twins.append(caller)
-            self.problem = f"a process on {other['host']} has the index {index} of {self._count}; launch.index must be 0 to {self._count - 1}"
+            self.problem = (
+                f"a process on {other['host']} has the index {index} of {self._count}; launch.index must be 0 to {self._count - 1}"
+            )
         elif known and known.open:
             self._twins.append(caller)
             self.problem = f"two processes have the index {index} of {other['count']}; each needs its own launch.index"
@@ -190,7 +199,7 @@ class _Guests:
         """Sends all processes the outcome. They hang up first, so that no socket on this port lingers when JAX binds it."""
         guests = [*self.by_index.values(), *self._twins]
         for guest in guests:
-            guest.send(problem=problem, absent=absent)
+            guest.send(problem=problem[:_TEXT], absent=absent)
         deadline = time.monotonic() + _GRACE
         while any(guest.open for guest in guests) and time.monotonic() < deadline:
             time.sleep(_TICK)

@@ -5,6 +5,8 @@ The processes' side is `mesh_lm.distributed`. This file has their exit statuses.
 
 EXIT_CANNOT = 1
 """Status of a run that cannot start as configured; a restart would not help."""
+EXIT_USAGE = 2
+"""Status of Python where there is no such script, and of a command with options that it does not have: as EXIT_CANNOT."""
 EXIT_UNEXPECTED = 70
 """Status after an unexpected error (EX_SOFTWARE of sysexits.h), whose traceback was printed."""
 EXIT_STALLED = 75

@@ -40,6 +40,7 @@ class Controller:
         self._job, self._listener, self._secret = job, listener, secret
         self._nodes: dict[int, Node] = {}
         self._callers: list[Peer] = []
+        self._second = ""  # the last second launcher of a node
         self._strangers, self._told = 0, -_LOOK  # connections refused since that was last printed, and when it was
         self._now: Generation | None = None
         self._count = 0
@@ -75,7 +76,10 @@ class Controller:
         paused = self._heard - before > self._job.pause
         for number, node in [*self._nodes.items()]:
             for message in node.peer.receive(excused=paused):
-                self._take(number, message)
+                if self._nodes.get(number) is node:  # an earlier message may have cost it its place
+                    self._take(number, message)
+            if self._nodes.get(number) is not node:
+                continue
             if not node.peer.open:
                 self._lose(number, f"was refused: {node.peer.refused}" if node.peer.refused else messages.GONE)
             elif node.peer.silence > self._job.heartbeat:
@@ -110,7 +114,8 @@ class Controller:
         self._strangers += bool(caller.refused)
         if self._strangers and time.monotonic() - self._told > _LOOK:
             log(f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last from {caller.address}: {caller.refused}")
-            self._strangers, self._told = 0, time.monotonic()
+            self._second = ""  # the last second launcher of a node
+        self._strangers, self._told = 0, time.monotonic()
 
     def _welcome(self, caller: Peer, hello: dict[str, Any], *rest: dict[str, Any]) -> None:
         """Admits a new agent, or one that reconnects; refuses one that was started differently, or whose node is connected."""
@@ -132,7 +137,10 @@ class Controller:
         if known and known.life != hello["life"] and known.peer.open and known.peer.silence < _PRESENT:
             caller.send(refused="busy", host=known.host)
             caller.close()
-            return log(f"refused a second launcher of node {number} on {host}: the one on {known.host} is connected")
+            if hello["life"] != self._second:  # it tries again, and need not be named again
+                log(f"refused a second launcher of node {number} on {host}: the one on {known.host} is connected")
+            self._second = hello["life"]
+            return
         if known:
             self._lose(number, "reconnected: its first connection is dropped")
         self._nodes[number] = Node(caller, host, hello["life"])
@@ -140,16 +148,15 @@ class Controller:
         if self._job.nodes > 1 and self._count:
             log(f"node {number} ({host}) is back")
         for message in rest:
-            self._take(number, message)
+            if number in self._nodes:
+                self._take(number, message)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
         """Handles one message of a node. Messages about an older generation are ignored, and so are processes of other nodes."""
         try:
             protocol.require(message, protocol.REPORT)
         except ValueError as error:
-            if number in self._nodes:  # otherwise an earlier message was not understood either
-                self._lose(number, f"sent a message that is not understood: {error}")
-            return
+            return self._lose(number, f"sent a message that is not understood: {error}")
         if "stop" in message:
             self._stop_all(message["stop"], at_once=message.get("at_once", False))
         now = self._now

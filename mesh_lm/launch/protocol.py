@@ -32,7 +32,9 @@ def boolean(value: Any) -> bool:
 
 def text(longest: int, pattern: str = "") -> Check:
     """Accepts printable texts, so that no log shows anything but one line of them."""
-    return lambda value: isinstance(value, str) and len(value) <= longest and value.isprintable() and bool(re.fullmatch(pattern or ".*", value))
+    return lambda value: (
+        isinstance(value, str) and len(value) <= longest and value.isprintable() and bool(re.fullmatch(pattern or ".*", value))
+    )
 
 
 def items(check: Check, *, size: int = -1) -> Check:
@@ -89,7 +91,8 @@ ORDER: Mapping[str, Check] = {
 START = ("start", "coordinator", "count", "first", "nodes", "begun")
 """The fields of an order to start."""
 PRESENTED: Mapping[str, Check] = {
-    "magic": text(16, "mesh_lm"), "count": whole(), "index": whole(), "host": text(255), "description": lambda value: isinstance(value, dict),
+    "magic": text(16, "mesh_lm"), "count": whole(), "index": whole(), "host": text(255),
+    "description": lambda value: isinstance(value, dict),
 }  # fmt: skip
 """What a process says at the rendezvous."""
 OUTCOME: Mapping[str, Check] = {"problem": lambda value: isinstance(value, str) and len(value) < 2**19, "absent": boolean}

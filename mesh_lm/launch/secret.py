@@ -15,7 +15,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import SECRET, SECRET_FILE
 
 OWN_FILE = "~/.config/mesh_lm/secret"
-"""Where several hosts look that were not given a secret. It is made at the first start, and shared by hosts that share the home directory."""
+"""Where hosts look that were not given a secret. The first start makes it, and hosts that share the home directory share it."""
 _SHORTEST = 16
 _LONGEST = 4096
 _FIX = f"set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file with it"
@@ -37,7 +37,9 @@ class Secret:
 
     @classmethod
     def shared(cls, environment: Mapping[str, str] = os.environ) -> Secret:
-        """Returns the secret that other hosts have, too: MESH_LM_SECRET, else the file MESH_LM_SECRET_FILE, else `OWN_FILE`, made if absent.
+        """Returns the secret that other hosts have, too: MESH_LM_SECRET, else the file MESH_LM_SECRET_FILE, else `OWN_FILE`.
+
+        It makes `OWN_FILE` if that is absent.
 
         Raises ConfigError if the file cannot be read or made, is not private, or the secret is shorter than 16 characters.
         """
@@ -55,7 +57,7 @@ class Secret:
 
     def derived(self, *purpose: str) -> Secret:
         """Returns a secret for one purpose, from which this one cannot be computed."""
-        return Secret(self.tag("derived".encode(), *(part.encode() for part in purpose)))
+        return Secret(self.tag(b"derived", *(part.encode() for part in purpose)))
 
     def tag(self, *parts: bytes) -> bytes:
         """Returns the HMAC-SHA256 of the parts (32 bytes). Each part is preceded by its length, so that none can pass for another."""

@@ -15,6 +15,8 @@ _PIECES = 16
 """Pieces that one call reads, so that no sender keeps the caller busy."""
 _UNSENT = 2**20
 """Bytes that wait for an end that does not keep up."""
+_BACKLOG = 1024
+"""Connections that wait to be accepted (the system may allow fewer); where there is no room, one waits a second to try again."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -116,8 +118,11 @@ def free_port(host: str = LOOPBACK) -> int:
         return probe.getsockname()[1]
 
 
-def listen(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
-    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. Raises OSError if it is taken."""
+def listen(port: int, host: str = "", backlog: int = 0) -> socket.socket:
+    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. backlog: at least this many
+    connections wait to be accepted, and never fewer than `_BACKLOG`. Raises OSError if the port is taken.
+    """
+    backlog = max(backlog, _BACKLOG)
     if ":" in host:
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog)
     if host or not socket.has_dualstack_ipv6():
