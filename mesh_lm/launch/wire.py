@@ -36,7 +36,7 @@ class Peer:
         self.heard = self._began = time.monotonic()
         connection.setblocking(False)
         try:
-            self.address = str(connection.getpeername()[0])
+            self.address = str(connection.getpeername()[0]).removeprefix("::ffff:")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it has hung up already
             self.address, self.open = "unknown", False
