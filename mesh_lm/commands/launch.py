@@ -16,8 +16,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mesh_lm.commands.options import command
-from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.launch import EXIT_CANNOT, EXIT_UNEXPECTED, templates
+from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
+from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
 from mesh_lm.launch.job import Job, Options
@@ -52,7 +52,7 @@ def run(asked: Request) -> int:
         return _run(job)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_CANNOT
+        return EXIT_STALLED if storage_failed(error) else EXIT_CANNOT
     except Exception:
         with contextlib.suppress(OSError):
             traceback.print_exc()

@@ -1,12 +1,16 @@
 """Small files that are too deep, of another type or endless: one error that names the file, at every door through which JSON comes in."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mesh_lm import distributed
+from mesh_lm.checkpoint.reader import DamagedCheckpoint, descriptions
 from mesh_lm.commands.generate import _from_file
 from mesh_lm.data.corpus import _load
 from mesh_lm.data.prepare.run import _finished
@@ -51,6 +55,32 @@ def test_what_is_left_out_or_answered_by_no(tmp_path: Path, text: str) -> None:
     assert not configs.is_huggingface(tmp_path) and read_life(tmp_path / configs.CONFIG) is None
     found, (problem,) = files.scan(tmp_path)
     assert not found and "is not an index of tensors" in problem
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_a_checkpoint_with_such_a_description_is_damaged(tmp_path: Path, text: str) -> None:
+    """So the checkpoint before it is used."""
+    for item in ("data", "metadata"):
+        (tmp_path / item).mkdir()
+        (tmp_path / item / "metadata").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(DamagedCheckpoint, match="data/metadata cannot be read"):
+        descriptions(tmp_path)
+
+
+def test_a_failing_disk_is_no_mistake() -> None:
+    """Whatever an error of a full or lost disk was wrapped in: status 75, so that launcher, Slurm and Kubernetes try again."""
+
+    def main(number: int) -> int:
+        try:
+            raise OSError(number, os.strerror(number), "/data/run")
+        except OSError as error:
+            try:
+                raise ConfigError(f"cannot write metrics to /data/run: {error.strerror}") from error
+            except ConfigError:
+                raise ConfigError("while another was handled")  # noqa: B904
+
+    wanted = {errno.ENOSPC: 75, errno.EDQUOT: 75, errno.EIO: 75, errno.ESTALE: 75, errno.EACCES: 1, errno.ENOENT: 1}
+    assert {number: distributed.run(main, number) for number in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "..", ""])
