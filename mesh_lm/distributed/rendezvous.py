@@ -39,7 +39,7 @@ _CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
 _MAGIC = "mesh_lm"
 _PURPOSE = "rendezvous"
-_SAME = "start all processes with the same secret (docs/security.md)"
+_SAME = "start all processes with the same secret (docs/network.md)"
 _TEXT = 2**16
 """Characters of a problem that are sent."""
 _TICK = 0.01
@@ -166,6 +166,8 @@ class _Guests:
                 self._callers.remove(caller)
                 caller.close()
                 if caller.refused:
+                    if not self.refused:
+                        _warn(f"process 0 refused a connection from {caller.address}: {caller.refused}; {_SAME}")
                     self.refused = f"; the last connection that was refused came from {caller.address}: {caller.refused}"
 
     def _present(self, caller: Peer, other: dict[str, Any]) -> None:
@@ -226,6 +228,8 @@ def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, An
                     for answer in host.receive():
                         protocol.require(answer, protocol.OUTCOME, *protocol.OUTCOME)
                         return answer["problem"], answer["absent"]
+                if host.refused and host.refused not in str(why):
+                    _warn(f"process {slot.index} found something at {slot.coordinator}, but {host.refused}; {_SAME}; trying again")
                 why = f"{host.refused}: {_SAME}" if host.refused else "it hung up" if not host.open else why
         except (OSError, ValueError) as error:
             why = error
@@ -233,6 +237,12 @@ def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, An
             how = f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({why}); "
             return how + "start it, or correct launch.coordinator", True
         time.sleep(_RETRY)
+
+
+def _warn(text: str) -> None:
+    """Prints what may keep this process waiting until its time is over."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ EXIT_USAGE = 2
 EXIT_UNEXPECTED = 70
 """Status after an unexpected error (EX_SOFTWARE of sysexits.h), whose traceback was printed."""
 EXIT_STALLED = 75
-"""Status of a process that its watchdog ended, and of a run whose nodes do not reconnect (EX_TEMPFAIL)."""
+"""Status of a process that its watchdog ended or whose disk failed, and of a run whose nodes do not reconnect (EX_TEMPFAIL)."""
 EXIT_FEWER = 76
 """Status of a process whose mesh needs fewer nodes than there are; the launcher restarts on that many."""
 EXIT_PREEMPTED = 99

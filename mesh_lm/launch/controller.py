@@ -12,8 +12,8 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, messages, protocol
-from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, UNKILLABLE, Generation, Node, SignalPlan, log
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USAGE, messages, protocol
+from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, Node, SignalPlan, log
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.restarts import Restarts
 from mesh_lm.launch.secret import Secret
@@ -26,6 +26,9 @@ _CALLERS = 128
 """Connections that may wait for that; the oldest is closed first. Their buffers hold 256 bytes each."""
 _PRESENT = 3.0
 """Seconds of silence after which another launcher may take a node's place. Launchers say something at least once a second."""
+_FINAL = (EXIT_CANNOT, EXIT_USAGE)
+"""Statuses after which a restart would not help, if all processes agree."""
+_END = "have nothing to save, and end at once"
 _LOOK = 60.0
 """Seconds between two searches for stragglers, and between two lines about strangers."""
 PURPOSE = "launcher"
@@ -217,23 +220,29 @@ class Controller:
             return
         if now.failure is None:
             log(what)
-            now.fail(status, number)
-            now.log_progress(stalled=status in (EXIT_STALLED, -signal.SIGABRT))
+            stalled = status in (EXIT_STALLED, -signal.SIGABRT)
+            if early := now.left_early():  # the others wait for it, and fail in its place
+                names = messages.number_ranges(early)
+                log(f"{names} had ended with status 0 before that: if the run was not complete, this is the cause")
+            now.fail(status, now.node_of(early[0]) if early and stalled else None if early else number)
+            now.log_progress(*early, stalled=stalled)
             self._order(now, "crash", CRASHED)
         elif status != now.failure and status < 0 and status != -signal.SIGABRT:
             log(f"{what}, which may be the cause")
             now.fail(status, number)
-        elif now.failure == EXIT_CANNOT and status != EXIT_CANNOT:  # a victim's config error must not hide the crash that caused it
+        elif now.failure in _FINAL and status not in _FINAL:  # a victim's config error must not hide the crash that caused it
             now.fail(status, number)
 
     def _stop_all(self, how: str, *, at_once: bool) -> None:
         """Ends the run because a launcher got a signal."""
         if self._stop and not at_once:
             return
-        log(f"{how}: the workers {'are killed' if at_once else f'save and exit, within {self._job.grace:g} s'}")
-        self._stop = True
-        if self._now and (at_once or self._now.stopping != "crash"):
-            self._order(self._now, "signal", AT_ONCE if at_once else self._farewell)
+        now, self._stop = self._now, True
+        idle = now is not None and not now.stopping and now.nothing_to_save()
+        log(f"{how}: the workers {'are killed' if at_once else _END if idle else f'save and exit, within {self._job.grace:g} s'}")
+        if now and (at_once or now.stopping != "crash"):
+            now.idle = idle
+            self._order(now, "signal", AT_ONCE if at_once else IDLE if idle else self._farewell)
 
     def _watch(self, now: Generation) -> None:
         """Ends a generation that hangs or could be larger, and concludes one that has ended."""
@@ -276,8 +285,8 @@ class Controller:
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
-        elif statuses == {now.failure} == {EXIT_CANNOT} and (now.all_ended or self._restarts.newest < 0):
-            self._status = EXIT_CANNOT  # if only one process of a run that has worked says so, it is more likely an accident
+        elif now.failure in _FINAL and statuses <= {*_FINAL} and (now.all_ended or self._restarts.newest < 0):
+            self._status = now.failure  # if only one process of a run that has worked says so, it is more likely an accident
         else:
             self._retry(now)
 
@@ -289,7 +298,7 @@ class Controller:
             log(f"giving up after {futile} restarts without a new checkpoint" if futile else "giving up: --restarts=0")
             self._status = messages.shell_status(EXIT_STALLED if now.failure is None else now.failure)
             return
-        where = f"from step {newest}" if newest >= 0 else "from the start"
+        where = now.restarts_from(newest)
         log(f"restart {futile} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'immediately'}")
         self._again(pause)
 
