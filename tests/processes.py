@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-PATIENCE = 20.0
+PATIENCE = 300.0
 """Seconds after which a process counts as hung: many times what it needs, because a slow machine is not an error."""
 
 
