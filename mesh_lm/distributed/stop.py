@@ -53,7 +53,7 @@ class StopOnSigterm:
                 os.set_blocking(end, end == self._signals)
             self._woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._before = signal.signal(signal.SIGTERM, self._signal)
-            os.register_at_fork(after_in_child=_forget)
+            os.register_at_fork(after_in_child=self._forked)
             self._watcher = threading.Thread(target=self._watch, name="sigterm", daemon=True)
             self._watcher.start()
         return self
@@ -80,6 +80,12 @@ class StopOnSigterm:
                     os._exit(EXIT_PREEMPTED)
         os.close(self._signals)
 
+    def _forked(self) -> None:
+        """In a child: its signals are not those of this process, whose pipe it has inherited."""
+        if signal.getsignal(signal.SIGTERM) == self._signal:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._before)
+
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if not self._main:
             return
@@ -87,9 +93,3 @@ class StopOnSigterm:
         if not jax.distributed.is_initialized():  # otherwise the handler is JAX's
             signal.signal(signal.SIGTERM, self._before)
         os.close(self._writer)  # ends the watcher, unless it has a signal to obey
-
-
-def _forget() -> None:
-    """In a forked child: its signals are not those of this process, whose pipe it has inherited."""
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
