@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 _SHOWN = 8
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 
 class ConfigError(ValueError):
     """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
+
+
+class StorageError(ConfigError):
+    """A disk does not work at the moment, on this or another host. Another attempt may succeed: the program exits with status 75."""
+
+
+def storage_failed(error: BaseException | None) -> bool:
+    """Returns whether an error is due to a full or failing disk, or a lost mount: itself, or one that it was raised from or during."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def listed(head: str, lines: Sequence[str]) -> str:

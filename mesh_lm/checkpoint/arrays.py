@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from mesh_lm import strict_json
 from mesh_lm.checkpoint.reader import DamagedCheckpoint, misnamed, parts_of
 from mesh_lm.state.digest import host_sums, joined
 
@@ -87,7 +87,7 @@ class StoredArrays:
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / 'state'}/"}}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})  # for the index, not for arrays
         with _readable(path, "the list of its arrays"):
-            listed = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+            listed = strict_json.read(path / "state" / "_METADATA", size=strict_json.LARGE_FILE)["tree_metadata"].values()
             keys = [[str(key["key"]) for key in leaf["key_metadata"]] for leaf in listed]
             stored = ts.KvStore.open(self._store, context=self._context).result().list().result()
         self._stored = {key.decode().removesuffix("/zarr.json") for key in stored if key.endswith(b"/zarr.json")}

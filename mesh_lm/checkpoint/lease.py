@@ -17,11 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from mesh_lm import distributed
+from mesh_lm import distributed, strict_json
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import GENERATION
 
@@ -239,11 +238,10 @@ def _succeeded(path: Path, seen: bytes, content: bytes, *, abandoned: bool = Fal
 def _holder(content: bytes) -> Holder | None:
     """Returns what a lease file says; None if it is empty, because it is just being created, or damaged."""
     try:
-        about: Any = json.loads(content)
-        holder = Holder(**about)
+        holder = Holder(**strict_json.loads(content))
         kinds = {"host": str, "pid": int, "machine": str, "started": int, "since": float, "life": str, "renewed": int}
         return holder if all(type(getattr(holder, name)) is kind for name, kind in kinds.items()) else None
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh_lm import distributed
+from mesh_lm import distributed, strict_json
 from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
 from mesh_lm.config import CheckpointConfig
 from mesh_lm.optim import Optimizer
@@ -203,7 +203,7 @@ class NodeLocalCheckpoints:
     def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[SavedCheckpoint, State]:
         """Reads and verifies a step. Raises _Unusable, or any error that a foreign description causes."""
         place = self.directory / str(step) / self._place
-        about = json.loads((place / _DESCRIPTION).read_text())
+        about = strict_json.read(place / _DESCRIPTION)
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
             raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
         if about["layout"] != (expected := _layout(abstract, layout)):

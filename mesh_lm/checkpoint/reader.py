@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from mesh_lm import distributed
+from mesh_lm import distributed, strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
@@ -270,7 +270,7 @@ def descriptions(path: Path) -> dict[str, Any]:
     contents, reasons = {}, []
     for item in ("data", "metadata"):
         try:
-            contents[item] = json.loads((path / item / "metadata").read_text())
+            contents[item] = strict_json.read(path / item / "metadata")
         except FileNotFoundError:
             reasons.append(f"{item}/metadata is missing: the save, or a copy of it, is not complete")
         except (IsADirectoryError, NotADirectoryError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from mesh_lm import strict_json
 from mesh_lm.commands.model_arguments import ModelArguments
 from mesh_lm.commands.options import command
 from mesh_lm.data.atomic import atomic_write
@@ -114,7 +115,7 @@ def _from_file(name: str) -> Iterator[str]:
             yield line
         elif line.strip():
             try:
-                prompt = json.loads(line)["prompt"]
+                prompt = strict_json.loads(line, size=strict_json.FILE)["prompt"]
             except (ValueError, TypeError, KeyError):
                 prompt = None
             if not isinstance(prompt, str):

@@ -16,12 +16,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mesh_lm.commands.options import command
-from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.launch import EXIT_CANNOT, EXIT_UNEXPECTED, templates
+from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
+from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
 from mesh_lm.launch.job import Job, Options
-from mesh_lm.launch.wire import listen
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import LOOPBACK, listen
 
 Request = tuple[Options, list[str]]
 _ABOUT = "Starts the processes of a run on this node, watches over them, and restarts them from the newest checkpoint when one is lost."
@@ -51,7 +52,7 @@ def run(asked: Request) -> int:
         return _run(job)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_CANNOT
+        return EXIT_STALLED if storage_failed(error) else EXIT_CANNOT
     except Exception:
         with contextlib.suppress(OSError):
             traceback.print_exc()
@@ -59,14 +60,15 @@ def run(asked: Request) -> int:
 
 
 def _run(job: Job) -> int:
+    secret = Secret.shared() if job.nodes > 1 else Secret.new()
     if job.node:
-        return Agent(job, job.address).run()
+        return Agent(job, job.address, secret).run()
     try:
-        listener = listen(job.address[1], "127.0.0.1" if job.nodes == 1 else "")
+        listener = listen(job.address[1], LOOPBACK if job.nodes == 1 else "")
     except OSError as error:
         raise ConfigError(f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose a free port") from error
-    agent = Agent(job, ("127.0.0.1", listener.getsockname()[1]))
-    controller = threading.Thread(target=_control, args=(Controller(job, listener),), daemon=True)
+    agent = Agent(job, (LOOPBACK, listener.getsockname()[1]), secret)
+    controller = threading.Thread(target=_control, args=(Controller(job, listener, secret),), daemon=True)
     controller.start()
     status = agent.run()
     controller.join()

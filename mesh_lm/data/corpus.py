@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mesh_lm import distributed
+from mesh_lm import distributed, strict_json
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
@@ -187,7 +187,7 @@ def _rename(unfinished: Path, directory: Path) -> None:
 
 def _load(directory: Path) -> TextCorpus:
     try:
-        return TextCorpus(directory=directory, **json.loads((directory / "corpus.json").read_text()))
+        return TextCorpus(directory=directory, **strict_json.read(directory / "corpus.json"))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it to prepare it again") from error
 

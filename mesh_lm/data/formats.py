@@ -16,6 +16,9 @@ from mesh_lm.errors import ConfigError
 
 Kind = Literal["jsonl", "txt", "parquet"]
 _COMPRESSED = (".gz", ".zst")
+_BUFFER = 2**20
+_PLAUSIBLE, _RATIO = 2**26, 200
+"""Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches 4 to 30 times."""
 _ROWS = 256
 """Rows of a .parquet file in memory at once."""
 SUFFIXES = ".txt, .jsonl (each also .gz and .zst) and .parquet"
@@ -47,13 +50,16 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file for reading; returns its decompressed stream and the underlying file, whose `tell` is the position on disk.
 
     Raises:
-      ConfigError: the file is unreadable or damaged, or zstandard is not installed.
+      ConfigError: the file is unreadable or damaged, decompresses to far more than text does or to more than fits into memory, or zstandard
+        is not installed.
     """
     try:
         with open(path, "rb") as raw, _decompressed(raw, path.suffix) as file:
             yield file, raw
     except OSError as error:
         raise unreadable(path, error) from error
+    except MemoryError as error:
+        raise ConfigError(f"{path} has a document or a line that does not fit into memory; split it") from error
     except (EOFError, zlib.error, _zstd_error(path.suffix)) as error:
         raise ConfigError(f"{path} is damaged or truncated: {error}; fetch or compress it again") from error
 
@@ -142,13 +148,35 @@ def _parquet(path: Path) -> Iterator[Any]:
 @contextlib.contextmanager
 def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
     if suffix == ".gz":
-        with gzip.open(raw) as file:
+        with gzip.open(raw) as gz, io.BufferedReader(_Bounded(gz, raw), _BUFFER) as file:
             yield cast(BinaryIO, file)
     elif suffix == ".zst":
-        with io.BufferedReader(_Frames(raw, _zstandard().ZstdDecompressor()), 2**20) as file:
+        frames = _Frames(raw, _zstandard().ZstdDecompressor())
+        with io.BufferedReader(_Bounded(frames, raw), _BUFFER) as file:
             yield cast(BinaryIO, file)
     else:
         yield raw
+
+
+class _Bounded(io.RawIOBase):
+    """A decompressed stream that ends with ConfigError where it becomes implausibly long, before it fills the memory."""
+
+    def __init__(self, file: Any, raw: BinaryIO) -> None:
+        """file: the stream. raw: the compressed file that it is read from."""
+        self._file, self._raw, self._size = file, raw, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = self._file.readinto(buffer) or 0
+        self._size += n
+        if self._size > _PLAUSIBLE and self._size > _RATIO * self._raw.tell():
+            raise ConfigError(
+                f"{self._raw.name} decompresses to more than {_RATIO} times its size, which no text does; "
+                "leave it out, or decompress it yourself"
+            )
+        return n
 
 
 class _Frames(io.RawIOBase):
@@ -157,19 +185,19 @@ class _Frames(io.RawIOBase):
     def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
         self._raw, self._decompressor = raw, decompressor
         self._frame: Any = None  # the current frame
-        self._input = self._output = b""
+        self._input, self._output = b"", memoryview(b"")  # a view, because its rest is not copied
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            if not (data := self._input or self._raw.read(2**17)):
+            if not (data := self._input or self._raw.read(2**14)):  # a bomb makes 32,768 times as much of it
                 if self._frame:
                     raise EOFError("the last zstd frame is not complete")
                 return 0
             self._frame = self._frame or self._decompressor.decompressobj()
-            self._output, self._input = self._frame.decompress(data), b""
+            self._output, self._input = memoryview(self._frame.decompress(data)), b""
             if self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
         n = min(len(buffer), len(self._output))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mesh_lm import strict_json
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data.blend import Blend, normalized, parse
 from mesh_lm.data.blend_plan import make_plan
@@ -158,12 +158,12 @@ def _tokenizer(config: DataConfig, first: MegatronPrefix) -> Tokenizer | None:
 def _prefix(prefix: str) -> MegatronPrefix:
     documents = Documents(Path(prefix).expanduser())
     try:
-        about = json.loads(Path(f"{documents.prefix}.json").read_text())
+        about = strict_json.read(Path(f"{documents.prefix}.json"))
     except FileNotFoundError:
         about = {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
-    return MegatronPrefix(documents, documents.fingerprint(), about if isinstance(about, dict) else {})
+    return MegatronPrefix(documents, documents.fingerprint(), about)
 
 
 class BlendedOrder:

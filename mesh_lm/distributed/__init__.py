@@ -5,7 +5,6 @@ The launcher, which needs no JAX, is `mesh_lm.launch`.
 
 from mesh_lm.distributed.prefix import log_prefix as log_prefix
 from mesh_lm.distributed.processes import FewerNodes as FewerNodes
-from mesh_lm.distributed.processes import StopOnSigterm as StopOnSigterm
 from mesh_lm.distributed.processes import assert_equal_across_processes as assert_equal_across_processes
 from mesh_lm.distributed.processes import broadcast_from_process0 as broadcast_from_process0
 from mesh_lm.distributed.processes import collective_errors as collective_errors
@@ -16,3 +15,4 @@ from mesh_lm.distributed.processes import process0_first as process0_first
 from mesh_lm.distributed.processes import require_shared as require_shared
 from mesh_lm.distributed.processes import run as run
 from mesh_lm.distributed.processes import start as start
+from mesh_lm.distributed.stop import StopOnSigterm as StopOnSigterm

@@ -44,7 +44,7 @@ class Heartbeat:
         phases, pause = self._phases, threading.Event()
         while True:
             progress = {"pid": os.getpid(), "step": phases.step, "phase": phases.phase, "since": round(phases.idle, 1)}
-            seconds = {phase: round(value, 1) for phase, value in phases.seconds().items()}
+            seconds = {phase: round(value, 3) for phase, value in phases.seconds().items()}
             try:
                 self.send(progress | {"saved": phases.saved, "seconds": seconds})
             except BrokenPipeError:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar, get_args
 
+from mesh_lm.launch.generation import PREPARING
+
 Phase = Literal["start", "data", "restore", "compile", "batch", "step", "save", "evaluate"]
 """start: until all processes are connected. batch: waiting for the next batch. compile: the first two steps."""
 
@@ -55,6 +57,11 @@ class Phases:
             n += 1
             self.at("compile" if n <= 2 else "step")
             yield batch
+
+    @property
+    def nothing_to_save(self) -> bool:
+        """Whether no step is done since the checkpoint from which this process started."""
+        return self.phase in PREPARING and self.step <= max(self.saved, 0)
 
     @property
     def idle(self) -> float:

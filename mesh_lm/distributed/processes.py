@@ -7,27 +7,28 @@ import hashlib
 import json
 import os
 import secrets
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from mesh_lm import strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed import compile_cache, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
-from mesh_lm.errors import ConfigError
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_UNEXPECTED
+from mesh_lm.errors import ConfigError, StorageError, storage_failed
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_STALLED, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import is_loopback
 from sharding_rules import ShardingRuleError
 
 T = TypeVar("T")
@@ -51,12 +52,13 @@ def run(main: Callable[[T], int], argv: T) -> int:
         with contextlib.suppress(OSError):
             print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
         status = EXIT_UNEXPECTED if isinstance(error, rendezvous.RendezvousFailed) else EXIT_CANNOT
+        status = EXIT_STALLED if storage_failed(error) else status
     except FewerNodes:
         status = EXIT_FEWER
-    except Exception:
+    except Exception as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        status = EXIT_UNEXPECTED
+        status = EXIT_STALLED if storage_failed(error) else EXIT_UNEXPECTED
     if jax.distributed.is_initialized():
         # JAX's own exit waits minutes for processes that may themselves wait for this one.
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
@@ -110,13 +112,14 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
 
 def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
     """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the others. Raises as `start`."""
-    rendezvous.meet(slot, timeout, description)
+    rendezvous.meet(slot, timeout, description, Secret.shared())
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         slot.coordinator, slot.count, slot.index, slot.local_devices,
         cluster_detection_method="deactivate",  # with Slurm it would use one GPU per task
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
+        coordinator_bind_address=slot.coordinator if is_loopback(slot.address[0]) else None,  # None: all addresses of this host
     )  # fmt: skip
 
 
@@ -150,19 +153,21 @@ def process0_first(what: str) -> Iterator[None]:
 def collective_errors(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
     """Raises on every process if the block raises on any, so that none waits for one that failed.
 
-    mistake: the other processes raise mistake("process 1: its message") for a ConfigError, and RuntimeError for any other error.
+    mistake: the other processes raise mistake("process 1: its message") for a ConfigError, StorageError if a disk failed, and RuntimeError
+    for any other error.
     """
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    errors = gather_from_all([isinstance(error, ConfigError), (str(error) or repr(error))[:_TEXT]] if error else None)
+    kind = "storage" if storage_failed(error) else "mistake" if isinstance(error, ConfigError) else "other"
+    errors = gather_from_all([kind, (str(error) or repr(error))[:_TEXT]] if error else None)
     if error:
         raise error
     for process, other in enumerate(errors):
         if other:
-            raise (mistake if other[0] else RuntimeError)(f"process {process}: {other[1]}")
+            raise {"mistake": mistake, "storage": StorageError}.get(other[0], RuntimeError)(f"process {process}: {other[1]}")
 
 
 def require_shared(directory: Path) -> None:
@@ -200,38 +205,7 @@ def gather_from_all(value: Any) -> list[Any]:
     """Returns the values (JSON) of all processes, by process index. A collective: every process must call it."""
     if jax.process_count() == 1:
         return [value]
-    encoded = json.dumps(value).encode()
+    encoded = json.dumps([value]).encode()
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
     rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8)))
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-
-
-class StopOnSigterm:
-    """A context in which SIGTERM to any process makes `poll` return True on all of them at the same call, so that they save and exit.
-
-    With several processes JAX's preemption service catches the signal and picks the call, so all of them must call `poll` equally often.
-    """
-
-    requested = False
-    """Whether `poll` has returned True."""
-
-    def poll(self) -> bool:
-        """Returns whether to stop now."""
-        if jax.process_count() == 1:
-            self.requested |= self._signalled
-        elif not self.requested:
-            self._polls += 1
-            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
-        return self.requested
-
-    def __enter__(self) -> StopOnSigterm:
-        self._polls, self._signalled = 0, False
-        self._before = signal.signal(signal.SIGTERM, self._signal) if jax.process_count() == 1 else None
-        return self
-
-    def _signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+    return [strict_json.loads(bytes(row[:size]), list, size=len(row))[0] for row, size in zip(rows, sizes, strict=True)]

@@ -1,7 +1,8 @@
 """A rendezvous of the run's processes before `jax.distributed.initialize`, for the sake of clear errors.
 
 JAX itself aborts without a Python error if a process never connects, and hangs if they run different programs. Here process 0 listens at
-the coordinator's address, receives from each of the others what it runs, compares, and sends all of them the outcome.
+the coordinator's address, receives from each of the others what it runs, compares, and sends all of them the outcome. Both ends prove
+first that they know the job's secret (`mesh_lm.launch.channel`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import Any
 import jax
 
 from mesh_lm.errors import ConfigError, listed
+from mesh_lm.launch import protocol
 from mesh_lm.launch.messages import number_ranges
 from mesh_lm.launch.process_slot import ProcessSlot
-from mesh_lm.launch.wire import listen
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import LOOPBACK, Peer, is_loopback, listen
 
 Description = dict[str, Any]
 """What must be the same on every process, as nested dicts of JSON values."""
@@ -35,8 +38,18 @@ _ROOT = Path(__file__).parents[2]
 _CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
 _MAGIC = "mesh_lm"
+_PURPOSE = "rendezvous"
+_SAME = "start all processes with the same secret (docs/network.md)"
+_TEXT = 2**16
+"""Characters of a problem that are sent."""
+_TICK = 0.01
 _RETRY = 0.2
-_GRACE = 10
+_GRACE = 10.0
+"""Seconds in which processes that are late still receive an error, and in which all must hang up."""
+_HANDSHAKE = 10.0
+"""Seconds within which the other end must have introduced itself."""
+_CALLERS = 128
+"""Connections that may wait for that; the oldest is closed first."""
 
 
 class RendezvousFailed(ConfigError):
@@ -70,88 +83,166 @@ def _modules() -> dict[str, str]:
     return digests
 
 
-def meet(slot: ProcessSlot, timeout: float, description: Description) -> None:
-    """Returns when all processes are connected and run the same program; takes at most `timeout` seconds.
+def meet(slot: ProcessSlot, timeout: float, description: Description, secret: Secret) -> None:
+    """Returns when all processes are connected and run the same program; takes at most `timeout` seconds, whoever else connects.
 
     Raises on every connected process. RendezvousFailed: nothing answers at the coordinator's address, its port is taken, or processes did
-    not connect. ConfigError: two have the same index, another process count, or a different description.
+    not connect. ConfigError: two have the same index, an index is out of range, or another process count, or a different description.
     """
     own = {"magic": _MAGIC, "count": slot.count, "index": slot.index, "host": socket.gethostname(), "description": description}
     own = json.loads(json.dumps(own, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
-    problem, absent = _host(slot, deadline, timeout, own) if slot.index == 0 else _visit(slot, deadline, timeout, own)
+    problem, absent = _host(slot, deadline, timeout, own, secret) if slot.index == 0 else _visit(slot, deadline, timeout, own, secret)
     if problem:
         raise (RendezvousFailed if absent else ConfigError)(problem)
 
 
-def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any]) -> tuple[str, bool]:
+def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret) -> tuple[str, bool]:
     """Process 0's side. Returns the problem (empty: none), and whether the cause is that a process is absent."""
-    with contextlib.ExitStack() as open_sockets:
-        try:
-            listener = listen(slot.address[1], backlog=slot.count)
-        except OSError as error:
-            why = f"process 0 cannot listen on port {slot.address[1]}: {error.strerror}; choose a free port for launch.coordinator"
-            return why, True
-        open_sockets.enter_context(listener)
-        by_index: dict[int, socket.socket] = {}
-        visitors: list[socket.socket] = []
-        problem, missed = "", False
-        while len(visitors) < slot.count - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                visitor = open_sockets.enter_context(listener.accept()[0])
-                visitor.settimeout(10)
-                other = json.loads(_receive(visitor))
-                if other.get("magic") != _MAGIC:
-                    continue
-            except TimeoutError:
-                if problem:
-                    break
-                if time.monotonic() < deadline:
-                    continue  # a client that connected and sent nothing
-                missed = True
-                absent = number_ranges(sorted({*range(1, slot.count)} - by_index.keys()))
-                problem = f"{absent} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
-                problem += "; see their logs, check launch.processes, and that they can reach that address"
-                break
-            except (OSError, ValueError, AttributeError):
-                continue  # a port scanner
-            if other["index"] in by_index:
-                problem = f"two processes have the index {other['index']} of {other['count']}; each needs its own launch.index"
-            by_index[other["index"]] = visitor
-            visitors.append(visitor)
-            problem = problem or _difference(own, other)
-            if problem:  # processes that are late should receive it too
+    host, port = slot.address
+    try:
+        listener = listen(port, (LOOPBACK if host == "localhost" else host) if is_loopback(host) else "", slot.count)
+    except OSError as error:
+        return f"process 0 cannot listen on port {port}: {error.strerror}; choose a free port for launch.coordinator", True
+    guests = _Guests(listener, slot.count, own, secret)
+    try:
+        missed = False
+        while guests.presented < slot.count - 1 and not missed:
+            time.sleep(_TICK)
+            guests.hear()
+            if guests.problem:  # processes that are late should receive it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
-        if not problem and (left := [i for i, visitor in by_index.items() if _hung_up(visitor)]):
+            missed = time.monotonic() > deadline
+        problem, missed = guests.problem, missed and not guests.problem
+        if missed:
+            absent = number_ranges(sorted({*range(1, slot.count)} - guests.by_index.keys()))
+            problem = f"{absent} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
+            problem += f"; see their logs, check launch.processes, and that they can reach that address{guests.refused}"
+        elif not problem and (left := guests.gone()):
             problem = f"{number_ranges(left)} of {slot.count} connected to {slot.coordinator} and disconnected; see their logs"
             missed = True
-        for visitor in visitors:
-            with contextlib.suppress(OSError):
-                _send(visitor, json.dumps({"problem": problem, "absent": missed}))
-        for visitor in visitors:  # they hang up first, so that no socket on this port lingers when JAX binds it
-            with contextlib.suppress(OSError):
-                visitor.recv(1)
+        guests.dismiss(problem, missed)
         return problem, missed
+    finally:
+        guests.close()
 
 
-def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any]) -> tuple[str, bool]:
+class _Guests:
+    """The other processes, as process 0 sees them.
+
+    Attributes:
+      by_index: those that presented themselves.
+      problem: why the run cannot start; empty: nothing is known.
+      refused: what to add to a message about absent processes.
+    """
+
+    def __init__(self, listener: socket.socket, count: int, own: dict[str, Any], secret: Secret) -> None:
+        self._listener, self._count, self._own, self._secret = listener, count, own, secret
+        self._callers: list[Peer] = []
+        self._twins: list[Peer] = []
+        self.by_index: dict[int, Peer] = {}
+        self.problem = self.refused = ""
+        listener.setblocking(False)
+
+    @property
+    def presented(self) -> int:
+        """How many presented themselves, those that may not take part included."""
+        return len(self.by_index) + len(self._twins)
+
+    def hear(self) -> None:
+        """Accepts connections, and reads what has arrived."""
+        with contextlib.suppress(OSError):
+            for _ in range(_CALLERS):
+                self._callers.append(Peer(self._listener.accept()[0], self._secret, _PURPOSE, serves=True))
+        most = max(_CALLERS, 2 * self._count)
+        for caller in self._callers[:-most]:
+            caller.close()
+        self._callers = self._callers[-most:]
+        for caller in [*self._callers]:
+            if received := caller.receive():
+                self._callers.remove(caller)
+                self._present(caller, received[0])
+            elif not caller.open or caller.age > _HANDSHAKE:
+                self._callers.remove(caller)
+                caller.close()
+                if caller.refused:
+                    if not self.refused:
+                        _warn(f"process 0 refused a connection from {caller.address}: {caller.refused}; {_SAME}")
+                    self.refused = f"; the last connection that was refused came from {caller.address}: {caller.refused}"
+
+    def _present(self, caller: Peer, other: dict[str, Any]) -> None:
+        try:
+            protocol.require(other, protocol.PRESENTED, *protocol.PRESENTED)
+        except ValueError as error:
+            self.refused = f"; a process at {caller.address} was not understood: {error}"
+            return caller.close()
+        index, known = other["index"], self.by_index.get(other["index"])
+        if known:
+            known.receive()
+        if not 0 < index < self._count:
+            self._twins.append(caller)
+            self.problem = (
+                f"a process on {other['host']} has the index {index} of {self._count}; launch.index must be 0 to {self._count - 1}"
+            )
+        elif known and known.open:
+            self._twins.append(caller)
+            self.problem = f"two processes have the index {index} of {other['count']}; each needs its own launch.index"
+        else:
+            self.by_index[index] = caller
+        self.problem = self.problem or _difference(self._own, other)
+
+    def gone(self) -> list[int]:
+        """Returns the processes that have hung up."""
+        for peer in self.by_index.values():
+            peer.receive()
+        return sorted(index for index, peer in self.by_index.items() if not peer.open)
+
+    def dismiss(self, problem: str, absent: bool) -> None:
+        """Sends all processes the outcome. They hang up first, so that no socket on this port lingers when JAX binds it."""
+        guests = [*self.by_index.values(), *self._twins]
+        for guest in guests:
+            guest.send(problem=problem[:_TEXT], absent=absent)
+        deadline = time.monotonic() + _GRACE
+        while any(guest.open for guest in guests) and time.monotonic() < deadline:
+            time.sleep(_TICK)
+            for guest in guests:
+                guest.receive()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for peer in [*self.by_index.values(), *self._twins, *self._callers]:
+            peer.close()
+        self._listener.close()
+
+
+def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret) -> tuple[str, bool]:
     """The other processes' side. Returns as `_host` does."""
+    why: object = "it did not answer"
     while True:
         try:
-            with socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic())) as host:
-                _send(host, json.dumps(own))
-                host.settimeout(timeout + 10)  # process 0 answers when its own time is over
-                answer = json.loads(_receive(host))
-                return answer["problem"], answer["absent"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if time.monotonic() > deadline:
-                return (
-                    f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({error}); "
-                    "start it, or correct launch.coordinator",
-                    True,
-                )
-            time.sleep(_RETRY)
+            connection = socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic()))
+            with contextlib.closing(Peer(connection, secret, _PURPOSE, serves=False)) as host:
+                host.send(**own)
+                while host.open and (host.proven or host.age < _HANDSHAKE) and time.monotonic() < deadline + _GRACE + _HANDSHAKE:
+                    time.sleep(_TICK)
+                    for answer in host.receive():
+                        protocol.require(answer, protocol.OUTCOME, *protocol.OUTCOME)
+                        return answer["problem"], answer["absent"]
+                if host.refused and host.refused not in str(why):
+                    _warn(f"process {slot.index} found something at {slot.coordinator}, but {host.refused}; {_SAME}; trying again")
+                why = f"{host.refused}: {_SAME}" if host.refused else "it hung up" if not host.open else why
+        except (OSError, ValueError) as error:
+            why = error
+        if time.monotonic() > deadline:
+            how = f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({why}); "
+            return how + "start it, or correct launch.coordinator", True
+        time.sleep(_RETRY)
+
+
+def _warn(text: str) -> None:
+    """Prints what may keep this process waiting until its time is over."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
@@ -169,36 +260,3 @@ def _compare(a: Any, b: Any, path: str) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         return [line for key in dict.fromkeys([*a, *b]) for line in _compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
     return [] if json.dumps(a) == json.dumps(b) else [f"{path}: {a} on process 0, {b} there"]
-
-
-def _hung_up(visitor: socket.socket) -> bool:
-    visitor.setblocking(False)
-    try:
-        return visitor.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        visitor.settimeout(10)
-
-
-def _send(to: socket.socket, text: str) -> None:
-    data = text.encode()
-    to.sendall(len(data).to_bytes(4, "big") + data)
-
-
-def _receive(source: socket.socket) -> str:
-    size = int.from_bytes(_exactly(source, 4), "big")
-    if size > 2**24:
-        raise ValueError(size)
-    return _exactly(source, size).decode()
-
-
-def _exactly(source: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        if not (piece := source.recv(size - len(data))):
-            raise ConnectionResetError("hung up")
-        data += piece
-    return bytes(data)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mesh_lm import strict_json
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.families import FAMILIES, REQUIRED, Family
@@ -20,10 +21,10 @@ LOW, HIGH = 1.0, 4.0
 def is_huggingface(directory: Path | str) -> bool:
     """Whether a directory holds a model saved by transformers, supported or not."""
     try:
-        described = json.loads((Path(directory).expanduser() / CONFIG).read_text(encoding="utf-8"))
+        described = strict_json.read(Path(directory).expanduser() / CONFIG)
     except (OSError, ValueError):
         return False
-    return isinstance(described, dict) and bool(described.keys() & {"architectures", "model_type"})
+    return bool(described.keys() & {"architectures", "model_type"})
 
 
 def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
@@ -119,7 +120,7 @@ def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
 def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
     path = Path(directory).expanduser() / CONFIG
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = strict_json.read(path)
         named = (described.get("architectures") or [None])[0]
         model_type = described.get("model_type")
     except OSError as error:

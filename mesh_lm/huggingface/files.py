@@ -6,11 +6,12 @@ The only file that imports `safetensors` (format: https://huggingface.co/docs/sa
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mesh_lm import strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,7 +42,9 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         shapes, problem = _header(files[0])
         return {name: StoredTensor(files[0], name, shape) for name, shape in shapes.items()}, problem
     try:
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, str] = strict_json.read(index)["weight_map"]
+        if outside := sorted({name for name in names.values() if Path(name).name != name or not Path(name).suffix}):
+            return {}, [f"{INDEX} names {outside[0]}, which is not a file of this directory"]
         files = [directory / name for name in dict.fromkeys(names.values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]

@@ -5,10 +5,12 @@ The processes' side is `mesh_lm.distributed`. This file has their exit statuses.
 
 EXIT_CANNOT = 1
 """Status of a run that cannot start as configured; a restart would not help."""
+EXIT_USAGE = 2
+"""Status of Python where there is no such script, and of a command with options that it does not have: as EXIT_CANNOT."""
 EXIT_UNEXPECTED = 70
 """Status after an unexpected error (EX_SOFTWARE of sysexits.h), whose traceback was printed."""
 EXIT_STALLED = 75
-"""Status of a process that its watchdog ended, and of a run whose nodes do not reconnect (EX_TEMPFAIL)."""
+"""Status of a process that its watchdog ended or whose disk failed, and of a run whose nodes do not reconnect (EX_TEMPFAIL)."""
 EXIT_FEWER = 76
 """Status of a process whose mesh needs fewer nodes than there are; the launcher restarts on that many."""
 EXIT_PREEMPTED = 99

@@ -6,6 +6,7 @@ It obeys one controller, on node 0, over one connection. If the connection is lo
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import time
@@ -13,16 +14,20 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, process_slot
-from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST
+from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, process_slot, protocol
+from mesh_lm.launch.controller import PURPOSE
+from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST, SECRET, SECRET_FILE
 from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import Peer
 from mesh_lm.launch.worker import Worker
 
 _TICK = 0.05
 _RETRY = 0.5
+_HANDSHAKE = 10.0
+"""Seconds within which the controller must have proved that it belongs to the job."""
 
 
 class Agent:
@@ -31,9 +36,13 @@ class Agent:
     Linux kills the workers when the thread that started them ends, so no worker outlives its agent.
     """
 
-    def __init__(self, job: Job, address: tuple[str, int], environment: Mapping[str, str] = os.environ) -> None:
-        """address: the controller's. Raises ConfigError if the GPUs of this node cannot be divided equally among its workers."""
-        self._job, self._address, self._environment = job, address, environment
+    def __init__(self, job: Job, address: tuple[str, int], secret: Secret, environment: Mapping[str, str] = os.environ) -> None:
+        """address: the controller's. secret: what the controller must know, too.
+
+        Raises ConfigError if the GPUs of this node cannot be divided equally among its workers.
+        """
+        self._job, self._address, self._secret, self._environment = job, address, secret, environment
+        self._life, self._told = secrets.token_hex(8), ""
         self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
         self._peer: Peer | None = None
         self._workers: dict[int, Worker] = {}
@@ -72,7 +81,8 @@ class Agent:
         if self._peer:
             for message in self._peer.receive(excused=paused):
                 self._obey(message)
-            if self._status is None and not (self._peer.open and self._peer.silence < self._job.heartbeat):
+            late = not self._peer.proven and self._peer.age > _HANDSHAKE
+            if self._status is None and (late or not self._peer.open or self._peer.silence > self._job.heartbeat):
                 self._disconnect()
         elif self._stop and not self._workers:
             self._status = EXIT_PREEMPTED  # no controller is connected that could decide this
@@ -105,17 +115,21 @@ class Agent:
             self._status = EXIT_STALLED
             return
         try:
-            self._peer = Peer(socket.create_connection(self._address, timeout=_RETRY))
+            self._peer = Peer(socket.create_connection(self._address, timeout=_RETRY), self._secret, PURPOSE, serves=False)
         except OSError as error:
             self._why = f" ({error})"
             time.sleep(_RETRY)
             return
         self._welcome = False
-        self._peer.send(hello="mesh_lm", node=self._job.node, host=socket.gethostname(), job=self._job.shared())
+        host = socket.gethostname()
+        self._peer.send(hello="mesh_lm", node=self._job.node, life=self._life, host=host, job=self._job.digests())
 
     def _disconnect(self) -> None:
         assert self._peer is not None
         how = "is gone" if not self._peer.open else f"sent nothing for {self._peer.silence:.0f} s"
+        if self._peer.refused:
+            fix = "give all nodes of this run the same secret (docs/network.md)"
+            self._refused(f"the controller at {self._address[0]}:{self._address[1]} was refused: {self._peer.refused}; {fix}")
         self._peer.close()
         self._peer = None
         if self._welcome:  # the controller had answered before, so the time to reconnect starts now
@@ -124,28 +138,48 @@ class Agent:
         self._end(AT_ONCE)
         time.sleep(_RETRY)
 
+    def _refused(self, why: str) -> None:
+        """Logs why this node is refused, once, and that it tries again."""
+        if why != self._told:
+            log(f"node {self._job.node}: {why}; trying again, for up to {self._patience:g} s")
+        self._told, self._why = why, f" ({why})"
+
     def _obey(self, message: dict[str, Any]) -> None:
+        try:
+            protocol.require(message, protocol.ORDER, *(protocol.START if "start" in message else ()))
+            if "start" in message and message["first"] + self._job.per_node > message["count"]:
+                raise ValueError("first and count do not leave room for this node's processes")
+        except ValueError as error:
+            assert self._peer is not None  # it has just sent this
+            log(f"node {self._job.node}: the controller sent a message that is not understood: {error}")
+            return self._peer.close()
+        if message.get("refused") == "busy":
+            who = f"another launcher of node {self._job.node} is connected, on {message.get('host')}"
+            return self._refused(f"{who}; each launcher needs its own --node")
         self._welcome = True
         if "start" in message:
             self._start(message)
-        elif "end" in message and message["end"] == self._generation:
-            self._end(tuple((after, number) for after, number in message["schedule"]))
+        elif message.get("end") == self._generation:
+            self._end(tuple((after, number) for after, number in message.get("schedule", AT_ONCE)))
         elif "exit" in message:
             self._status = message["exit"]
-            if message.get("why"):
-                log(message["why"])
+            if message.get("refused"):
+                fields = self._job.explained(message.get("fields", ()))
+                log(f"node {self._job.node} was started differently from node 0: {fields}")
 
     # The workers.
 
     def _start(self, order: dict[str, Any]) -> None:
         self._generation, self._plan = order["start"], ()
-        environment = {name: value for name, value in self._environment.items() if name not in JOB_VARIABLES.values()}
+        hidden = {*JOB_VARIABLES.values(), SECRET_FILE}
+        environment = {name: value for name, value in self._environment.items() if name not in hidden}
         environment |= {
             process_slot.VARIABLES["coordinator"]: order["coordinator"],
             process_slot.VARIABLES["processes"]: str(order["count"]),
             GENERATION: str(self._generation),
             BEGUN: str(order["begun"]),
             JOB_VARIABLES["nodes"]: str(order["nodes"]),
+            SECRET: self._secret.derived("workers", str(self._generation)).text(),
         }
         if self._job.devices:
             environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._job.devices)}

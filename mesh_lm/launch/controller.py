@@ -12,26 +12,39 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, messages
-from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, UNKILLABLE, Generation, Node, SignalPlan, log
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USAGE, messages, protocol
+from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, Node, SignalPlan, log
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.restarts import Restarts
-from mesh_lm.launch.wire import Peer, free_port
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
 
 _TICK = 0.05
 _HELLO = 5.0
-"""Seconds within which a caller must introduce itself, and an agent must hang up at the end."""
+"""Seconds within which a caller must have introduced itself, and an agent must hang up at the end."""
+_CALLERS = 128
+"""Connections that may wait for that; the oldest is closed first. Their buffers hold 256 bytes each."""
+_PRESENT = 3.0
+"""Seconds of silence after which another launcher may take a node's place. Launchers say something at least once a second."""
+_FINAL = (EXIT_CANNOT, EXIT_USAGE)
+"""Statuses after which a restart would not help, if all processes agree."""
+_END = "have nothing to save, and end at once"
 _LOOK = 60.0
-"""Seconds between two searches for stragglers."""
+"""Seconds between two searches for stragglers, and between two lines about strangers."""
+PURPOSE = "launcher"
+"""What the conversations of launchers are about (`Channel`)."""
 
 
 class Controller:
     """Runs a job to its end: `run` returns its status. It talks to agents through `listener` only."""
 
-    def __init__(self, job: Job, listener: socket.socket) -> None:
-        self._job, self._listener = job, listener
+    def __init__(self, job: Job, listener: socket.socket, secret: Secret) -> None:
+        """secret: what the agents must know."""
+        self._job, self._listener, self._secret = job, listener, secret
         self._nodes: dict[int, Node] = {}
         self._callers: list[Peer] = []
+        self._second = ""  # the last second launcher of a node
+        self._strangers, self._told = 0, -_LOOK  # connections refused since that was last printed, and when it was
         self._now: Generation | None = None
         self._count = 0
         self._begun = 0  # generations that came as far as their checkpoints
@@ -64,64 +77,107 @@ class Controller:
         time.sleep(_TICK)
         before, self._heard = self._heard, time.monotonic()
         paused = self._heard - before > self._job.pause
-        with contextlib.suppress(OSError):
-            while True:
-                self._callers.append(Peer(self._listener.accept()[0]))
-        for caller in [*self._callers]:
-            self._welcome(caller)
         for number, node in [*self._nodes.items()]:
             for message in node.peer.receive(excused=paused):
-                self._take(number, message)
+                if self._nodes.get(number) is node:  # an earlier message may have cost it its place
+                    self._take(number, message)
+            if self._nodes.get(number) is not node:
+                continue
             if not node.peer.open:
-                self._lose(number, "is gone: its launcher exited, or closed the connection")
+                self._lose(number, f"was refused: {node.peer.refused}" if node.peer.refused else messages.GONE)
             elif node.peer.silence > self._job.heartbeat:
                 self._lose(number, f"sent no heartbeat for {node.peer.silence:.0f} s: its machine, its launcher or the network is down")
+        self._admit()
         if time.monotonic() - self._pinged > min(1.0, self._job.heartbeat / 4):
             self._pinged = time.monotonic()
             for node in self._nodes.values():
                 node.peer.send()
 
-    def _welcome(self, caller: Peer) -> None:
-        """Admits a new agent, or one that reconnects; closes any other connection."""
-        received = caller.receive()
-        if not received and caller.open and caller.silence < _HELLO:
-            return
-        self._callers.remove(caller)
-        hello = received[0] if received else {}
-        number = hello.get("node")
-        expected, given = self._job.shared(), hello.get("job")
-        if not (isinstance(number, int) and 0 <= number < self._job.nodes and isinstance(given, dict) and hello.get("hello") == "mesh_lm"):
-            return caller.close()
-        if differences := [f"{name} {given.get(name)}, not {value}" for name, value in expected.items() if given.get(name) != value]:
-            why = f"node {number} was started differently from node 0: {'; '.join(differences)}"
-            caller.send(exit=EXIT_CANNOT, why=why)
+    def _admit(self) -> None:
+        """Accepts connections, and hears those that have not introduced themselves."""
+        with contextlib.suppress(OSError):
+            for _ in range(_CALLERS):
+                self._callers.append(Peer(self._listener.accept()[0], self._secret, PURPOSE, serves=True))
+        for caller in self._callers[:-_CALLERS]:
             caller.close()
-            return log(why)
-        if number in self._nodes:
-            self._lose(number, "connected a second time: its first connection is dropped")
-        self._nodes[number] = Node(caller, str(hello.get("host")))
+        self._callers = self._callers[-_CALLERS:]
+        for caller in [*self._callers]:
+            received = caller.receive()
+            if not received and caller.open and caller.age < _HELLO:
+                continue
+            self._callers.remove(caller)
+            if received and caller.open:
+                self._welcome(caller, *received)
+            else:
+                caller.close()
+                self._refused(caller)
+
+    def _refused(self, caller: Peer) -> None:
+        """Logs connections that were refused, at most once a minute."""
+        self._strangers += bool(caller.refused)
+        if self._strangers and time.monotonic() - self._told > _LOOK:
+            log(f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last from {caller.address}: {caller.refused}")
+            self._second = ""  # the last second launcher of a node
+        self._strangers, self._told = 0, time.monotonic()
+
+    def _welcome(self, caller: Peer, hello: dict[str, Any], *rest: dict[str, Any]) -> None:
+        """Admits a new agent, or one that reconnects; refuses one that was started differently, or whose node is connected."""
+        try:
+            protocol.require(hello, protocol.HELLO, *protocol.HELLO)
+        except ValueError as error:
+            log(f"refused a launcher at {caller.address}: {error}")
+            return caller.close()
+        number, host, expected = hello["node"], hello["host"], self._job.digests()
+        if not 0 <= number < self._job.nodes:
+            differing = ["node"]
+        else:
+            differing = sorted(name for name in {*expected, *hello["job"]} if expected.get(name) != hello["job"].get(name))
+        if differing:
+            caller.send(exit=EXIT_CANNOT, refused="differs", fields=differing)
+            caller.close()
+            return log(f"node {number} ({host}) was started differently from node 0: {self._job.explained(differing)}")
+        known = self._nodes.get(number)
+        if known and known.life != hello["life"] and known.peer.open and known.peer.silence < _PRESENT:
+            caller.send(refused="busy", host=known.host)
+            caller.close()
+            if hello["life"] != self._second:  # it tries again, and need not be named again
+                log(f"refused a second launcher of node {number} on {host}: the one on {known.host} is connected")
+            self._second = hello["life"]
+            return
+        if known:
+            self._lose(number, "reconnected: its first connection is dropped")
+        self._nodes[number] = Node(caller, host, hello["life"])
         caller.send(**({} if self._status is None else {"exit": self._status}))
         if self._job.nodes > 1 and self._count:
-            log(f"node {number} ({hello.get('host')}) is back")
-        for message in received[1:]:
-            self._take(number, message)
+            log(f"node {number} ({host}) is back")
+        for message in rest:
+            if number in self._nodes:
+                self._take(number, message)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
-        """Handles one message of a node. Messages about an older generation are ignored."""
+        """Handles one message of a node. Messages about an older generation are ignored, and so are processes of other nodes."""
+        try:
+            protocol.require(message, protocol.REPORT)
+        except ValueError as error:
+            return self._lose(number, f"sent a message that is not understood: {error}")
         if "stop" in message:
             self._stop_all(message["stop"], at_once=message.get("at_once", False))
         now = self._now
-        if now is None or message.get("generation") != now.number:
+        if now is None or message.get("generation") != now.number or number not in now.members:
             return
+        own = now.processes_of(number)
         for process, beat in message.get("beats", {}).items():
+            if int(process) not in own:
+                continue
             now.beats[int(process)] = beat | {"heard": time.monotonic() - beat["age"]}
             if int(process) == 0 and beat["saved"] >= 0:
                 self._restarts.newest = beat["saved"]
         now.fewer = message.get("fewer", 0) or now.fewer
-        if "silent" in message:
-            self._silent(now, number, message["silent"], message["seconds"])
+        if message.get("silent") in own:
+            self._silent(now, number, message["silent"], message.get("seconds", 0.0))
         for process, status, sent in message.get("died", ()):
-            self._died(now, number, process, status, sent)
+            if process in own:
+                self._died(now, number, process, status, sent)
         if message.get("ended"):
             now.running.discard(number)
 
@@ -164,23 +220,29 @@ class Controller:
             return
         if now.failure is None:
             log(what)
-            now.fail(status, number)
-            now.log_progress(stalled=status in (EXIT_STALLED, -signal.SIGABRT))
+            stalled = status in (EXIT_STALLED, -signal.SIGABRT)
+            if early := now.left_early():  # the others wait for it, and fail in its place
+                names = messages.number_ranges(early)
+                log(f"{names} had ended with status 0 before that: if the run was not complete, this is the cause")
+            now.fail(status, now.node_of(early[0]) if early and stalled else None if early else number)
+            now.log_progress(*early, stalled=stalled)
             self._order(now, "crash", CRASHED)
         elif status != now.failure and status < 0 and status != -signal.SIGABRT:
             log(f"{what}, which may be the cause")
             now.fail(status, number)
-        elif now.failure == EXIT_CANNOT and status != EXIT_CANNOT:  # a victim's config error must not hide the crash that caused it
+        elif now.failure in _FINAL and status not in _FINAL:  # a victim's config error must not hide the crash that caused it
             now.fail(status, number)
 
     def _stop_all(self, how: str, *, at_once: bool) -> None:
         """Ends the run because a launcher got a signal."""
         if self._stop and not at_once:
             return
-        log(f"{how}: the workers {'are killed' if at_once else f'save and exit, within {self._job.grace:g} s'}")
-        self._stop = True
-        if self._now and (at_once or self._now.stopping != "crash"):
-            self._order(self._now, "signal", AT_ONCE if at_once else self._farewell)
+        now, self._stop = self._now, True
+        idle = now is not None and not now.stopping and now.nothing_to_save()
+        log(f"{how}: the workers {'are killed' if at_once else _END if idle else f'save and exit, within {self._job.grace:g} s'}")
+        if now and (at_once or now.stopping != "crash"):
+            now.idle = idle
+            self._order(now, "signal", AT_ONCE if at_once else IDLE if idle else self._farewell)
 
     def _watch(self, now: Generation) -> None:
         """Ends a generation that hangs or could be larger, and concludes one that has ended."""
@@ -223,8 +285,8 @@ class Controller:
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
-        elif statuses == {now.failure} == {EXIT_CANNOT} and (now.all_ended or self._restarts.newest < 0):
-            self._status = EXIT_CANNOT  # if only one process of a run that has worked says so, it is more likely an accident
+        elif now.failure in _FINAL and statuses <= {*_FINAL} and (now.all_ended or self._restarts.newest < 0):
+            self._status = now.failure  # if only one process of a run that has worked says so, it is more likely an accident
         else:
             self._retry(now)
 
@@ -236,7 +298,7 @@ class Controller:
             log(f"giving up after {futile} restarts without a new checkpoint" if futile else "giving up: --restarts=0")
             self._status = messages.shell_status(EXIT_STALLED if now.failure is None else now.failure)
             return
-        where = f"from step {newest}" if newest >= 0 else "from the start"
+        where = now.restarts_from(newest)
         log(f"restart {futile} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'immediately'}")
         self._again(pause)
 
@@ -267,7 +329,7 @@ class Controller:
         self._now.looked = (now, {})
         host = self._job.address[0]
         coordinator = f"[{host}]" if ":" in host else host
-        coordinator += f":{free_port('127.0.0.1' if self._job.nodes == 1 else '')}"
+        coordinator += f":{free_port(LOOPBACK if self._job.nodes == 1 else '')}"
         if len(members) < self._job.nodes:
             log(f"continuing with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
         for rank, number in enumerate(members):

@@ -1,4 +1,4 @@
-"""The environment variables that the launcher sets for its workers."""
+"""The environment variables that the launcher sets for its workers, and those that hold the secret of a job."""
 
 HEARTBEAT = "MESH_LM_HEARTBEAT"
 """File descriptor of the pipe to which a worker writes its heartbeats."""
@@ -10,3 +10,7 @@ GENERATION = "MESH_LM_GENERATION"
 """How often the workers have been started, this time included."""
 BEGUN = "MESH_LM_BEGUN"
 """How many of the earlier starts came as far as the run's checkpoints."""
+SECRET = "MESH_LM_SECRET"
+"""The secret of the job (`mesh_lm.launch.secret`). Workers get one of their own, derived from it for each start."""
+SECRET_FILE = "MESH_LM_SECRET_FILE"
+"""A file that holds it, readable by its owner only."""

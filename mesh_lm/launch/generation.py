@@ -19,6 +19,10 @@ SignalPlan = tuple[tuple[float, int], ...]
 CRASHED: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
 AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
+# A process that compiles obeys only when XLA has finished.
+IDLE: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
+PREPARING = ("start", "data", "restore", "compile")
+"""Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 UNKILLABLE = 60.0
 """Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead disk or GPU, stays."""
 
@@ -29,6 +33,8 @@ class Node:
 
     peer: Peer
     host: str
+    life: str
+    """A random text of its launcher, which stays when that reconnects."""
 
 
 @dataclasses.dataclass
@@ -51,6 +57,8 @@ class Generation:
     """The node whose worker failed first."""
     deadline: float = math.inf
     """When nodes whose workers still run count as lost (time.monotonic)."""
+    idle: bool = False
+    """Whether a signal ended it when there was nothing to save."""
     fewer: int = 0
     """The number of nodes that is enough, as its workers reported; 0: they did not."""
     beats: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -73,12 +81,41 @@ class Generation:
         first = self.members.index(node) * self.per_node
         return range(first, first + self.per_node)
 
+    def node_of(self, process: int) -> int:
+        """The member on which a process runs."""
+        return self.members[process // self.per_node]
+
     def fail(self, status: int, node: int | None = None) -> None:
         """Sets the status to fail with, and the node to blame."""
         self.failure, self.culprit = status, self.culprit if node is None else node
 
+    def left_early(self) -> list[int]:
+        """The processes that have ended with status 0."""
+        return sorted(process for process, status in self.statuses.items() if status == 0)
+
+    def nothing_to_save(self) -> bool:
+        """Whether every process reports that it has made no step since the checkpoint from which it started."""
+        return len(self.beats) == self.n_processes and all(
+            beat["phase"] in PREPARING and beat["step"] <= max(beat["saved"], 0) for beat in self.beats.values()
+        )
+
+    def restarts_from(self, newest: int) -> str:
+        """Returns where the next life begins, as far as it is known. newest: the step of the newest checkpoint that was reported; -1: none.
+
+        A checkpoint is reported only some steps after it is complete, so it is at the start for sure only if no save was begun.
+        """
+        first = self.beats.get(0, {})
+        looked = first.get("phase", "start") not in ("start", "restore") and first.get("saved") == -1
+        if newest >= 0:
+            return f"from step {newest}"
+        if looked and first["phase"] != "save" and not first["seconds"].get("save"):
+            return "from the start"
+        return "from its newest checkpoint, if there is one"
+
     def saved_and_left(self) -> bool:
-        """Whether all processes ended in order after a signal asked them to."""
+        """Whether all processes ended in order after a signal asked them to, or had nothing to save."""
+        if self.idle:
+            return self.failure is None
         return self.failure is None and {*self.statuses.values()} <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM} and self.all_ended
 
     def log_progress(self, *blamed: int, stalled: bool = True) -> None:

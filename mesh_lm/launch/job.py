@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
@@ -66,6 +68,15 @@ class Job:
     def shared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all nodes, as JSON values."""
         return {"nodes": self.nodes, "per-node": self.per_node, "devices": self.devices, "command": " ".join(self.command)}
+
+    def digests(self) -> dict[str, str]:
+        """Returns a digest of each shared setting: what a launcher compares, without values on the network."""
+        return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32] for name, value in self.shared().items()}
+
+    def explained(self, names: Sequence[str]) -> str:
+        """Returns those settings with their values here, for a message."""
+        have = self.shared() | {"node": f"{self.node} of {self.nodes}"}
+        return ", ".join(f"{name} ({have[name]} here)" if name in have else name for name in names)
 
     def devices_of(self, local: int, environment: Mapping[str, str]) -> str:
         """Returns the GPUs of local worker number `local`, such as 0,1; empty: all that it sees. Raises as `gpus_here` and `share`."""

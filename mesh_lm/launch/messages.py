@@ -8,14 +8,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_UNEXPECTED, EXIT_USAGE
 
 Beats = Mapping[int, Mapping[str, Any]]
 """Process -> its last heartbeat, with "age": seconds since it was received."""
 _STATUSES = {
     EXIT_CANNOT: "the run cannot start as configured; the error is above",
     EXIT_UNEXPECTED: "an unexpected error; its traceback is above",
-    EXIT_STALLED: "its watchdog saw no progress; the stacks are above",
+    EXIT_USAGE: "there is no such script, or it has no such option; the error is above",
+    EXIT_STALLED: "no progress, or a disk that failed; the stacks or the error are above",
     EXIT_FEWER: "fewer nodes are enough",
     EXIT_PREEMPTED: "it was asked to stop, and saved",
 }
@@ -25,6 +26,7 @@ _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a bug in native code, or faulty memory",
 }
 _ABORTED = "usual cause: JAX's coordination service aborted it, because another process had died or stopped responding"
+GONE = "is gone: its launcher exited, or closed the connection"
 _SILENT = 3.0
 """Seconds without a heartbeat that are reported."""
 _ONCE = ("step", "start", "data", "compile", "restore")

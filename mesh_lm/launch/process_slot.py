@@ -77,8 +77,11 @@ class ProcessSlot:
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
         """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task)."""
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
+        address = slurm_address(environment)
+        if environment.get("SLURM_STEP_NUM_NODES") == "1":  # nothing outside this node needs to reach it
+            address = f"127.0.0.1:{host_and_port(address)[1]}"
         return cls(
-            slurm_address(environment),
+            address,
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_PROCID"]),
             _share(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),

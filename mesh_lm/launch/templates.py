@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED
+from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 from mesh_lm.launch.job import Job, Options
 
 _DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
@@ -26,13 +26,17 @@ _SLURM = """\
 # scontrol requeue leave it only KillWait, which is 30 s unless slurm.conf sets more.
 #SBATCH --signal=TERM@{warning}
 {no_kill_job}
+# Known to the tasks of this job only: srun hands it on in their environment, and the launchers refuse whoever does not know it.
+MESH_LM_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')
+export MESH_LM_SECRET
+
 # A launcher that ends must not end the others: the controller on node 0 decides that.
 srun --kill-on-bad-exit=0 --wait=0 {no_kill}{launch}
 status=$?
 
 # After a save (status {preempted}) or a crash the same command continues the run. Requeues after crashes are limited.
 case $status in
-    0|1|2) ;;
+    {cannot}|{usage}|0) ;;
     *)
         if [ "$status" -eq {preempted} ] || [ "${{SLURM_RESTART_COUNT:-0}}" -lt 20 ]; then
             scontrol requeue "$SLURM_JOB_ID"
@@ -47,6 +51,8 @@ _NO_KILL = """\
 """
 _JOBSET = """\
 # Needs JobSet (https://jobset.sigs.k8s.io) in the cluster. It makes the headless service through which the pods find node 0.
+# Needs a secret that the pods share, and without which none of them starts. Make it once:
+#   kubectl create secret generic mesh-lm --from-literal=secret="$(openssl rand -hex 32)"
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -59,7 +65,7 @@ spec:
   failurePolicy:
     maxRestarts: 3                     # of all pods, in addition to the launchers' own restarts
     rules:
-      - name: mistake                  # status {cannot}: a restart would not help
+      - name: mistake                  # status {cannot} or {usage}: a restart would not help
         action: FailJobSet
         onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
@@ -74,7 +80,7 @@ spec:
           podFailurePolicy:
             rules:
               - action: FailJob
-                onExitCodes: {{containerName: mesh-lm, operator: In, values: [{cannot}]}}
+                onExitCodes: {{containerName: mesh-lm, operator: In, values: [{cannot}, {usage}]}}
               - action: Ignore         # preempted: the run has saved, and a new pod continues
                 onExitCodes: {{containerName: mesh-lm, operator: In, values: [{preempted}]}}
               - action: Ignore
@@ -99,6 +105,9 @@ spec:
                           fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
                     - name: MESH_LM_RENDEZVOUS
                       value: mesh-lm-node-0-0.mesh-lm:9876
+                    - name: MESH_LM_SECRET     # pods without it are refused
+                      valueFrom:
+                        secretKeyRef: {{name: mesh-lm, key: secret}}
                   resources:
                     limits:
                       nvidia.com/gpu: {gpus}
@@ -153,7 +162,8 @@ def fill(options: Options, command: list[str]) -> str:
     return _TEMPLATES[options.template].format(
         nodes=nodes, per_node=options.per_node, gpus=options.gpus,
         warning=int(options.grace) + _EARLIER, patience=int(options.grace) + _MARGIN,
-        backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, launch=shlex.join(launch), command=json.dumps(shown),
+        backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, usage=EXIT_USAGE,
+        launch=shlex.join(launch), command=json.dumps(shown),
         no_kill="--no-kill " if options.min_nodes else "",
         no_kill_job=_NO_KILL.format(min_nodes=options.min_nodes) if options.min_nodes else "",
     )  # fmt: skip

@@ -1,14 +1,23 @@
-"""The launchers' protocol: one JSON object per line over TCP. Sending never blocks on a slow reader."""
+"""Connections between the processes of a job: an authenticated channel over TCP. Nothing here blocks on a slow or silent other end."""
 
 from __future__ import annotations
 
-import json
+import ipaddress
 import socket
 import time
 from typing import Any
 
-_LONGEST = 2**20
-"""Bytes of a line; a peer that sends more is not a launcher."""
+from mesh_lm.launch.channel import Channel, Refused
+from mesh_lm.launch.secret import Secret
+
+_PIECE = 2**16
+_PIECES = 16
+"""Pieces that one call reads, so that no sender keeps the caller busy."""
+_UNSENT = 2**20
+"""Bytes that wait for an end that does not keep up."""
+_BACKLOG = 1024
+"""Connections that wait to be accepted (the system may allow fewer); where there is no room, one waits a second to try again."""
+LOOPBACK = "127.0.0.1"
 
 
 class Peer:
@@ -17,51 +26,76 @@ class Peer:
     Attributes:
       open: whether it is still connected, as far as the system knows.
       heard: when its last bytes arrived (time.monotonic).
+      refused: why it was refused; empty: it was not.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._incoming, self._outgoing = connection, b"", b""
-        self.open, self.heard = True, time.monotonic()
+    def __init__(self, connection: socket.socket, secret: Secret, purpose: str, *, serves: bool) -> None:
+        """Greets the other end. serves: whether this end accepted the connection. The rest is as in `Channel`."""
+        self._socket, self._channel, self._unsent = connection, Channel(secret, purpose, serves=serves), b""
+        self.open, self.refused = True, ""
+        self.heard = self._began = time.monotonic()
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self.address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:  # it has hung up already
+            self.address, self.open = "unknown", False
+        self._write()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the other end has proved that it knows the secret."""
+        return self._channel.proven
 
     @property
     def silence(self) -> float:
         """Seconds since its last bytes arrived."""
         return time.monotonic() - self.heard
 
+    @property
+    def age(self) -> float:
+        """Seconds since it was connected."""
+        return time.monotonic() - self._began
+
     def send(self, **message: Any) -> None:
-        """Sends a message now, or with a later call if the other end does not keep up."""
-        self._outgoing += json.dumps(message).encode() + b"\n"
-        try:
-            while self.open and self._outgoing:
-                self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
-        except BlockingIOError:
-            self.open = len(self._outgoing) < _LONGEST
-        except OSError:
-            self.open = False
+        """Sends a message now, or with a later call if the other end does not keep up or has not proved itself."""
+        self._channel.send(message)
+        self._write()
 
     def receive(self, *, excused: bool = False) -> list[dict[str, Any]]:
-        """Returns all messages since the last call. Invalid data closes the connection. excused: do not count its silence until now."""
+        """Returns the messages that have arrived. An end that is refused is closed. excused: do not count its silence until now."""
         if excused:
             self.heard = time.monotonic()
+        messages = []
         try:
-            while piece := self._socket.recv(2**16):
-                self._incoming, self.heard = self._incoming + piece, time.monotonic()
-            self.open = False
+            for _ in range(_PIECES):
+                if not (piece := self._socket.recv(_PIECE)):
+                    self.open = False
+                    break
+                self.heard = time.monotonic()
+                messages += self._channel.feed(piece)
         except BlockingIOError:
             pass
         except OSError:
             self.open = False
-        *lines, self._incoming = self._incoming.split(b"\n")
+        except Refused as error:
+            self.refused = str(error)
+            self._unsent += self._channel.refuse()
+            self._write()
+            self.close()
+            return []
+        self._write()
+        return messages
+
+    def _write(self) -> None:
+        self._unsent, self._channel.outgoing = self._unsent + self._channel.outgoing, b""
         try:
-            messages: list[Any] = [json.loads(line) for line in lines]
-        except ValueError:
-            messages = [None]
-        if len(self._incoming) <= _LONGEST and all(isinstance(message, dict) for message in messages):
-            return messages
-        self.open = False
-        return []
+            while self.open and self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            self.open = len(self._unsent) < _UNSENT
+        except OSError:
+            self.open = False
 
     def close(self) -> None:
         """Closes the connection."""
@@ -69,15 +103,28 @@ class Peer:
         self._socket.close()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it is given, is this machine seen by itself only, such as 127.0.0.1 or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def free_port(host: str = LOOPBACK) -> int:
     """Returns a free port of this machine. host: the address; empty for all of them."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
-def listen(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
-    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. Raises OSError if it is taken."""
+def listen(port: int, host: str = "", backlog: int = 0) -> socket.socket:
+    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. backlog: at least this many
+    connections wait to be accepted, and never fewer than `_BACKLOG`. Raises OSError if the port is taken.
+    """
+    backlog = max(backlog, _BACKLOG)
+    if ":" in host:
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog)
     if host or not socket.has_dualstack_ipv6():
         return socket.create_server((host, port), backlog=backlog)
     return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)

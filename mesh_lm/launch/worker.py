@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from mesh_lm import strict_json
+from mesh_lm.launch import protocol
 from mesh_lm.launch.environment import HEARTBEAT
 
 # Linux kills the worker when its launcher dies, for any reason. The program itself needs no support for it.
@@ -25,6 +26,10 @@ if sys.platform == "linux":
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _BEAT = {"step": -1, "phase": "start", "since": 0.0, "saved": -1, "seconds": {}}
+_PIECES = 16
+"""Pieces that one call reads, so that no worker keeps the launcher busy."""
+_LONGEST = 2**16
+"""Bytes of a heartbeat; what is longer was written by something else."""
 _FAREWELL = 2.0
 """Seconds to wait for the last output of a process."""
 
@@ -66,12 +71,16 @@ class Worker:
         if self._pipe < 0:
             return
         with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self._pipe, 2**16):
+            for _ in range(_PIECES):
+                if not (piece := os.read(self._pipe, _LONGEST)):
+                    break
                 self._text += piece
-        *lines, self._text = self._text.split(b"\n")
+        *lines, rest = self._text.split(b"\n")
+        self._text = rest[-_LONGEST:]
         for line in lines:
-            with contextlib.suppress(ValueError, AttributeError):
-                message = json.loads(line)
+            with contextlib.suppress(ValueError):  # the run's own code may write there, too
+                message = strict_json.loads(line, size=_LONGEST)
+                protocol.require(message, protocol.BEAT)
                 self.nodes = message.get("nodes", self.nodes)
                 self.beat, self.heard = _BEAT | self.beat | message, time.monotonic()
 

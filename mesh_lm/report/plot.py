@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from mesh_lm import strict_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     In bits per byte if metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
     text, such as {"gzip -9": 2.31}); else in nats per token, without them. Draws nothing if there is no loss yet.
     """
-    rows = [json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
+    rows = [strict_json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
     bytewise = any("train_bpb" in row for row in rows)
     unit = "bits per byte" if bytewise else "nats per token"
     name = "train_bpb" if bytewise else "loss"

@@ -15,6 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from mesh_lm import strict_json
 from mesh_lm.report.groups import grouped
 
 _FLUSH = 10.0
@@ -131,6 +132,6 @@ def _truncate(path: Path, start_step: int) -> None:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        return strict_json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf

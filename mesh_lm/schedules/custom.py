@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
@@ -54,7 +55,8 @@ def load(file: str) -> Schedule:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{file}: expected a file that ends in .csv or .json")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as opened:
+            text = opened.read(strict_json.FILE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
     text = _SPLIT_INPUT.sub("B", text)
@@ -88,8 +90,13 @@ def _read(name: str, suffix: str, text: str) -> Schedule:
     if suffix == ".csv":
         lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
         return _schedule_of(name, [row for row in csv.reader(lines) if row], "tick")
-    data = json.loads(text)
-    kinds = [kind for kind in ("ticks", "order") if isinstance(data, dict) and kind in data]
+    try:
+        data = strict_json.loads(text, size=strict_json.FILE)
+    except json.JSONDecodeError:
+        raise  # it has the line
+    except ValueError as error:
+        raise ScheduleError(f"expected {_JSON}, but it is {error}") from error
+    kinds = [kind for kind in ("ticks", "order") if kind in data]
     rows = data[kinds[0]] if len(kinds) == 1 else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in rows):
         raise ScheduleError(f"expected {_JSON}")

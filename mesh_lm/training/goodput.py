@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mesh_lm import strict_json
 from mesh_lm.distributed.phases import Phases
 
 _ORDER = {
@@ -109,7 +110,7 @@ def _clock(seconds: float) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        life = json.loads(path.read_text())
+        life = strict_json.read(path)
         return life if {"born", "first", "step", "seconds"} <= life.keys() else None
     except (OSError, ValueError, AttributeError):
         return None

@@ -58,8 +58,16 @@ def loop(run: Run, step: Step, outer: Callable[[State], State], batches: Iterato
 
 def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
-    # 1. A config that cannot run stops here, with all problems at once.
     phases = Phases()
+    with distributed.StopOnSigterm(phases) as stop:
+        return _train(config, optimizer, data, callbacks, phases, stop)
+
+
+def _train(
+    config: TrainConfig, optimizer: Rule | type | None, data: Dataset | None, callbacks: Sequence[Any], phases: Phases,
+    stop: distributed.StopOnSigterm,
+) -> Run:  # fmt: skip
+    # 1. A config that cannot run stops here, with all problems at once.
     require_ready(config, has_data=data is not None)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
@@ -75,7 +83,6 @@ def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Da
 
     with (
         Watchdog(config.health, phases, distributed.log_prefix()),
-        distributed.StopOnSigterm() as stop,
         Checkpoints(config, phases) as checkpoints,
     ):
         # 3. State and data: the newest intact checkpoint, restored onto this run's mesh, if there is one.

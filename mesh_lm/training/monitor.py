@@ -11,6 +11,7 @@ from typing import TextIO
 
 import jax
 
+from mesh_lm import strict_json
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
 from mesh_lm.data.dataset import Dataset
 from mesh_lm.distributed.phases import Phases
@@ -110,7 +111,7 @@ class Monitor:
             lines = (self.output / "metrics.jsonl").read_text().splitlines() if self.speaks else []
         except OSError:
             return False
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
+        rows = [strict_json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
         return any(row["step"] == step and "heldout_loss" in row for row in rows)
 
     def _yardsticks(self) -> dict[str, float]:

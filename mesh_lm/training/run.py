@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 
+from mesh_lm import strict_json
 from mesh_lm.config import TrainConfig
 from mesh_lm.launch import EXIT_PREEMPTED
 from mesh_lm.state import State
@@ -47,7 +47,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of <output>/metrics.jsonl, such as {"step": 10, "loss": 3.2, ...}: those of training and those of evaluation."""
         lines = (self.output / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
+        return [strict_json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
 
     @property
     def losses(self) -> list[float]:

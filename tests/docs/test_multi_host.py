@@ -17,6 +17,7 @@ from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import generation, job, messages
 from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
@@ -51,7 +52,7 @@ def test_defaults_and_statuses() -> None:
         assert getattr(job.Job, option.replace("-", "_")) == int(value), option
     assert f"`--heartbeat` ({job.Job.heartbeat:g} s)" in PAGE
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
-    known = (launch.EXIT_CANNOT, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
+    known = (launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
     assert [int(status) for status in rows] == [0, *known]
     assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
@@ -71,11 +72,11 @@ def test_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one on the page, from two processes that differ as it says."""
     mine = {"config": {"train": {"global_batch": 512}}, "code": {"mesh_lm/training/step.py": "5a1c3f0e9b21"}}
     theirs = {"config": {"train": {"global_batch": 256}}, "code": {"mesh_lm/training/step.py": "77d0c1b2aa04"}}
-    address = f"127.0.0.1:{free_port()}"
+    address, secret = f"127.0.0.1:{free_port()}", Secret.new()
 
     def message(index: int, description: dict) -> str:
         with pytest.raises(ConfigError) as caught:
-            rendezvous.meet(ProcessSlot(address, 2, index), 20, description)
+            rendezvous.meet(ProcessSlot(address, 2, index), 20, description, secret)
         return f"error: {caught.value}"
 
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")

@@ -75,6 +75,18 @@ def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_pat
         assert job.ended() == 0 and "resumed at step 15 " in job.log, job.log
 
 
+def test_f7_a_disk_that_is_full_at_a_start(data: Path, small_disk: Path, tmp_path: Path) -> None:
+    """The launcher tries again, and the run ends with 75, so that a queue does, too; with room the same command trains."""
+    settings = arguments(data, small_disk / "run", train__steps=5)
+    ballast = fill(small_disk)
+    with Job(tmp_path / "faults", settings, options=["--restarts=1"]) as job:
+        assert job.ended() == 75, job.log
+    assert "No space left on device" in job.log and "restart 1 of 1" in job.log and "Traceback" not in job.log, job.log
+    ballast.unlink()
+    with Job(tmp_path / "faults", settings) as job:
+        assert job.ended() == 0, job.log
+
+
 Layouts = list[tuple[int, int, dict[str, object], int]]
 """Processes, devices per process, the mesh, and the step at which the run moves to the next row."""
 LAYOUTS: Layouts = [

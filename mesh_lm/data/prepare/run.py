@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from mesh_lm import strict_json
 from mesh_lm.data.encoding import pieces
 from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
 from mesh_lm.data.prepare import plan, worker
@@ -211,7 +212,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
     """Returns the contents of <prefix>.json, or None if missing. Raises ConfigError if it was made from other inputs."""
     path = Path(f"{prefix}.json")
     try:
-        facts = json.loads(path.read_bytes())
+        facts = strict_json.read(path)
         same = facts["identity"] == identity
     except FileNotFoundError:
         return None

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_lm import strict_json
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.indexed import bin_path, idx_path, write_index
 from mesh_lm.data.prepare.plan import TextShard
@@ -90,7 +91,7 @@ class Unfinished:
                 file.write(json.dumps(made_from).encode())
             return
         try:
-            recorded = json.loads(recorded_in.read_bytes())
+            recorded = strict_json.read(recorded_in, size=strict_json.LARGE_FILE)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {recorded_in} ({error}); remove {self.directory} to start from scratch") from error
         if changed := list(_differences(recorded, made_from)):
@@ -117,7 +118,7 @@ class Unfinished:
         """Returns the last line of the journal."""
         try:
             lines = self._files["journal.jsonl"].read_bytes().split(b"\n")[:-1]  # an incomplete last line was truncated by a crash
-            return Totals(**json.loads(lines[-1])) if lines else Totals()
+            return Totals(**strict_json.loads(lines[-1])) if lines else Totals()
         except FileNotFoundError:
             return Totals()
         except (OSError, ValueError, TypeError) as error:

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from mesh_lm import strict_json
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
 from mesh_lm.errors import ConfigError
@@ -129,7 +130,7 @@ def load(path: Path) -> HuggingFace:
 def _configured_eod(path: Path) -> str | None:
     for beside in (path.with_name(CONFIG), path.with_name("special_tokens_map.json")):
         try:
-            token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            token = strict_json.read(beside).get("eos_token")
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
@@ -155,7 +156,7 @@ def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(text)
+        data = strict_json.loads(text, size=strict_json.LARGE_FILE, depth=0)
         merges = data["model"].get("merges")
         if merges and isinstance(merges[0], str):  # older files write a pair as "a b"
             data["model"]["merges"] = [merge.split(" ") for merge in merges]

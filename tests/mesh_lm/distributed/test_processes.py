@@ -191,6 +191,7 @@ def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tm
 def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int, str]]:
     """Returns (status, output) of processes without a launcher, as on several hosts."""
     place = {"MESH_LM_COORDINATOR": f"127.0.0.1:{free_port()}", "MESH_LM_PROCESSES": str(len(environments)), "JAX_NUM_CPU_DEVICES": "4"}
+    place["MESH_LM_SECRET"] = "these hosts share no home directory"
     running = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *arguments], env=environment() | place | {"MESH_LM_PROCESS_INDEX": str(i)} | own,

@@ -1,17 +1,22 @@
 """The rendezvous, with threads in place of processes."""
 
+import contextlib
 import copy
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 from processes import PATIENCE
 
 from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 
+SECRET = Secret.new()
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/step.py": "0123"}}
 
 
@@ -21,7 +26,7 @@ def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float 
     def one(slot: ProcessSlot, description: dict) -> str:
         time.sleep(0.7 if slot.index in late else 0)
         try:
-            meet(slot, timeout, description)
+            meet(slot, timeout, description, SECRET)
         except ConfigError as error:
             assert isinstance(error, RendezvousFailed) == any(
                 sign in str(error) for sign in ("did not connect", "found no", "cannot listen")
@@ -50,9 +55,9 @@ def test_they_meet_again_and_again_at_one_address() -> None:
 def test_visitors_may_come_first() -> None:
     three = slots(3)
     with ThreadPoolExecutor(3) as pool:
-        visits = [pool.submit(meet, slot, 20, RUN) for slot in three[1:]]
+        visits = [pool.submit(meet, slot, 20, RUN, SECRET) for slot in three[1:]]
         time.sleep(0.5)
-        meet(three[0], 20, RUN)
+        meet(three[0], 20, RUN, SECRET)
         assert [visit.result() for visit in visits] == [None, None]
 
 
@@ -94,7 +99,7 @@ def test_nobody_at_the_coordinators_address() -> None:
 
 def test_a_port_in_use() -> None:
     first, _ = slots(2)
-    with socket.create_server(("", first.address[1]), family=socket.AF_INET6, dualstack_ipv6=True):
+    with socket.create_server(first.address):
         (said,) = outcomes([first], [RUN], timeout=0.5)
     assert "choose a free port for launch.coordinator" in said
     assert said.startswith(f"process 0 cannot listen on port {first.address[1]}: Address already in use")
@@ -103,7 +108,7 @@ def test_a_port_in_use() -> None:
 def test_strangers_are_ignored() -> None:
     two = slots(2)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(meet, two[0], 20, RUN)
+        meeting = pool.submit(meet, two[0], 20, RUN, SECRET)
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b""):
             deadline = time.monotonic() + PATIENCE
             while True:
@@ -113,7 +118,55 @@ def test_strangers_are_ignored() -> None:
                     break
                 except ConnectionRefusedError:
                     assert time.monotonic() < deadline
-        meet(two[1], 20, RUN)
+        meet(two[1], 20, RUN, SECRET)
+        meeting.result()
+
+
+def test_strangers_hold_nobody_up() -> None:
+    """Silence, a byte now and then, a nested message and another secret take neither a place nor time; an index out of range is named."""
+    two = slots(2)
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        meeting = pool.submit(meet, two[0], 2, RUN, SECRET)
+        strangers = [stack.enter_context(connected(two[0])) for _ in range(6)]
+        strangers[0].sendall(b"[" * 200_000)
+        strangers[1].sendall(b"\xff" * 200 + b"\n")
+        wrong = pool.submit(meet, two[1], 1, RUN, Secret.new())
+        began = time.monotonic()
+        while not meeting.done() and time.monotonic() - began < PATIENCE:
+            with contextlib.suppress(OSError):
+                strangers[2].sendall(b"m")
+            time.sleep(0.1)
+        assert time.monotonic() - began < 2 + 5
+        with pytest.raises(
+            RendezvousFailed, match=r"process 1 of 2 did not connect .*the last connection that was refused came from 127"
+        ) as e:
+            meeting.result()
+        assert "another secret" in str(e.value)
+        with pytest.raises(RendezvousFailed, match=r"found no process 0 .*start all processes with the same secret"):
+            wrong.result()
+    assert "has the index 7 of 2; launch.index must be 0 to 1" in outcomes([two[0], ProcessSlot(two[0].coordinator, 2, 7)], [RUN, RUN])[0]
+
+
+def connected(slot: ProcessSlot) -> socket.socket:
+    """Returns a connection to process 0, once that listens."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection(slot.address)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_run_on_one_host_listens_there_only() -> None:
+    two = slots(2)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(meet, two[0], 20, RUN, SECRET)
+        connected(two[0]).close()
+        port = f"{two[0].address[1]:04X}"
+        found = [line.split()[1:4] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        assert [address for address, _, state in found if state == "0A" and address.endswith(f":{port}")] == [f"0100007F:{port}"]
+        meet(two[1], 20, RUN, SECRET)
         meeting.result()
 
 

@@ -18,16 +18,17 @@ from mesh_lm.launch.wire import free_port
 
 ROOT = Path(__file__).parents[3]
 DUMMY = Path(__file__).with_name("dummy.py")
+SECRET = "a secret of these tests only"
 SLOW = 10.0
 """Seconds by which a busy machine may exceed a launcher's time limits."""
 Launcher = subprocess.Popen[str]
 
 
-def start(directory: Path, options: str, actions: str) -> Launcher:
-    """Starts a launcher of dummies; options and actions are separated by blanks."""
+def start(directory: Path, options: str, actions: str, secret: str = SECRET) -> Launcher:
+    """Starts a launcher of dummies; options and actions are separated by blanks. secret: what it gets in its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESH_LM_", "SLURM_", "JAX_"))}
     command = [sys.executable, "-m", "mesh_lm.launch", *options.split(), str(DUMMY), str(directory), *actions.split()]
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MESH_LM_SECRET": secret}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -43,9 +44,9 @@ def nodes(count: int, directory: Path, options: str, actions: str) -> Iterator[t
     """Yields launchers as on several nodes, and a function that restarts one node's launcher. All are killed at the end."""
     port, running = free_port(), []
 
-    def again(node: int, more: str = "") -> Launcher:
+    def again(node: int, more: str = "", secret: str = SECRET) -> Launcher:
         place = f"--nodes={count} --node={node} --rendezvous=127.0.0.1:{port}"
-        running.append(start(directory, f"{place} {options} {more}", actions))
+        running.append(start(directory, f"{place} {options} {more}", actions, secret))
         return running[-1]
 
     try:

@@ -1,11 +1,13 @@
 """The controller with fake agents, and an agent with a fake controller, for cases that are rare with real processes."""
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,21 +15,29 @@ from processes import PATIENCE
 
 from mesh_lm.launch import agent, controller, wire
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.worker import Worker
+
+SECRET = Secret.new()
 
 
 class Speaker:
     """A fake agent that speaks the controller's protocol."""
 
     def __init__(self, job: Job, address: tuple[str, int], node: int) -> None:
-        self.peer = wire.Peer(socket.create_connection(address))
-        self.peer.send(hello="mesh_lm", node=node, host=f"n{node}", job=job.shared())
+        self.peer = wire.Peer(socket.create_connection(address), SECRET, controller.PURPOSE, serves=False)
+        self.peer.send(hello="mesh_lm", node=node, life=f"{id(self)}", host=f"n{node}", job=job.digests())
+        self.heard: list[dict[str, Any]] = []
+        while not self.peer.proven and self.peer.open:  # its hello is sent when the controller has proved itself
+            self.heard += self.peer.receive()
+            time.sleep(0.01)
 
     def hears(self, what: str) -> dict[str, Any]:
         """Returns the next message with that key, and drops earlier ones."""
         deadline = time.monotonic() + PATIENCE
         while self.peer.open:
-            if found := [message for message in self.peer.receive() if what in message]:
+            heard, self.heard = self.heard + self.peer.receive(), []
+            if found := [message for message in heard if what in message]:
                 return found[0]
             assert time.monotonic() < deadline, what
             time.sleep(0.01)
@@ -38,7 +48,7 @@ class Speaker:
         self.peer.send(generation=life, died=died, ended=True, **more)
 
 
-Run = Callable[..., tuple[Callable[[int], Speaker], Callable[[], int]]]
+Run = Callable[..., tuple[partial[Speaker], Callable[[], int]]]
 
 
 @pytest.fixture
@@ -46,18 +56,18 @@ def run() -> Iterator[Run]:
     """Returns a function that starts a job's controller, and returns (a function that makes a node's agent, one that awaits its status)."""
     threads = []
 
-    def begin(**options: Any) -> tuple[Callable[[int], Speaker], Callable[[], int]]:
+    def begin(**options: Any) -> tuple[partial[Speaker], Callable[[], int]]:
         job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **options), list[int]()
         listener = wire.listen(0, "127.0.0.1")
         address = listener.getsockname()
-        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener).run()), daemon=True))
+        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()), daemon=True))
         threads[-1].start()
 
         def status() -> int:
             threads[-1].join(PATIENCE)
             return statuses[0]
 
-        return lambda node: Speaker(job, address, node), status
+        return partial(Speaker, job, address), status
 
     yield begin
     for thread in threads:
@@ -86,10 +96,10 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Worker, "signal", lambda worker, number: None)
     job = Job(("-c", "import time; time.sleep(600)"), nodes=2, node=1, rejoin=0.1)
     with wire.listen(0, "127.0.0.1") as listener:
-        found = agent.Agent(job, listener.getsockname())
+        found = agent.Agent(job, listener.getsockname(), SECRET)
 
         def lose() -> None:
-            peer = wire.Peer(listener.accept()[0])
+            peer = wire.Peer(listener.accept()[0], SECRET, controller.PURPOSE, serves=True)
             peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2, begun=0)
             deadline = time.monotonic() + PATIENCE
             while not any("beats" in message for message in peer.receive()) and time.monotonic() < deadline:
@@ -162,3 +172,82 @@ def test_who_comes_when_the_others_leave_is_told(run: Run) -> None:
     first.peer.close()
     late.peer.close()
     assert status() == 1
+
+
+def ends(speaker: Speaker, life: int = 1) -> None:
+    """Starts and ends a run on one node."""
+    assert speaker.hears("start")["start"] == life
+    speaker.dies(life, (0, 0, 0))
+    assert speaker.hears("exit")["exit"] == 0
+    speaker.peer.close()
+
+
+def test_who_does_not_know_the_secret_ends_nothing(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood, a nested line, silence, a byte now and then, and a launcher with another secret: the run starts, and ends as it should."""
+    monkeypatch.setattr(controller, "_HELLO", 0.5)
+    speaker, status = run(nodes=1)
+    job, address = speaker.args
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+        for i, stranger in enumerate(strangers):
+            with contextlib.suppress(OSError):
+                stranger.sendall((b"[" * 200_000 + b"\n", b"x" * 2**20, b"m", b"")[i % 4])
+        impostor = wire.Peer(socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False)
+        impostor.send(hello="mesh_lm", node=0, life="1", host="n", job=job.digests())
+        deadline = time.monotonic() + PATIENCE
+        while impostor.open and time.monotonic() < deadline:
+            impostor.receive()
+            time.sleep(0.01)
+        assert impostor.refused in ("it does not accept this secret", "")
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # a byte at a time does not prolong the time in which it must introduce itself
+            while time.monotonic() - began < PATIENCE:
+                strangers[2].sendall(b"m")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+        ends(speaker(0))
+    assert status() == 0
+    assert "refused " in (told := capfd.readouterr().err) and told.count("refused ") == 1, "at most once a minute"
+    assert "train.py" not in told
+
+
+def test_a_second_launcher_of_a_node_and_one_that_is_no_node(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    speaker, status = run(nodes=2)
+    first, second = speaker(0), speaker(1)
+    first.hears("start")
+    assert speaker(1).hears("refused")["host"] == "n1"
+    assert speaker(7).hears("exit") == {"exit": 1, "refused": "differs", "fields": ["node"]}
+    again = wire.Peer(socket.create_connection(speaker.args[1]), SECRET, controller.PURPOSE, serves=False)
+    again.send(hello="mesh_lm", node=1, life=3, host="n1", job={})
+    while again.open:
+        again.receive()
+    for process, each in enumerate((first, second)):
+        each.dies(1, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
+    for each in (first, second):
+        each.peer.close()
+    assert status() == 0
+    told = capfd.readouterr().err
+    assert "refused a second launcher of node 1 on n1: the one on n1 is connected" in told
+    assert "node 7 (n7) was started differently from node 0: node (0 of 2 here)" in told
+    assert "fields that are missing or not as expected: life" in told
+
+
+def test_a_message_that_is_not_understood_costs_its_node_the_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may not speak of processes of another node either."""
+    speaker, status = run(nodes=2)
+    first, second = speaker(0), speaker(1)
+    for each in (first, second):
+        each.hears("start")
+    second.peer.send(generation=1, died=[[0, 1, 0]], silent=0, seconds=9)  # of node 0
+    second.peer.send(generation=1, beats={"0": {"step": "many"}})
+    with pytest.raises(ConnectionError):
+        second.hears("start")
+    first.dies(1, (0, -signal.SIGKILL, signal.SIGKILL))
+    first.peer.send(stop="SIGTERM")
+    assert first.hears("exit")["exit"] == 75
+    first.peer.close()
+    status()
+    told = capfd.readouterr().err
+    assert "node 1 (n1) sent a message that is not understood: fields that are missing or not as expected: beats" in told
+    assert "process 0" not in told

@@ -32,16 +32,17 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
     [
         ("bus", 135, "was killed by SIGBUS: usual cause: a memory-mapped data file was truncated"),
         ("exit=1", 1, "ended with status 1: the run cannot start as configured; the error is above"),
+        ("exit=2", 2, "ended with status 2: there is no such script, or it has no such option; the error is above"),
         ("exit=70", 70, "ended with status 70: an unexpected error; its traceback is above"),
-        ("exit=75", 75, "ended with status 75: its watchdog saw no progress; the stacks are above"),
+        ("exit=75", 75, "ended with status 75: no progress, or a disk that failed; the stacks or the error are above"),
         ("exit=99", 99, "ended with status 99: it was asked to stop, and saved"),
     ],
 )
 def test_the_last_status_is_the_launchers(tmp_path: Path, action: str, status: int, words: str) -> None:
     found, out = outcome(tmp_path, "--restarts=1", action)
     assert found == status and words in out, out
-    assert len(lives(tmp_path)) == (1 if status in (1, 99) else 2), out
-    assert ("giving up after 1 restart" in out) == (status not in (1, 99))
+    assert len(lives(tmp_path)) == (1 if status in (1, 2, 99) else 2), out
+    assert ("giving up after 1 restart" in out) == (status not in (1, 2, 99))
 
 
 @pytest.mark.slow
@@ -133,6 +134,30 @@ def test_a_signal_to_the_launcher_lets_the_workers_save(tmp_path: Path, number: 
     out = ended(process)
     assert process.returncode == 99 and f"{signal.Signals(number).name}: the workers save and exit, within 120 s" in out, out
     assert len(lives(tmp_path)) == 1
+
+
+def test_workers_with_nothing_to_save_end_at_once(tmp_path: Path) -> None:
+    """They compile, and would obey when XLA has finished."""
+    process = start(tmp_path, "--per-node=2", "phase=compile deaf")
+    life(tmp_path, 1, 0, process), life(tmp_path, 1, 1, process)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    before = time.monotonic()
+    out = ended(process)
+    assert process.returncode == 99 and "SIGTERM: the workers have nothing to save, and end at once" in out, out
+    assert time.monotonic() - before < 2 + SLOW
+
+
+def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
+    status, out = outcome(tmp_path, "--per-node=3 --restarts=0", "step=4 2:exit=0 step=4 step=4 step=4 step=4 step=4 0:exit=75 wait")
+    assert status == 75 and "process 2 had ended with status 0 before that: if the run was not complete, this is the cause" in out, out
+    assert re.search(r"process 2: step 4, step for .*<- likely the cause", out) and out.count("likely the cause") == 1, out
+
+
+def test_it_says_from_the_start_only_where_that_is_so(tmp_path: Path) -> None:
+    for actions, where in (("step=1 step=1", "from the start"), ("phase=save step=1", "from its newest checkpoint, if there is one")):
+        _, out = outcome(tmp_path, "--restarts=1", f"{actions} step=1 step=1 step=1 step=1 step=1 step=1 step=1 kill")
+        assert f"restart 1 of 1 {where}, immediately" in out, out
 
 
 def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:

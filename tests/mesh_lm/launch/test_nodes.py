@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import ended
 
-from tests.mesh_lm.launch.launchers import SLOW, dies, life, lives, nodes
+from tests.mesh_lm.launch.launchers import SECRET, SLOW, dies, life, lives, nodes
 
 
 def test_two_nodes_are_one_run(tmp_path: Path) -> None:
@@ -20,6 +20,8 @@ def test_two_nodes_are_one_run(tmp_path: Path) -> None:
     assert [each["MESH_LM_PROCESS_INDEX"] for each in environments] == ["0", "1", "2", "3"]
     assert len({each["MESH_LM_COORDINATOR"] for each in environments}) == 1
     assert all(each["MESH_LM_PROCESSES"] == "4" and each["MESH_LM_NODES"] == "2" for each in environments)
+    (secret,) = {each["MESH_LM_SECRET"] for each in environments}
+    assert secret != SECRET and not any(secret in out or SECRET in out for out in outs), "the workers have one of their own"
     assert not any("MESH_LM_NODE" in each or "MESH_LM_RENDEZVOUS" in each or "MESH_LM_ELASTIC" in each for each in environments)
 
 
@@ -153,16 +155,28 @@ def test_a_signal_before_the_run_begins(tmp_path: Path) -> None:
         assert first.returncode in (99, -signal.SIGTERM), out
 
 
+def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
+    with nodes(2, tmp_path, "", "exit=0") as ((first, second), again):
+        second.kill()
+        stranger = again(1, "--start=2", secret="another secret of these tests")
+        out = ended(stranger)
+        assert stranger.returncode == 75 and out.count("was refused: it does not accept this secret; give all nodes") == 2, out
+        third = again(1)
+        outs = [ended(first), ended(third)]
+        assert first.returncode == third.returncode == 0, outs
+        assert "refused 1 connection, the last from 127.0.0.1: it has another secret" in outs[0], outs[0]
+
+
 def test_nodes_that_differ_are_told(tmp_path: Path) -> None:
     with nodes(2, tmp_path, "", "exit=0") as ((first, second), again):
         second.kill()
         other = again(1, "--per-node=2")
         out = ended(other)
-        assert other.returncode == 1 and "node 1 was started differently from node 0: per-node 2, not 1" in out, out
+        assert other.returncode == 1 and "node 1 was started differently from node 0: per-node (2 here)" in out, out
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
-        assert "node 1 was started differently from node 0" in outs[0]
+        assert re.search(r"node 1 \(.*\) was started differently from node 0: per-node \(1 here\)", outs[0]), outs[0]
 
 
 def test_strangers_and_a_taken_port(tmp_path: Path) -> None:

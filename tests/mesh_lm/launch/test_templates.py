@@ -60,13 +60,15 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
         (0, "", False), (1, "", False), (2, "", False),
         (75, "", True), (137, "19", True), (75, "20", False), (99, "", True), (99, "20", True),
     ):  # fmt: skip
-        (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "srun").write_text(f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n")
         (tmp_path / "scontrol").write_text("#!/bin/sh\necho $@\n")
         for name in ("srun", "scontrol"):
             (tmp_path / name).chmod(0o755)
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": before}
         ran = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
         assert ran.returncode == status and ran.stdout == ("requeue 17\n" if requeued else "")
+    made = (tmp_path / "secrets").read_text().split()
+    assert len({*made}) == len(made) == 8 and all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "each start has a secret of its own"
 
 
 @pytest.mark.slow
@@ -119,12 +121,14 @@ def test_jobset(printed) -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
     variables = {each["name"]: each.get("value", "2") for each in container["env"]}
-    assert {*variables} == {*VARIABLES.values()}
+    assert {*variables} == {*VARIABLES.values(), "MESH_LM_SECRET"}
+    (handed,) = [each for each in container["env"] if each["name"] == "MESH_LM_SECRET"]
+    assert handed["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
     host = f"{found['metadata']['name']}-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
     made = job(container["command"], **variables)
     assert (made.nodes, made.node, made.per_node, made.rendezvous) == (3, 2, 2, f"{host}:9876") and made.start == made.rejoin == 1800
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
-    assert codes == {"FailJob": [1], "Ignore": [99]}
+    assert codes == {"FailJob": [1, 2], "Ignore": [99]}
 
 
 @pytest.mark.parametrize(
