@@ -35,7 +35,11 @@ def run(what):
                 (directory / "removed").touch()
         elif what == "child":
             if not (child := os.fork()):
+                (directory / "forked").touch()  # what arrives earlier, during the fork, is lost
                 time.sleep(60)
+                os._exit(1)
+            while not (directory / "forked").exists():
+                time.sleep(0.01)
             os.kill(child, signal.SIGTERM)
             os.waitpid(child, 0)
             time.sleep(0.5)
