@@ -11,6 +11,7 @@ from benchmarks import context_page
 from benchmarks.context_chart import digest
 from mesh_lm.config import load
 from mesh_lm.model.context import repeats
+from tests.mesh_lm.parallel.test_context import CASES
 
 PAGE = context_page.PAGE.read_text()
 SOURCE = context_page.newest()
@@ -40,6 +41,25 @@ def sent(form: str, ways: int, ulysses: int = 1) -> tuple[float, float, float]:
             return by_ring(ways, k), 0, 2 * by_ring(ways, k)
     ring, inner = by_ring(ways // ulysses, k * repeats(MODEL.kv_heads, ulysses)), by_ulysses(ulysses)
     return ring + inner, 0, 2 * ring + inner
+
+
+def held_equal() -> str:
+    """A table of the cases whose loss and gradients are compared with one device's."""
+    lines = ["| rules | mesh | in the model | documents | microbatches |", "| --- | --- | --- | --- | ---: |"]
+    for case in CASES:
+        c, sizes = case.config, {**case.mesh, **dict(each.split("=") for each in case.mesh.get("extra", ()))}
+        has = {
+            "dropout": c.dropout, "grouped heads": 0 < c.n_kv_heads < c.n_heads, "windows": any(c.window), "sinks": c.sinks,
+            "soft caps": c.softcap, f"`remat={c.remat}`": c.remat != "none", "stages of unequal layers": c.n_layers == 3,
+        }  # fmt: skip
+        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "extra")
+        features = ", ".join(name for name, there in has.items() if there)
+        lines.append(f"| `{case.rules}` | {mesh} | {features} | {'separate' if case.separate else 'joined'} | {case.microbatches} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_what_is_equal() -> None:
+    assert held_equal() in PAGE, f"docs/context.md must have this table:\n{held_equal()}"
 
 
 def test_the_figures_are_those_of_the_newest_results() -> None:

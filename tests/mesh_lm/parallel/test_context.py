@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import experts_toy
 import jax
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def test_equals_one_device(case: Case) -> None:
     _, wanted_sums, wanted = reference(case.config, case.separate)
     assert_same_gradients(grads, wanted)
     assert sums == pytest.approx(wanted_sums, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "ulysses"])
+def test_experts_equal_one_device(exchange: str) -> None:
+    """A mixture of experts that is sharded over a mesh axis of its own, and a loss that layers add to."""
+    over_experts = {kind: {"experts": "routed"} for kind in ("params", "activations")}
+    rules = experts_toy.rules(exchange).replace(exchange, axes={"routed": "auto"}, **over_experts)
+    shard = shard_on(rules, data=2, sequence=2, extra=("routed=2",))
+    _, sums, grads = gradients(experts_toy.MODEL, shard, 2, separate=True)
+    _, wanted_sums, wanted = gradients(experts_toy.MODEL, shard_on(experts_toy.rules("ddp")), separate=True)
+    assert_same_gradients(grads, wanted)
+    for name, value in wanted_sums.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("rules", "mesh"), [("ring", {"sequence": 4}), ("context_gather+fsdp", {"fsdp": 2, "sequence": 2})])
