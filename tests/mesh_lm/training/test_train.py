@@ -282,7 +282,7 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ({"data__path": "/no/such/text"}, "data.path=/no/such/text"),
         ({"train__global_batch": 4000}, "fewer than train.global_batch=4000"),
         ({"checkpoint__resume": "required"}, "no checkpoint in "),
-        ({"output": "/proc/no"}, "cannot write checkpoints to /proc/no/checkpoints"),
+        ({"output": "/proc/no"}, "cannot write checkpoints to /proc/no: No such"),
         ({"model__d_mode": 3}, "--config.model.d_mode: no such field; did you mean --config.model.d_model?"),
     ],
 )
