@@ -58,6 +58,7 @@ CASES = [
     ("classic_1f1b", 2, 1, 8, "fsdp+tensor", "untied", "residuals"),
 ]
 """Schedule, stages, chunks, microbatches, axes: any two values occur together in some row. Then model and stash."""
+LONGEST = CASES[3]
 
 LEVELS = {
     "schedule": ("1f1b", "gpipe", "classic_1f1b"), "P": (1, 2, 4), "V": (1, 2), "M": (4, 8), "axis": ("data", "fsdp", "tensor", "sequence"),
@@ -95,7 +96,10 @@ def test_every_pair_is_covered() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "P", "V", "M", "axes", "model", "stash"),
-    [*CASES, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in product())],
+    [
+        *(pytest.param(*row, marks=pytest.mark.slow if row == LONGEST else ()) for row in CASES),
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in product()),
+    ],
 )
 def test_equals_one_device(schedule: str, P: int, V: int, M: int, axes: str, model: str, stash: str) -> None:
     pipeline = PipelineConfig(schedule, V, stash=stash)  # pyright: ignore[reportArgumentType]

@@ -75,6 +75,7 @@ def spawn(arguments: list[str], program: tuple[str, ...] = (str(ROOT / "train.py
     )
 
 
+@pytest.mark.slow
 def test_gpt_175b_shrunk_by_overrides_alone(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shrink = {"mesh__pipeline": 2, "pipeline__chunks": 1, "mesh__tensor": 2, "model__vocab_multiple": 16, "train__microbatches": 2}
     shrink |= {"train__sample_tokens": 8}
