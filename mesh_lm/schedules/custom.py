@@ -95,7 +95,7 @@ def _read(name: str, suffix: str, text: str) -> Schedule:
     except json.JSONDecodeError:
         raise  # it has the line
     except ValueError as error:
-        raise ScheduleError(f"expected {_JSON}, but it is {error}") from error
+        raise ScheduleError(f"expected {_JSON}") from error
     kinds = [kind for kind in ("ticks", "order") if kind in data]
     rows = data[kinds[0]] if len(kinds) == 1 else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in rows):

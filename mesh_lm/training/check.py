@@ -324,9 +324,9 @@ def _halves(config: TrainConfig) -> Iterator[str]:
         yield f"model.batch_halves=True: on this mesh layers exchange no activations that a half could hide; {off}"
     elif config.pipeline.pair_layers:
         yield f"model.batch_halves=True: pipeline.pair_layers=True hides the same collectives; {off}, or pipeline.pair_layers=False"
-    unit = train.microbatches * math.prod(mesh.get(axis, 1) for axis in over)
-    if unit > 0 and train.global_batch % unit == 0 and (rows := train.global_batch // unit) % 2:
-        fits = [str(m) for m in range(train.microbatches, 0, -1) if train.global_batch % (2 * m * unit // train.microbatches) == 0]
+    shards, n = math.prod(mesh.get(axis, 1) for axis in over), train.microbatches
+    if n > 0 and train.global_batch % (n * shards) == 0 and (rows := train.global_batch // (n * shards)) % 2:
+        fits = [str(fewer) for fewer in range(n, 0, -1) if train.global_batch % (2 * fewer * shards) == 0]
         fix = f"set train.microbatches={fits[0]}, or model.batch_halves=False" if fits else off
         yield f"model.batch_halves=True: a device has {rows} sequences of a microbatch, an odd number; {fix}"
 

@@ -205,7 +205,7 @@ def test_no_weights_or_no_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (copy / "pytorch_model.bin").touch()
     assert refused(copy, monkeypatch) == ["DIR cannot be read", f"{expected} is none; pytorch_model.bin is not read"]
     (copy / files.INDEX).write_text("[]")
-    assert refused(copy, monkeypatch)[1].startswith(f"{files.INDEX} is not an index of tensors: TypeError")
+    assert refused(copy, monkeypatch)[1].startswith(f"{files.INDEX} is not an index of tensors: ValueError: expected an object, got list")
 
 
 def test_another_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
