@@ -14,14 +14,14 @@ from mesh_lm.model.contract import Context, Layer, Sums
 from sharding_rules import Shard
 
 
-def in_halves(layer: Layer, x: jax.Array, ctx: Context, shard: Shard) -> tuple[jax.Array, Any, Sums]:
-    """(output, cache, sums) of a layer in training or evaluation; computed at once if a device's sequences are not even in number.
+def in_halves(layer: Layer, shard: Shard, x: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
+    """(output, cache, sums) of a layer; computed at once in generation, and if a device's sequences are not even in number.
 
     A half has half of the sequences of every device, so that none moves between devices.
     """
     axis = ctx.tokens.index("batch")
     rows, ways = x.shape[axis], shard.n_shards(shard.axes_for("batch"))
-    if rows % (2 * ways):
+    if ctx.cache is not None or rows % (2 * ways):
         return layer(x, ctx)
     halves = []
     for number in range(2):

@@ -183,18 +183,21 @@ def one_period(
             weights = jax.tree.map(lambda w, sink: _with_sink(w, sink, working, wide), weights, of_layer(zeros))
         layer_ctx = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
 
-        def run() -> tuple[jax.Array, Any, Sums]:
-            return applied(nnx.merge(graph, weights, of_layer(buffers)), segment, x, layer_ctx, model.shard)
+        def module() -> Callable[[jax.Array, Context], tuple[jax.Array, Any, Sums]]:
+            return called(nnx.merge(graph, weights, of_layer(buffers)), segment, model.shard)
 
         if rows.count is None:
-            return run()
+            return module()(x, layer_ctx)
+
+        def run() -> tuple[jax.Array, Any, Sums]:
+            return pinned(*module()(x, layer_ctx))
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
 
         active = (row + i >= rows.skip) & (row + i < rows.skip + rows.count)
         if not masked:
-            return lax.cond(active, lambda: pinned(*run()), idle)
+            return lax.cond(active, run, idle)
         y, after, sums = run()
         x, cache = jax.tree.map(lambda new, old: jnp.where(active, new, old), (y, after), (x, cache))
         return pinned(x, cache, jax.tree.map(lambda s: jnp.where(active, s, 0), sums))
@@ -215,9 +218,9 @@ def one_period(
     return run_period
 
 
-def applied(layer: Layer, segment: Segment, x: jax.Array, ctx: Context, shard: Shard) -> tuple[jax.Array, Any, Sums]:
-    """(output, cache, sums) of a layer, in two halves of the sequences if its segment asks for that."""
-    return in_halves(layer, x, ctx, shard) if segment.batch_halves and ctx.cache is None else layer(x, ctx)
+def called(layer: Layer, segment: Segment, shard: Shard) -> Callable[[jax.Array, Context], tuple[jax.Array, Any, Sums]]:
+    """The layer as it is called: in two halves of the sequences if its segment asks for that."""
+    return partial(in_halves, layer, shard) if segment.batch_halves else layer
 
 
 def _run_each(

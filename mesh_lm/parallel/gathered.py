@@ -167,7 +167,7 @@ class _Layers(LayerCollectives):
             parameters = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
             layer = nnx.merge(self.graph, parameters, row_of(self.buffers, row))
             ctx = dataclasses.replace(self.ctx, shared=jax.tree.unflatten(self.shared_tree, shared), number=self.first + row, place=place)
-            y, _, sums = stack.applied(layer, self.segment, x, ctx, self.shard)
+            y, _, sums = stack.called(layer, self.segment, self.shard)(x, ctx)
             return y, sums
 
         return remat(policy, self.segment.unroll)(run)(x, used, others, floats)
