@@ -60,7 +60,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SLOW = (CASES[4], CASES[5], *CASES[14:])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES], ids=str)
 def test_equals_one_device(case: Case) -> None:
     pipeline = dataclasses.replace(case.pipeline, layers=(1, 2)) if case.config.n_layers == 3 else case.pipeline
     _, sums, grads = gradients(case.config, shard_on(case.rules, **case.mesh), case.microbatches, case.separate, pipeline)

@@ -100,6 +100,7 @@ def _infinite(x: jax.Array) -> jax.Array:
     return x + jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+@pytest.mark.slow
 def test_a_bf16_model_is_as_near_to_an_fp32_model_as_before() -> None:
     model, rules, mesh, *rest = CASES["chunks"]
     exact = reference(model)[2]
