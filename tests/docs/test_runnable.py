@@ -18,6 +18,7 @@ import zstandard
 from pyarrow import parquet
 from runnable import Command
 
+from mesh_lm.checkpoint.reader import seal
 from mesh_lm.commands import main
 
 PAGES = {str(page.relative_to(runnable.ROOT)): runnable.blocks(page) for page in runnable.pages()}
@@ -101,7 +102,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(here / "runs/gpt_tiny", here / "runs" / name)
     for step in ("gpt_tiny/checkpoints/750", "gpt_tiny/checkpoints/1000.damaged", "again/checkpoints/750"):
         shutil.copytree(here / "runs/gpt_tiny/checkpoints/2", here / "runs" / step)
+        renumber(here / "runs" / step)
     return here
+
+
+def renumber(checkpoint: Path) -> None:
+    """Writes the step of the directory's name into its description, which a copy of another step does not have."""
+    path = checkpoint / "metadata" / "metadata"
+    data, metadata = (json.loads((checkpoint / item / "metadata").read_text()) for item in ("data", "metadata"))
+    metadata["step"] = int(checkpoint.name.partition(".")[0])
+    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}))
 
 
 def here(scene: Path, page: str) -> Path:
