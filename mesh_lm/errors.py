@@ -15,6 +15,10 @@ class ConfigError(ValueError):
     """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
 
 
+class ReplacedError(ConfigError):
+    """Another run has taken this run's output over while this one was suspended: it must write nothing more. Status 77."""
+
+
 class StorageError(ConfigError):
     """A disk does not work at the moment, on this or another host. Another attempt may succeed: the program exits with status 75."""
 

@@ -49,7 +49,10 @@ def loads(text: bytes | str, kind: type[_Kind] = dict, *, size: int = MESSAGE, d
 def read(path: Path, kind: type[_Kind] = dict, *, size: int = FILE, depth: int = _DEPTH) -> _Kind:
     """Returns what a file holds, as `loads`. It stops reading after `size` bytes. Raises OSError, and ValueError as `loads`."""
     with open(path, "rb") as file:
-        return loads(file.read(size + 1).decode("utf-8-sig"), kind, size=size, depth=depth)
+        content = file.read(size + 1)
+    if len(content) > size:
+        raise ValueError(f"longer than {size} bytes")
+    return loads(content.decode("utf-8-sig"), kind, size=size, depth=depth)
 
 
 def _depth(text: bytes | str) -> int:

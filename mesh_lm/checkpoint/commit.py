@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 from mesh_lm.checkpoint.lease import Lease
 
 _LOOK = 0.1
 """Seconds between looks at whether Orbax has completed the save, which it shows by a rename before its last barrier."""
+_TRIES, _PAUSE = 5, 1.0
+"""How often the lease is read before a commit if that fails, and seconds between two times."""
 
 
 class Commit:
@@ -27,7 +30,7 @@ class Commit:
     @property
     def pending(self) -> bool:
         """Whether process 0 has yet to commit; always False on the others, which may see the directory late."""
-        return self._lease is not None and not self._named.is_dir()
+        return self._lease is not None and not os.path.isdir(self._named)
 
     def finish(self) -> None:
         """Waits for the commit. Call it after Orbax has completed the save, or has failed to."""
@@ -37,11 +40,21 @@ class Commit:
 
     def _run(self) -> None:
         assert self._lease
-        while not self._saved.is_dir():
-            if self._finished.wait(_LOOK) and not self._saved.is_dir():
-                return
         try:
-            self._lease.require()
+            # os.path.isdir is False where Path.is_dir would raise, as on a network file system that does not answer for a moment.
+            while not os.path.isdir(self._saved):
+                if self._finished.wait(_LOOK) and not os.path.isdir(self._saved):
+                    return
+            self._require(self._lease)
             os.rename(self._saved, self._named)
         except Exception as error:
             self.error = error
+
+    def _require(self, lease: Lease) -> None:
+        """As `Lease.require`, but a disk that fails for a moment does not cost a save that is complete."""
+        for _ in range(_TRIES - 1):
+            try:
+                return lease.require()
+            except OSError:
+                time.sleep(_PAUSE)
+        lease.require()

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from mesh_lm import distributed, strict_json
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, ReplacedError, StorageError
 from mesh_lm.launch.environment import GENERATION
 
 RENEW, STALE = 5.0, 30.0
@@ -31,10 +31,6 @@ _PREDECESSORS = 120.0
 _POLL = 1.0
 _SIZE = 512
 """Bytes of the file: renewing it must not need space on a full disk."""
-
-
-class LeaseLost(ConfigError):
-    """Another run has taken the output over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Holder:
         except ProcessLookupError:
             return False
         except OSError:
-            return True  # it belongs to another user
+            pass  # it belongs to another user
         status = _status(self.pid)
         return status is None or (status[0] not in "ZX" and status[1] == self.started)
 
@@ -88,7 +84,7 @@ class Lease:
     def __init__(self, path: Path, holder: Holder) -> None:
         """Call `acquire` instead."""
         self.path, self._holder = path, holder
-        self._lost: LeaseLost | None = None
+        self._lost: ReplacedError | None = None
         self._released, self._renewing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep_renewing, name="lease", daemon=True)
         self._thread.start()
@@ -108,7 +104,7 @@ class Lease:
           wait: sleeps.
 
         Raises:
-          ConfigError: another run holds it; the message names its host, process and time.
+          ConfigError: another run holds it; the message names its host, process and time. StorageError after `patience` seconds.
           OSError: the directory is not writable.
         """
         path, mine = output / ".lease", Holder.this_process()
@@ -119,13 +115,13 @@ class Lease:
             except FileNotFoundError:
                 content = b""  # it was released just now
             held = _holder(content)
-            live = held is not None and (bool(held.alive) or (bool(seen) and content != seen))
+            live = bool(held and held.alive) or (bool(seen) and content not in (b"", seen))
             quiet, seen = quiet if content == seen else 0.0, content
             stale = (held and held.alive is False) or quiet >= STALE
             if stale and _succeeded(path, content, mine.encoded(), abandoned=quiet >= 2 * STALE):
                 break
             if live and waited >= patience:
-                raise ConfigError(_refusal(output, path, held))
+                raise (StorageError if patience else ConfigError)(_refusal(output, path, held))  # a restart may be tried again later
             if not waited:
                 until = f"at most {patience:g} s for its end" if live else f"up to {max(STALE, patience):g} s to see whether it is alive"
                 with contextlib.suppress(OSError):
@@ -136,29 +132,28 @@ class Lease:
         return cls(path, mine)
 
     def require(self) -> None:
-        """Reads the lease. Raises LeaseLost if another run holds it, and OSError if it cannot be read."""
+        """Reads the lease. Raises ReplacedError if another run holds it, and OSError if it cannot be read."""
         self.require_kept()
         self._renew()
         self.require_kept()
 
     def require_kept(self) -> None:
-        """Raises LeaseLost if the last renewal found that another run holds it. Reads nothing."""
+        """Raises ReplacedError if the last renewal found that another run holds it. Reads nothing."""
         if self._lost:
             raise self._lost
 
     def release(self) -> None:
         """Ends the lease. Calling it again has no effect."""
         self._released.set()
-        if self._thread.is_alive():
-            self._thread.join()
-            with contextlib.suppress(OSError):
-                held = _holder(self.path.read_bytes())
-                if held and held.life == self.life:
-                    self.path.unlink()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            held = _holder(self.path.read_bytes())
+            if held and held.life == self.life:
+                self.path.unlink()
 
     def _keep_renewing(self) -> None:
         while not self._released.wait(RENEW) and not self._lost:
-            with contextlib.suppress(OSError):  # a disk that is away for a while
+            with contextlib.suppress(Exception):  # a disk that is away for a while; a thread that ended would lose the lease
                 self._renew()
 
     def _renew(self) -> None:
@@ -180,13 +175,15 @@ class Lease:
                 return
             if (held := held or _holder(self.path.read_bytes())) is None:
                 raise OSError(f"{self.path} cannot be read")
-            self._lost = LeaseLost(f"{self.path.parent} was taken over by {held} while this run was suspended; this run writes no more")
+            self._lost = ReplacedError(f"{self.path.parent} was taken over by {held} while this run was suspended; this run writes no more")
 
 
 def held_by_process0(output: Path) -> Lease | None:
     """Returns the lease of a run's output, on process 0. Raises ConfigError on all processes if another run holds it."""
     restarted = int(os.environ.get(GENERATION, 1)) > 1 or int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    restarted |= "KUBERNETES_SERVICE_HOST" in os.environ  # any pod may be a replacement, whose predecessor's node does not answer
     lease = None
+    distributed.gather_from_all(0)  # connects the processes: a first collective after a long wait would time out
     with distributed.collective_errors():
         if jax.process_index() == 0:
             try:
@@ -228,24 +225,33 @@ def _succeeded(path: Path, seen: bytes, content: bytes, *, abandoned: bool = Fal
             if abandoned or (other and other.alive is False):
                 successor.unlink()
         return False
-    if path.read_bytes() != seen:
-        successor.unlink()
-        return False
-    os.replace(successor, path)
-    return True
+    try:
+        if path.read_bytes() == seen:
+            os.replace(successor, path)
+            return True
+    except OSError as error:
+        successor.unlink(missing_ok=True)
+        if not isinstance(error, FileNotFoundError):  # otherwise it was released just now
+            raise
+    else:
+        successor.unlink(missing_ok=True)
+    return False
 
 
 def _holder(content: bytes) -> Holder | None:
     """Returns what a lease file says; None if it is empty, because it is just being created, or damaged."""
     try:
-        holder = Holder(**strict_json.loads(content))
+        about = strict_json.loads(content)
+        holder = Holder(**{field.name: about[field.name] for field in dataclasses.fields(Holder)})
         kinds = {"host": str, "pid": int, "machine": str, "started": int, "since": float, "life": str, "renewed": int}
         return holder if all(type(getattr(holder, name)) is kind for name, kind in kinds.items()) else None
-    except (ValueError, TypeError):
+    except (ValueError, KeyError):
         return None
 
 
 def _refusal(output: Path, path: Path, held: Holder | None) -> str:
+    if held and held.pid == os.getpid() and held.machine == _machine():
+        return f"{output} is in use by an earlier call in this process, which has not ended; end it, or set output to another directory"
     return (
         f"{output} is in use: {held or 'an unknown process'} writes its checkpoints there; end that run, or set output to another "
         f"directory. If you are certain that it no longer runs, delete {path}"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
-import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +21,7 @@ from mesh_lm import distributed
 from mesh_lm.checkpoint.commit import Commit
 from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
+from mesh_lm.checkpoint.quiet import quiet
 from mesh_lm.checkpoint.reader import (
     FORMAT,
     DamagedCheckpoint,
@@ -77,17 +75,19 @@ class Checkpoints:
             _open(self.directory)
             self._local = NodeLocalCheckpoints(self.policy, self.directory)
             self._life = distributed.broadcast_from_process0(self._lease and self._lease.life)
+            self._saver = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(
+                    state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler()
+                )
+            )
+            self._saved = max(self._steps(), default=None)
         except BaseException:
             self._release()
             raise
-        self._saver = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler())
-        )
         self._writing: int | None = None
         self._removing: threading.Thread | None = None
         self._failures = self._retry = 0
         self._soon = False
-        self._saved = max(self._steps(), default=None)
         if problem := self._refusal():
             self.close()
             raise ConfigError(problem)
@@ -299,6 +299,7 @@ class Checkpoints:
 
     def _put_aside(self, step: int, why: str) -> None:
         if jax.process_index() == 0:
+            self._require_lease()
             names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{n}" for n in itertools.count(2)))
             free = next(self.directory / name for name in names if not (self.directory / name).exists())
             (self.directory / str(step)).rename(free)
@@ -308,11 +309,18 @@ class Checkpoints:
         """Removes checkpoints that the policy does not keep, in the background because it may take minutes."""
         if jax.process_index() > 0:
             return
+        self._require_lease()
         for step in steps_in(self.directory)[: -self.policy.keep]:
             with contextlib.suppress(OSError):  # renamed first, so that no half-removed directory is named as a step
                 doomed = (self.directory / str(step)).rename(self.directory / f"{step}.removed")
                 self._removing = threading.Thread(target=shutil.rmtree, args=(doomed, True))
                 self._removing.start()
+
+    def _require_lease(self) -> None:
+        """Raises ReplacedError if another run holds the lease, which is read for this; a disk that does not answer is no reason."""
+        if self._lease:
+            with contextlib.suppress(OSError):
+                self._lease.require()
 
     def _remove_remains(self) -> None:
         if jax.process_index() == 0:
@@ -322,17 +330,22 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:  # perhaps on this process alone: the others would not respond
-            if jax.process_count() == 1:
-                with contextlib.suppress(Exception):
-                    self._saver.wait_until_finished()
-            if self._writing is not None:
-                self._commit.finish()
-            self._writing = None
-            if jax.process_count() > 1:
-                self._release()
-                return
-        self.close()
+        alone = kind is not None and jax.process_count() > 1  # perhaps this process alone has failed: the others would not respond
+        try:
+            if kind is not None:
+                if not alone:
+                    with contextlib.suppress(Exception):
+                        self._saver.wait_until_finished()
+                if self._writing is not None:
+                    self._commit.finish()
+                self._writing = None
+        except BaseException:  # a second Ctrl-C
+            self._release()
+            raise
+        if alone:
+            self._release()
+        else:
+            self.close()
 
     def _release(self) -> None:
         if self._lease:
@@ -353,26 +366,8 @@ class Checkpoints:
             self.directory.parent.rmdir()
 
 
-@functools.cache
-def _quiet() -> None:
-    """Silences the hundreds of lines that Orbax and TensorStore log for a failed save or restore; the manager prints one."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    default_hook = sys.unraisablehook
-
-    def hook(error: sys.UnraisableHookArgs) -> None:
-        late = str(error.exc_value) == "Event loop is closed"  # a write that ends after the first one has failed
-        pending = "orbax" in getattr(
-            getattr(error.object, "cr_code", None), "co_filename", ""
-        )  # a read that is pending when the first one fails
-        if not (late or pending):
-            default_hook(error)
-
-    sys.unraisablehook = hook
-
-
 def _open(directory: Path) -> None:
-    _quiet()
+    quiet()
     with distributed.collective_errors():
         try:
             directory.mkdir(parents=True, exist_ok=True)

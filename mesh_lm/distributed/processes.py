@@ -24,8 +24,8 @@ from mesh_lm.distributed import compile_cache, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
-from mesh_lm.errors import ConfigError, StorageError, storage_failed
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import is_loopback
@@ -52,7 +52,7 @@ def run(main: Callable[[T], int], argv: T) -> int:
         with contextlib.suppress(OSError):
             print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
         status = EXIT_UNEXPECTED if isinstance(error, rendezvous.RendezvousFailed) else EXIT_CANNOT
-        status = EXIT_STALLED if storage_failed(error) else status
+        status = EXIT_REPLACED if isinstance(error, ReplacedError) else EXIT_STALLED if storage_failed(error) else status
     except FewerNodes:
         status = EXIT_FEWER
     except Exception as error:

@@ -13,5 +13,7 @@ EXIT_STALLED = 75
 """Status of a process that its watchdog ended or whose disk failed, and of a run whose nodes do not reconnect (EX_TEMPFAIL)."""
 EXIT_FEWER = 76
 """Status of a process whose mesh needs fewer nodes than there are; the launcher restarts on that many."""
+EXIT_REPLACED = 77
+"""Status of process 0 if another run has taken its output over. The launcher does not restart it, and itself ends with EXIT_CANNOT."""
 EXIT_PREEMPTED = 99
 """Status of a run that SIGTERM ended: it saved a checkpoint, and the same command continues it."""

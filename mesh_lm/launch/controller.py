@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USAGE, messages, protocol
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_USAGE, messages, protocol
 from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, Node, SignalPlan, log
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.restarts import Restarts
@@ -114,11 +114,12 @@ class Controller:
 
     def _refused(self, caller: Peer) -> None:
         """Logs connections that were refused, at most once a minute."""
-        self._strangers += bool(caller.refused)
-        if self._strangers and time.monotonic() - self._told > _LOOK:
+        if not caller.refused:  # it closed the connection itself, as a probe does
+            return
+        self._strangers += 1
+        if time.monotonic() - self._told >= _LOOK:
             log(f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last from {caller.address}: {caller.refused}")
-            self._second = ""  # the last second launcher of a node
-        self._strangers, self._told = 0, time.monotonic()
+            self._strangers, self._told = 0, time.monotonic()
 
     def _welcome(self, caller: Peer, hello: dict[str, Any], *rest: dict[str, Any]) -> None:
         """Admits a new agent, or one that reconnects; refuses one that was started differently, or whose node is connected."""
@@ -285,6 +286,8 @@ class Controller:
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
+        elif EXIT_REPLACED in statuses:  # of process 0 alone, which holds the output; the others were its victims
+            self._status = EXIT_CANNOT
         elif now.failure in _FINAL and statuses <= {*_FINAL} and (now.all_ended or self._restarts.newest < 0):
             self._status = now.failure  # if only one process of a run that has worked says so, it is more likely an accident
         else:

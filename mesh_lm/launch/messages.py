@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_STALLED, EXIT_UNEXPECTED, EXIT_USAGE
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED, EXIT_USAGE
 
 Beats = Mapping[int, Mapping[str, Any]]
 """Process -> its last heartbeat, with "age": seconds since it was received."""
@@ -18,6 +18,7 @@ _STATUSES = {
     EXIT_USAGE: "there is no such script, or it has no such option; the error is above",
     EXIT_STALLED: "no progress, or a disk that failed; the stacks or the error are above",
     EXIT_FEWER: "fewer nodes are enough",
+    EXIT_REPLACED: "another run has taken its output over, and goes on there; the error is above",
     EXIT_PREEMPTED: "it was asked to stop, and saved",
 }
 _SIGNALS: dict[int, str] = {

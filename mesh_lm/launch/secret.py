@@ -75,7 +75,10 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read the secret in {path}: {error.strerror}; {_FIX}") from error
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid not in (0, os.getuid()):
-        raise ConfigError(f"others can read or change the secret in {path}; make it yours alone (chmod 600), and replace its contents")
+        raise ConfigError(
+            f"others can read or change the secret in {path}; make it yours alone (chmod 600), and replace its contents; where that "
+            "cannot be done, as with a volume of a Kubernetes secret, set MESH_LM_SECRET instead"
+        )
     return _long_enough(text.decode("utf-8", "replace").strip(), str(path))
 
 

@@ -80,7 +80,7 @@ def test_f18_a_suspended_run_that_was_replaced(data: Path, tmp_path: Path) -> No
         late, _ = first.communicate(timeout=300)
     finally:
         first.kill()
-    assert first.returncode == 1 and re.search(rf"error: {run} was taken over by process \d+ on node8 since .* while this run", late), late
+    assert first.returncode == 77 and re.search(rf"error: {run} was taken over by process \d+ on node8 since .* while this run", late), late
     assert "Traceback" not in late, late
     assert contents(run) == before
     assert {step: proof for step, proof in certificates(log).items() if step in before} == before

@@ -14,8 +14,7 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints, find
-from mesh_lm.checkpoint import manager as store
+from mesh_lm.checkpoint import Checkpoints, find, quiet
 from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.layout import ModelLayout
@@ -119,7 +118,7 @@ def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyP
         def __del__(self) -> None:
             raise ValueError
 
-    store._quiet.__wrapped__()
+    quiet.quiet.__wrapped__()
     asyncio.run(never_waited_for())
     promise.set_result(None)
     code = "async def read():\n try: await future\n finally: raise OSError"

@@ -1,6 +1,8 @@
 """The lease of an output: one holder at a time; a dead one is replaced, a live one is not, and one that was replaced writes no more."""
 
 import dataclasses
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.checkpoint import lease
-from mesh_lm.checkpoint.lease import STALE, Holder, Lease, LeaseLost
-from mesh_lm.errors import ConfigError
+from mesh_lm.checkpoint import commit, lease
+from mesh_lm.checkpoint.lease import STALE, Holder, Lease
+from mesh_lm.errors import ConfigError, ReplacedError, StorageError
 
 FREE = 2**22 - 1
 """A process id that the kernel gives to none."""
@@ -56,10 +58,45 @@ def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
 
 def test_a_live_process_here_is_named_and_refused_at_once(tmp_path: Path) -> None:
     mine = Lease.acquire(tmp_path)
-    message = rf"in use: process {os.getpid()} on \S+ since \d{{4}}-\d\d-\d\d .*; end that run, or set output .* delete .*\.lease"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"in use by an earlier call in this process, which has not ended; end it"):
         Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
     mine.require()
+    mine.release()
+    status = lease._status(1)
+    assert status
+    first = dataclasses.replace(Holder.this_process(), pid=1, started=status[1])
+    (tmp_path / ".lease").write_bytes(first.encoded())
+    message = r"in use: process 1 on \S+ since \d{4}-\d\d-\d\d .*; end that run, or set output .* delete .*\.lease"
+    with pytest.raises(ConfigError, match=message):
+        Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
+
+
+def test_a_holder_of_a_later_version_that_renews_is_refused(tmp_path: Path) -> None:
+    """Its lease has one more field, or is not understood at all."""
+    for text in (json.dumps({**json.loads(elsewhere().encoded()), "more": 1}), "version 2 "):
+        n = 0
+
+        def renew(seconds: float, text: str = text) -> None:
+            nonlocal n
+            n += 1
+            assert n < 10
+            (tmp_path / ".lease").write_text(text.replace('"renewed": 0', f'"renewed": {n}') + " " * n)
+
+        (tmp_path / ".lease").write_text(text)
+        with pytest.raises(ConfigError, match="in use: process 4194303" if "more" in text else "in use: an unknown process"):
+            Lease.acquire(tmp_path, wait=renew)
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_PAUSE", 0.01)
+    mine = Lease.acquire(tmp_path)
+    failures, require = [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "away")], mine.require
+    monkeypatch.setattr(mine, "require", lambda: (_ for _ in ()).throw(failures.pop()) if failures else require())
+    one = commit.Commit(tmp_path / "7.saving-x", tmp_path / "7", mine)
+    (tmp_path / "7.saving-x").mkdir()
+    until(lambda: not one.pending)
+    one.finish()
+    assert one.error is None and not failures and (tmp_path / "7").is_dir()
     mine.release()
 
 
@@ -104,7 +141,7 @@ def test_a_holder_on_another_machine_that_renews_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="process 4194303 on node7"):
         Lease.acquire(tmp_path, wait=renew)
     assert n == 5
-    with pytest.raises(ConfigError, match="node7"):
+    with pytest.raises(StorageError, match="node7"):  # status 75: a scheduler may try it again later
         Lease.acquire(tmp_path, patience=60, wait=renew)
     assert n > 60, "a restart waits for the processes of the earlier start"
     assert held(tmp_path).life == other.life
@@ -129,7 +166,7 @@ def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
     (tmp_path / ".lease").write_bytes(elsewhere().encoded())
     until(lambda: mine._lost)
     for check in (mine.require_kept, mine.require):
-        with pytest.raises(LeaseLost, match=r"taken over by process 4194303 on node7 since .*this run writes no more"):
+        with pytest.raises(ReplacedError, match=r"taken over by process 4194303 on node7 since .*this run writes no more"):
             check()
     mine.release()
     assert held(tmp_path) == elsewhere(since=held(tmp_path).since), "another's lease is not touched"

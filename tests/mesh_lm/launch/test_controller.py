@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -209,6 +210,25 @@ def test_who_does_not_know_the_secret_ends_nothing(run: Run, capfd: pytest.Captu
     assert status() == 0
     assert "refused " in (told := capfd.readouterr().err) and told.count("refused ") == 1, "at most once a minute"
     assert "train.py" not in told
+
+
+def test_refusals_are_counted_and_a_probe_hides_none(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second minute has a second line, with the number of those in between; a probe that says nothing is not one of them."""
+    monkeypatch.setattr(controller, "_LOOK", 1.0)
+    speaker, status = run(nodes=1)
+    job, address = speaker.args
+    began = time.monotonic()
+    while time.monotonic() - began < 2.5:
+        socket.create_connection(address).close()
+        impostor = wire.Peer(socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False)
+        impostor.send(hello="mesh_lm", node=0, life="1", host="n", job=job.digests())
+        while impostor.open:
+            impostor.receive()
+            time.sleep(0.01)
+    ends(speaker(0))
+    assert status() == 0
+    counts = [int(n) for n in re.findall(r"refused (\d+) connections?, the last from", capfd.readouterr().err)]
+    assert len(counts) >= 2 and counts[0] == 1 and counts[1] > 1, counts
 
 
 def test_a_second_launcher_of_a_node_and_one_that_is_no_node(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,12 @@ def test_a_victims_mistake_hides_no_accident(tmp_path: Path) -> None:
     assert status == 70 and len(lives(tmp_path)) == 2, out
 
 
+def test_a_run_whose_output_was_taken_over_is_not_restarted(tmp_path: Path) -> None:
+    """Process 0 alone knows of it; the other one dies of its absence."""
+    status, out = outcome(tmp_path, "--per-node=2 --restarts=3", "saved=5 0:exit=77 step=1 step=2 step=3 1:abrt")
+    assert status == 1 and len(lives(tmp_path)) == 1 and "another run has taken its output over" in out, out
+
+
 def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
     """Nor does it block a process that prints more than a pipe holds."""
     script = tmp_path / "script.py"
