@@ -53,7 +53,7 @@ def travels(report: Report, kind: str, axis: str) -> list[Collective]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_memory_of_1f1b_does_not_grow_with_microbatches(reports: str, chunks: int) -> None:
     few, many = (report_of(reports, "1f1b", chunks, M).memory.temporaries for M in (FEW, MANY))
     assert many == pytest.approx(few, rel=0.01)

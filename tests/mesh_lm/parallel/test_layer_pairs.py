@@ -54,6 +54,11 @@ CASES: dict[str, Case] = {
 }
 """Model, rules, mesh, microbatches, pipeline, whether documents are separate."""
 FAST = ("unequal stages", "auxiliary loss")
+SLOW = ("chunks", "two segments", "bf16 gradients", "gpipe", "unequal stages with dropout", "layers that permute")
+
+
+def marks(name: str) -> Any:
+    return () if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
 
 
 def outcome(case: Case, **changes: Any) -> Outcome:
@@ -71,7 +76,7 @@ def assert_same_sums(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_equals_one_device_and_slots_one_after_the_other(name: str) -> None:
     """Within 1e-6 of each gradient's maximum, where all is fp32."""
     case = CASES[name]

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,11 @@ CASES = {
     "own rules": (SPLIT, {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(layers=(3, 3))),
 }
 FAST = ("own rules",)
+SLOW = ("sequence parallel", "residuals", "two chunks", "no pipeline")
+
+
+def marks(name: str) -> Any:
+    return () if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
 
 
 @functools.cache
@@ -57,7 +63,7 @@ def one_device() -> Outcome:
     return gradients(MODEL, shard_on(rules("ddp")))
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_equals_one_device(case: str) -> None:
     """Includes the shared matrix, whose gradient comes from layers in both segments and on all stages, and the loads of every layer."""
     strategy, mesh, microbatches, pipeline = CASES[case]

@@ -96,7 +96,12 @@ def test_a_bias_follows_the_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=() if p == "flat stages" else pytest.mark.slow) for p in PLACES if p != "one device"]
+    "place",
+    [
+        "flat stages",
+        pytest.param("tensor", marks=pytest.mark.slow),
+        *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("stages", "residuals", "flat")),
+    ],
 )
 def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
     """Loads are integers and the bias uses their signs, so bits are equal; padded rows of stages are ignored."""
@@ -113,8 +118,8 @@ def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
 @pytest.mark.parametrize(
     ("place", "to"),
     [
-        pytest.param("stages", "tensor", marks=pytest.mark.slow),
-        pytest.param("stages", "flat stages", marks=pytest.mark.slow),
+        pytest.param("stages", "tensor", marks=pytest.mark.exhaustive),
+        pytest.param("stages", "flat stages", marks=pytest.mark.exhaustive),
         pytest.param("flat stages", "one device", marks=pytest.mark.slow),
         ("flat stages", "flat"),
     ],

@@ -22,9 +22,17 @@ QUICK = {
 """Those that the fast suite has, in plain JAX: they compile in a second each, those of the trainer in six."""
 
 
+LONG = {
+    "hop of whole sequences", "logits gathered", "head in a transposed layout", "keys of the whole batch", "master gathered in f32",
+    "hop in f32",
+}  # fmt: skip
+"""Those that compile for twenty seconds and more, which CI leaves out."""
+
+
 def each(programs: Any) -> list[Any]:
     """Plants or programs as parameters of a test."""
-    return [pytest.param(one, id=one.name, marks=() if one.name in QUICK else pytest.mark.slow) for one in programs]
+    marks = dict.fromkeys(LONG, pytest.mark.exhaustive) | dict.fromkeys(QUICK, ())
+    return [pytest.param(one, id=one.name, marks=marks.get(one.name, pytest.mark.slow)) for one in programs]
 
 
 def test_there_are_as_many_as_promised() -> None:
