@@ -27,7 +27,7 @@ _SLURM = """\
 #SBATCH --signal=TERM@{warning}
 {no_kill_job}
 # Known to the tasks of this job only: srun hands it on in their environment, and the launchers refuse whoever does not know it.
-MESH_LM_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')
+MESH_LM_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')
 export MESH_LM_SECRET
 
 # A launcher that ends must not end the others: the controller on node 0 decides that.
