@@ -52,7 +52,10 @@ def test_defaults_and_statuses() -> None:
         assert getattr(job.Job, option.replace("-", "_")) == int(value), option
     assert f"`--heartbeat` ({job.Job.heartbeat:g} s)" in PAGE
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
-    known = (launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_PREEMPTED)
+    known = (
+        launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_REPLACED,
+        launch.EXIT_PREEMPTED,
+    )  # fmt: skip
     assert [int(status) for status in rows] == [0, *known]
     assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
