@@ -82,6 +82,7 @@ MAIN_PIPELINES = (
 )  # fmt: skip
 """The strategies that are timed, each on the first mesh that fits. The last two tell whether pipeline.pair_layers pays."""
 LOOP = {"unroll": False, "kept_layers": 0}
+"""Fields of the model with which XLA compiles one body of a loop over layers."""
 SETTINGS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
     ("zero3", "data", (LOOP, {"unroll": False, "kept_layers": -1}, {"unroll": True}, {"unroll": True, "kept_layers": -1})),
     ("fsdp", "fsdp", (LOOP, {"unroll": True})),

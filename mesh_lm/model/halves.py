@@ -18,6 +18,11 @@ def in_halves(layer: Layer, shard: Shard, x: jax.Array, ctx: Context) -> tuple[j
     """(output, cache, sums) of a layer; computed at once in generation, and if a device's sequences are not even in number.
 
     A half has half of the sequences of every device, so that none moves between devices.
+
+    Args:
+      layer: called once for each half; its sums are added.
+      x: [B, S, D] or [S, B, D], as `ctx.tokens` says, like the output.
+      ctx: of `batch`, `shared` and the dropout's indices, those arrays are divided whose first dimension is B.
     """
     axis = ctx.tokens.index("batch")
     rows, ways = x.shape[axis], shard.n_shards(shard.axes_for("batch"))
