@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from mesh_lm import strict_json
 from mesh_lm.config import TrainConfig, as_dict
-from mesh_lm.distributed import compile_cache, gpu, rendezvous
+from mesh_lm.distributed import compile_cache, cpu, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
@@ -104,6 +104,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
     gpu.choose_platform()
+    cpu.set_threads(slot.count if slot else 1)
     if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
     if slot and not jax.distributed.is_initialized():
