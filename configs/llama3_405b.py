@@ -25,7 +25,7 @@ def get_config() -> TrainConfig:
             activation="swiglu",
             biases=False,
             tied=False,
-            remat="full",
+            remat="save_attention",
         ),
         output="runs/llama3_405b",
         mesh=MeshConfig(pipeline=8, data=-1, tensor=8),

@@ -104,11 +104,11 @@ class DecoderConfig(ModelConfig):
     dtype: Dtype = "bfloat16"
     """Type of matmuls and activations. Master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
-    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; offload: these move to the
-    host."""
+    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; save_attention:
+    those of the MLP, too; offload: the outputs that save_names saves move to the host."""
     remat_layers: int | None = expert(None)
     """Number of layers, from the first on, to which `remat` applies. The others recompute less, where memory has room for what they save:
-    save_names instead of full, none instead of save_names. None: all. Not for pipelines."""
+    save_names instead of full or save_attention, none instead of save_names. None: all. Not for pipelines."""
     kept_layers: int = expert(0)
     """Number of layers, up to the last, that keep the weights they have gathered until their backward passes, which then gather nothing:
     for rules by which layers gather their own weights (zero3), without pipeline stages."""

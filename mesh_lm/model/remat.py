@@ -10,7 +10,10 @@ import jax
 
 from mesh_lm.schedules.segments import Remat
 
-SAVED_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual", "mlp_up")
+ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual")
+"""The activations of a layer that remat=save_attention saves: the MLP's matmuls but its last are recomputed, which have the widest
+results."""
+SAVED_NAMES = (*ATTENTION_NAMES, "mlp_up")
 """The activations of a layer that remat=save_names saves, and that remat=offload moves to the host: the results of matmuls and of the
 attention kernel, which are expensive to recompute. Norms and the nonlinearity are recomputed."""
 
@@ -27,8 +30,8 @@ def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callabl
         return lambda f: f
     if policy == "full":
         return checkpoint
-    if policy == "save_names":
-        named = policies.save_only_these_names(*SAVED_NAMES)
+    if policy in ("save_names", "save_attention"):
+        named = policies.save_only_these_names(*(SAVED_NAMES if policy == "save_names" else ATTENTION_NAMES))
 
         def keep(primitive: Any, *args: Any, **params: Any) -> bool:
             # The residuals of cuDNN have no checkpoint names.

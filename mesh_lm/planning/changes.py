@@ -77,7 +77,7 @@ Change = tuple[str, dict[str, Any]]
 
 def _remat(config: TrainConfig) -> Iterator[Change]:
     """Rematerialise more, beginning with the cheapest; or offload to the host."""
-    policies = ("none", "save_names", "full")
+    policies = ("none", "save_names", "save_attention", "full")
     now = getattr(config.model, "remat", None)
     if any(segment.remat != now for segment in config.model.stack().segments):
         return  # model.remat does not apply to a segment with its own policy

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from typing import Literal
 
-Remat = Literal["none", "full", "save_names", "offload"]
-LIGHTER: dict[Remat, Remat] = {"full": "save_names", "save_names": "none"}
+Remat = Literal["none", "full", "save_attention", "save_names", "offload"]
+LIGHTER: dict[Remat, Remat] = {"full": "save_names", "save_attention": "save_names", "save_names": "none"}
 """The policy that recomputes less than another, and saves more."""
 
 
