@@ -72,13 +72,13 @@ def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str
 
 
 def test_the_program_does_not_grow() -> None:
-    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2.6 GB in loops."""
+    """With the layers by at most 2 % of its text; nor what it takes to compile with the devices, above 1.5 times and 2.7 GB in loops."""
     sizes = [row["text_bytes"] for row in DATA["tables"][plan_page.DEPTH]["rows"]]
     assert len(sizes) == 3 and max(sizes) <= 1.02 * min(sizes)
     few, *_, many = DATA["tables"][plan_page.DEVICES]["rows"]
     assert (few["devices"], many["devices"]) == (64, 6144) and many["cpu_s"] <= 1.5 * few["cpu_s"]
     looped = [row for table in DATA["tables"].values() for row in table["rows"] if not row["unroll"]]
-    assert looped and all(row["rss_gib"] * 2**30 <= 2.6e9 for row in looped)
+    assert looped and all(row["rss_gib"] * 2**30 <= 2.7e9 for row in looped)
 
 
 def test_every_row_with_stages_is_compared_to_fsdp() -> None:
