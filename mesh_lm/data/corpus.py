@@ -25,7 +25,7 @@ from mesh_lm.data.dataset import Dataset, padded_order
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
-from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
@@ -73,11 +73,14 @@ class TextCorpus:
 
     def train(self) -> Documents:
         """Returns the training split."""
-        return Documents(self.directory / "train")
+        return self._documents("train")
 
     def heldout(self) -> Documents:
         """Returns the held-out split."""
-        return Documents(self.directory / "heldout")
+        return self._documents("heldout")
+
+    def _documents(self, split: str) -> Documents:
+        return Documents(self.directory / split, cure=f"remove {self.directory}, and the next start prepares the text again")
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that encoded the corpus."""
@@ -166,7 +169,10 @@ def prepare(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
             "the path must be readable, and the cache writable with space left"
         ) from error
-    return _load(directory)  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
+    corpus = _load(directory)
+    if not corpus.train().is_sealed:
+        progress(NOT_SEALED.format(prefix=f"{directory / 'train'} {directory / 'heldout'}"))
+    return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
@@ -214,9 +220,9 @@ def _build(
         gzip_bytes, xz_bytes = (future.result() for future in compressed)
     facts = {
         "documents": len(splits[0]),
-        "train_tokens": len(splits[0].tokens),
+        "train_tokens": len(splits[0].unverified),
         "heldout_documents": len(splits[1]),
-        "heldout_tokens": len(splits[1].tokens),
+        "heldout_tokens": len(splits[1].unverified),
         "train_bytes": n_bytes["training"],
         "heldout_bytes": n_bytes["held-out"],
         "vocab_size": tokenizer.vocab_size,

@@ -68,7 +68,7 @@ class Dataset(Protocol):
 
 def padded_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
     """Returns all tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
-    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if len(text.tokens)])
+    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if text.n_tokens])
 
 
 class TokenArray(Dataset):

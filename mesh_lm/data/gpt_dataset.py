@@ -96,7 +96,7 @@ class GPTDataset:
     """
 
     def __init__(self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
-        n_tokens = len(text.tokens)
+        n_tokens = text.n_tokens
         epochs = EpochCount.of(n_samples, n_tokens, seq_len) if n_tokens else EpochCount(0, False)
         if n_tokens * epochs.n <= seq_len:
             raise ConfigError(
@@ -127,7 +127,7 @@ class GPTDataset:
         ends = np.minimum(ends - before[row], self.seq_len + 1) + row * (self.seq_len + 1)
         sizes = np.diff(ends, prepend=0)
         offsets = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
-        text = self._text.tokens.take(offsets).astype(np.int32).reshape(len(samples), self.seq_len + 1)
+        text = self._text.verified(starts, starts + sizes).take(offsets).astype(np.int32).reshape(len(samples), self.seq_len + 1)
         self._text.check(text, lambda row, column: int(offsets[row * (self.seq_len + 1) + column]))
         return TokenWindows.of(text)
 

@@ -22,6 +22,7 @@ from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
+NOT_SEALED = "data without digests is read unverified; if it is as it should be, seal it: mesh-lm prepare seal {prefix}"
 _COUNTED = 10**7
 """Approximate number of tokens that are decoded to estimate the bytes of held-out text."""
 _LONGEST = 10**6
@@ -61,9 +62,11 @@ class MegatronCorpus(Dataset):
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
         self.fingerprint, self.eod = self._tokenizer_of_all()
         self.cache = IndexCache(config.cache, progress)
+        if unsealed := [member.prefix for member in self.members if not member.documents.is_sealed]:
+            progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
         self.name = f"Megatron prefixes, split {config.split}"
         training, heldout = self.train(), self.heldout()
-        self.train_tokens, self.heldout_tokens = (sum(len(text.tokens) for text in texts) for texts in (training, heldout))
+        self.train_tokens, self.heldout_tokens = (sum(text.n_tokens for text in texts) for texts in (training, heldout))
         if not self.heldout_tokens:
             sizes = ", ".join(f"{member.prefix} has {len(member.documents)} documents" for member in self.members)
             raise ConfigError(f"data.split={config.split} holds out no text: {sizes}; give its second number a larger share")
@@ -125,11 +128,11 @@ class MegatronCorpus(Dataset):
         total = 0
         for member, text in zip(self.members, texts, strict=True):
             if member.about.get("bytes") and member.about.get("tokens"):
-                total += round(member.about["bytes"] * len(text.tokens) / member.about["tokens"])
+                total += round(member.about["bytes"] * text.n_tokens / member.about["tokens"])
             elif self._tokenizer:
                 key = {"data": member.fingerprint, "documents": [text.first, len(text)], "tokenizer": self._tokenizer.fingerprint}
                 key["counted"] = [_COUNTED, _LONGEST]
-                counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=len(text.tokens), slow=10**6)
+                counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=text.n_tokens, slow=10**6)
                 total += int(counted["n"])
             else:
                 return None
@@ -137,12 +140,13 @@ class MegatronCorpus(Dataset):
 
     def _count(self, text: TokenStream) -> np.ndarray:
         """Counts bytes by decoding: exact up to _COUNTED tokens; longer text is estimated from evenly spaced documents."""
-        tokenizer, total = self._tokenizer, len(text.tokens)
+        tokenizer, total = self._tokenizer, text.n_tokens
         assert tokenizer is not None
         every = max(1, -(-total // _COUNTED))
         n_bytes = n_tokens = 0
         for start, stop in zip(text.offsets[:-1:every], text.offsets[1::every], strict=True):
-            ids = text.tokens[start : min(stop, start + _LONGEST)]
+            stop = min(stop, start + _LONGEST)
+            ids = text.verified(start[None], stop[None])[start:stop]
             n_tokens += len(ids)
             n_bytes += len(tokenizer.decode(ids[ids != tokenizer.eod]).encode())
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
@@ -173,7 +177,7 @@ class BlendedOrder:
         self._config, self._corpus = config, corpus
         self._texts = corpus.train(config.model.vocab_size)
         packed = self._packed() if config.data.documents == "packed" else None
-        seq_len, tokens = config.model.seq_len, [len(text.tokens) for text in self._texts]
+        seq_len, tokens = config.model.seq_len, [text.n_tokens for text in self._texts]
         epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]
         self.plan = make_plan(
             [(member.prefix, member.fingerprint) for member in corpus.members],

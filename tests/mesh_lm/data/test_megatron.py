@@ -14,7 +14,7 @@ from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
 from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, TokenStream
+from mesh_lm.data.indexed import Documents, InMemory, TokenStream
 from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -63,7 +63,7 @@ def test_order_is_megatrons(directory: Path, name: str):
         n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
         assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
     if name.startswith("several epochs"):
-        needed = EpochCount.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
+        needed = EpochCount.of(case["samples"], members[0]._text.n_tokens, case["seq_len"])
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
@@ -88,16 +88,14 @@ def test_reading_is_the_stream_of_the_documents(data):
     """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
     seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
-    documents = Documents.__new__(Documents)
-    documents.tokens, documents.prefix = np.arange(sum(lengths)).astype(np.uint16), "memory"
-    documents.offsets = documents.sequences = np.concatenate(([0], np.cumsum(lengths)))
+    documents = InMemory(np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths))))
     epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
-        with pytest.raises(ConfigError, match=rf"memory has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
+        with pytest.raises(ConfigError, match=rf"the given token ids has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
             GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
-    stream = np.concatenate([documents[i] for i in arrays["documents"]]).tolist()
+    stream = np.concatenate([documents.unverified[ends[i] : ends[i + 1]] for i in arrays["documents"]]).tolist()
     dataset = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
     assert len(dataset) == samples_in(len(stream), seq_len) >= n
     windows = dataset.read(np.arange(len(dataset)))
