@@ -22,6 +22,7 @@ from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.digests import file_digest
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
@@ -34,6 +35,7 @@ from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
 """Incremented whenever the same text would be prepared differently; older caches are then ignored."""
+_FACTS = "corpus.json"
 _REPORT = 10**8
 """Characters between two progress messages."""
 _BPE_CHARACTERS = 2**25
@@ -193,9 +195,19 @@ def _rename(unfinished: Path, directory: Path) -> None:
 
 def _load(directory: Path) -> TextCorpus:
     try:
-        return TextCorpus(directory=directory, **strict_json.read(directory / "corpus.json"))
+        facts = strict_json.read(directory / _FACTS)
+        sealed = facts.pop("sealed", {})  # earlier versions sealed nothing
+        for name in sealed:
+            if sealed[name] != _digest(directory / name, facts):
+                raise ValueError(f"{name} is not as it was written (SHA-256)")
+        return TextCorpus(directory=directory, **facts)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it to prepare it again") from error
+
+
+def _digest(path: Path, facts: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a file of the corpus; that of corpus.json is of its facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest() if path.name == _FACTS else file_digest(path)
 
 
 def _build(
@@ -230,7 +242,10 @@ def _build(
         "xz_bits_per_byte": 8 * xz_bytes / len(heldout),
         "settings": settings,
     }
-    with atomic_write(directory / "corpus.json") as (file,):
+    # The tokens have digests of their own.
+    sealed = [path for path in directory.iterdir() if path.suffix not in (".bin", ".idx")] + [directory / _FACTS]
+    facts |= {"sealed": {path.name: _digest(path, facts) for path in sealed}}
+    with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
 

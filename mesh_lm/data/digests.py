@@ -60,8 +60,8 @@ class Digests:
             raise ConfigError(f"{path} is damaged: it is not as it was when {self.path} was written (SHA-256); {cure}")
 
 
-def read(prefix: Path | str) -> Digests | None:
-    """Returns the side file of a prefix, verified; None if there is none. Raises ConfigError if it is damaged."""
+def read(prefix: Path | str, cure: str) -> Digests | None:
+    """Returns the side file of a prefix, verified; None if there is none. Raises ConfigError with the cure if it is damaged."""
     path = digests_path(prefix)
     try:
         content = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -77,9 +77,7 @@ def read(prefix: Path | str) -> Digests | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); restore it from a copy, or remove it and write it again: mesh-lm prepare seal {prefix}"
-        ) from error
+        raise ConfigError(f"{path} is damaged ({error}); {cure}") from error
 
 
 def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
@@ -113,7 +111,7 @@ class Blocks:
     def __init__(self, path: Path, data: np.ndarray, digests: Digests, cure: str) -> None:
         """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block. Raises ConfigError for another size."""
         if len(data) != digests.bytes:
-            raise ConfigError(f"{path} is damaged: it has {len(data)} bytes, and had {digests.bytes} when {digests.path} was written; {cure}")
+            raise ConfigError(f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of {digests.path}; {cure}")
         self._path, self._data, self._digests, self._cure = path, data, digests, cure
         # A further element, for a range that is empty and starts where the data end.
         self._seen = np.zeros(len(digests.table) + 1, bool)

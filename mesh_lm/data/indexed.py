@@ -68,10 +68,10 @@ class Documents:
         """Opens the files of a prefix; cure: what to do about damaged ones (default: for a prefix that a user has prepared)."""
         data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
         cure = cure or (
-            f"restore it from a copy, or remove {prefix}.bin, .idx, .json and .digests and prepare the text again. If you changed it on "
-            f"purpose, remove {digests_path(prefix)} and run: mesh-lm prepare seal {prefix}"
+            f"restore it from a copy, or remove {prefix}.bin, .idx, .json and .digests and prepare the text again. If the "
+            f"tokens are as they should be, remove {digests_path(prefix)} and run: mesh-lm prepare seal {prefix}"
         )
-        self._digests = digests.read(prefix)
+        self._digests = digests.read(prefix, cure)
         if self._digests:
             self._digests.check(idx_path(prefix), cure)
             self._digests.check(Path(f"{prefix}.json"), cure)
@@ -133,13 +133,13 @@ class Documents:
     def fingerprint(self) -> str:
         """Identifies the data by its contents; paths do not count.
 
-        Returns 16 hex digits of a SHA-256 of all lengths, the dtype, and the first and last MiB of tokens. If the prefix is sealed, they are
-        from the time of sealing, and a hyphen and 16 hex digits of the seal follow, which covers all tokens.
+        Returns 16 hex digits of a SHA-256 of all lengths, the dtype, and the first and last MiB of tokens. If the prefix is sealed, they
+        are from the time of sealing, and a hyphen and 16 hex digits of the seal follow, which covers all tokens.
         """
         return f"{self._digests.sampled}-{self._digests.own[:16]}" if self._digests else _sampled(self.sequences, self.unverified)
 
     def seal(self, about: bytes | None = None) -> None:
-        """Writes `<prefix>.digests` for the files as they are; about: contents of the `<prefix>.json` to come (default: of the present one).
+        """Writes `<prefix>.digests` for the files as they are; about: contents of the `<prefix>.json` to come, else that of now.
 
         Raises:
           OSError: the disk is full or not writable.
@@ -229,7 +229,8 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
             data.write(ids.astype(dtype).data)
             lengths.append(len(ids))
         write_index(index, np.array(lengths, np.int32), dtype)
-        data.flush(), index.flush()
+        for file in (data, index):
+            file.flush()
         ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         sums.write(digests.of(Path(data.name), Path(index.name), None, _sampled(ends, _map(Path(data.name)).view(dtype))))
     return Documents(prefix)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +73,7 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
             blocks.add(str(error))
     assert 0 < refused < len(order), "what touches other blocks is read"
     (message,) = blocks
-    assert message.startswith(f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they were when {prefix}.digests")
+    assert message.startswith(f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they were when {prefix}.dig")
     assert f"remove {prefix}.bin, .idx, .json and .digests and prepare the text again" in message and "prepare seal" in message
     flipped(bin_path(prefix), 5 * BLOCK + 77)
     assert tokens_of([*orders(prefix, tmp_path)][which]) == intact
@@ -82,8 +81,8 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
 
 def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compared: list[int] = []
-    crc32 = zlib.crc32
-    monkeypatch.setattr(zlib, "crc32", lambda part: (compared.append(len(part)), crc32(part))[1])
+    compare = digests.Blocks._compare
+    monkeypatch.setattr(digests.Blocks, "_compare", lambda self, block: (compared.append(block), compare(self, block)))
     documents = Documents(prefix)
     order = GPTDataset(TokenStream(documents), SEQ, n_samples=1, cache=IndexCache(str(tmp_path)), fingerprint="", seed=3)
     order.read(np.array([0]))
@@ -95,6 +94,7 @@ def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pyt
         thread.join()
     assert documents.tokens.any() and documents._blocks is not None and documents._blocks.complete
     before = len(compared)
+    assert {*compared} == {*range(9)}
     assert 9 <= before <= 4 * 9, "threads that meet at a block may both compare it"
     tokens_of(order)
     assert len(compared) == before
@@ -102,7 +102,7 @@ def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_each_random_corruption_is_refused(pristine: dict[str, bytes], tmp_path: Path):
     """A few dozen; F19 has hundreds."""
-    intact = tokens_of([*_written(pristine, tmp_path / "intact")][0])
+    intact = tokens_of(next(_written(pristine, tmp_path / "intact")))
     for seed in range(45):
         chance = random.Random(seed)
         damaged = {name: bytearray(content) for name, content in pristine.items()}
@@ -115,7 +115,7 @@ def test_each_random_corruption_is_refused(pristine: dict[str, bytes], tmp_path:
         else:
             del content[at:]
         with pytest.raises(ConfigError, match=rf"{name} is (damaged|truncated)"):
-            assert tokens_of([*_written(damaged, tmp_path / str(seed))][0]) == intact, "silent"
+            assert tokens_of(next(_written(damaged, tmp_path / str(seed)))) == intact, "silent"
 
 
 def _written(files: dict[str, bytes], directory: Path):
@@ -154,7 +154,7 @@ def test_swapped_blocks_and_files_of_another_prefix(prefix: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"x\.idx is damaged: it is not as it was when .*x\.digests was written"):
         Documents(prefix)
     idx_path(prefix).write_bytes(idx_path(tmp_path / "y").read_bytes())
-    with pytest.raises(ConfigError, match=r"x\.bin is damaged: it has \d+ bytes, and had 1798 when"):
+    with pytest.raises(ConfigError, match=r"x\.bin is damaged: it has \d+ bytes, not the 1798 of"):
         Documents(prefix)
 
 

@@ -91,7 +91,7 @@ def test_reading_is_the_stream_of_the_documents(data):
     documents = InMemory(np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths))))
     epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
-        with pytest.raises(ConfigError, match=rf"the given token ids has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
+        with pytest.raises(ConfigError, match=rf"has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
             GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
