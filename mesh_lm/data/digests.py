@@ -54,10 +54,19 @@ class Digests:
     """SHA-256 of all of it, hexadecimal: it identifies the contents of the .bin and the .idx."""
 
     def check(self, path: Path, cure: str) -> None:
-        """Raises ConfigError unless the .idx or .json at `path`, if there is one, is the one that was sealed."""
+        """Raises ConfigError unless the .idx at `path`, or the .json if there was one, is the one that was sealed."""
         sealed = self.index if path.suffix == ".idx" else self.about
-        if sealed is not None and path.exists() and file_digest(path) != sealed:
-            raise ConfigError(f"{path} is damaged: it is not as it was when {self.path} was written (SHA-256); {cure}")
+        if sealed is None:
+            return
+        try:
+            if file_digest(path) == sealed:
+                return
+            what = "damaged: it is not as it was"
+        except FileNotFoundError:
+            what = "missing: it was there"
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{path} is {what} when {self.path} was written; {cure}")
 
 
 def read(prefix: Path | str, cure: str) -> Digests | None:
