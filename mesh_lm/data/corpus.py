@@ -62,9 +62,9 @@ class TextCorpus:
     """UTF-8 bytes of the held-out text, without EOD."""
     vocab_size: int
     """Entries of the tokenizer; less than requested if the text is small."""
-    gzip_bits_per_byte: float
-    """gzip -9 on the concatenated held-out documents (the first 64 MiB)."""
-    xz_bits_per_byte: float
+    gzip_bits_per_byte: float | None
+    """gzip -9 on the concatenated held-out documents (the first 64 MiB); None if there are none."""
+    xz_bits_per_byte: float | None
     settings: dict[str, Any]
     """How the corpus was prepared, and from what."""
 
@@ -229,7 +229,7 @@ def _build(
             texts = (document.text for document in source.documents() if document.heldout == is_heldout)
             tokens = encode(tokenizer, texts, report=_Reporter(progress).done)
             splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
-        gzip_bytes, xz_bytes = (future.result() for future in compressed)
+        gzip, xz = (8 * future.result() / len(heldout) if heldout else None for future in compressed)
     facts = {
         "documents": len(splits[0]),
         "train_tokens": len(splits[0].unverified),
@@ -238,8 +238,8 @@ def _build(
         "train_bytes": n_bytes["training"],
         "heldout_bytes": n_bytes["held-out"],
         "vocab_size": tokenizer.vocab_size,
-        "gzip_bits_per_byte": 8 * gzip_bytes / len(heldout),
-        "xz_bits_per_byte": 8 * xz_bytes / len(heldout),
+        "gzip_bits_per_byte": gzip,
+        "xz_bits_per_byte": xz,
         "settings": settings,
     }
     # The tokens have digests of their own.
@@ -274,12 +274,11 @@ def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict
             sample_size = sum(len(piece) for _, piece in sample)
     if not any(counts.values()):
         raise ConfigError(f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, .py or similar files")
-    for split, count in counts.items():
-        if count == 0:
-            raise ConfigError(
-                f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
-                f"{split} split; give more of them, or join them into one .txt"
-            )
+    if not counts["training"]:
+        raise ConfigError(
+            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
+            "training split; give more of them, or join them into one .txt"
+        )
     return [piece for _, piece in sample], heldout, n_bytes
 
 

@@ -135,7 +135,7 @@ class Blocks:
         if self._seen[first].all() and self._seen[last].all() and (last - first).max(initial=0) <= 1:
             return
         _, blocks = ranges(first, last + 1)
-        blocks = np.unique(blocks[~self._seen[blocks]])
+        blocks = np.array(sorted({*blocks[~self._seen[blocks]].tolist()}), np.int64)  # few: np.unique takes longer
         for block in blocks.tolist():
             self._compare(block)
         with self._lock:  # another thread may have verified some of them meanwhile

@@ -58,20 +58,25 @@ class MegatronCorpus(Dataset):
         """Raises ConfigError for an invalid blend, split or prefix, and for prefixes encoded with different tokenizers."""
         prefixes, weights = parse(config.blend)
         self.members = [_prefix(prefix) for prefix in prefixes]
+        # As in Megatron, whose blends per split are of complete prefixes. Evaluation reads each token once, so weights do not matter.
+        self._held = (
+            [_prefix(prefix) for prefix in parse(config.valid_blend, "data.valid_blend")[0]] if config.valid_blend else self.members
+        )
+        self._all = [*self.members, *([] if self._held is self.members else self._held)]
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
         self.fingerprint, self.eod = self._tokenizer_of_all()
         self.cache = IndexCache(config.cache, progress)
-        if unsealed := [member.prefix for member in self.members if not member.documents.is_sealed]:
+        if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
             progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
-        self.name = f"Megatron prefixes, split {config.split}"
+        self.name = f"Megatron prefixes, {'all documents' if config.valid_blend else f'split {config.split}'}"
         training, heldout = self.train(), self.heldout()
         self.train_tokens, self.heldout_tokens = (sum(text.n_tokens for text in texts) for texts in (training, heldout))
-        if not self.heldout_tokens:
-            sizes = ", ".join(f"{member.prefix} has {len(member.documents)} documents" for member in self.members)
-            raise ConfigError(f"data.split={config.split} holds out no text: {sizes}; give its second number a larger share")
-        self.heldout_bytes = self._bytes(heldout)
-        self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
+        if self.heldout_tokens:
+            self.heldout_bytes = self._bytes(self._held, heldout)
+            self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
+        else:
+            self.train_bytes = self._bytes(self.members, training)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first prefix, else None."""
@@ -79,11 +84,11 @@ class MegatronCorpus(Dataset):
 
     def train(self, vocab: int | None = None) -> list[TokenStream]:
         """Returns the training split of each member; vocab: number of ids that the model has."""
-        return self._texts("train", vocab)
+        return [self._text(member, "train", vocab) for member in self.members]
 
     def heldout(self, vocab: int | None = None) -> list[TokenStream]:
-        """Returns the validation split of each member."""
-        return self._texts("valid", vocab)
+        """Returns the validation split of each member, or data.valid_blend."""
+        return [self._text(member, "valid", vocab) for member in self._held]
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> BlendedOrder:
         """Implements `Dataset.training_order`."""
@@ -101,16 +106,15 @@ class MegatronCorpus(Dataset):
         """Implements `Dataset.changed`."""
         return list(order.plan.changed)
 
-    def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
-        texts = []
-        for member in self.members:
-            numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
-            texts.append(TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab))
-        return texts
+    def _text(self, member: MegatronPrefix, split: str, vocab: int | None) -> TokenStream:
+        if self._held is not self.members:
+            return TokenStream(member.documents, vocab=vocab)
+        numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
+        return TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab)
 
     def _tokenizer_of_all(self) -> tuple[str | None, int | None]:
         """Returns the tokenizer's fingerprint and EOD; raises ConfigError if the members' tokenizers differ."""
-        known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self.members if "tokenizer_fingerprint" in member.about}
+        known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self._all if "tokenizer_fingerprint" in member.about}
         if self._tokenizer:
             known["data.tokenizer"] = self._tokenizer.fingerprint
         if len(set(known.values())) > 1:
@@ -120,13 +124,13 @@ class MegatronCorpus(Dataset):
         fingerprint = next(iter(known.values()), None)
         if self._tokenizer:
             return fingerprint, self._tokenizer.eod
-        eods = {member.about.get("eod") for member in self.members}
+        eods = {member.about.get("eod") for member in self._all}
         return fingerprint, eods.pop() if len(eods) == 1 else None
 
-    def _bytes(self, texts: list[TokenStream]) -> int | None:
-        """Estimates the bytes of held-out text from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
+    def _bytes(self, members: list[MegatronPrefix], texts: list[TokenStream]) -> int | None:
+        """Estimates the bytes of the members' texts from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
         total = 0
-        for member, text in zip(self.members, texts, strict=True):
+        for member, text in zip(members, texts, strict=True):
             if member.about.get("bytes") and member.about.get("tokens"):
                 total += round(member.about["bytes"] * text.n_tokens / member.about["tokens"])
             elif self._tokenizer:

@@ -116,11 +116,20 @@ def _local(config: TrainConfig) -> Iterator[str]:
 
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
-    for parse in (lambda: blend.parse(data.blend), lambda: split_ranges(data.split, 1)):
+    parsers = (
+        lambda: blend.parse(data.blend),
+        lambda: blend.parse(data.valid_blend, "data.valid_blend"),
+        lambda: split_ranges(data.split, 1),
+    )
+    for parse in parsers:
         try:
             parse()
         except ConfigError as error:
             yield str(error)
+    if data.valid_blend and not data.blend:
+        yield f"data.valid_blend={' '.join(data.valid_blend)} is the held-out text of a data.blend; set that, too, or leave it out"
+    if data.valid_blend and data.split != type(data).split:
+        yield f"data.split={data.split} has no effect with data.valid_blend, which holds out complete prefixes; leave one of them out"
     for name in ("fim_rate", "fim_spm_rate"):
         if not 0 <= (value := getattr(data, name)) <= 1:
             yield f"data.{name}={value} must be in [0, 1]"

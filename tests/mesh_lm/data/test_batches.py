@@ -320,9 +320,6 @@ def test_errors(data: Path, tmp_path: Path):
     idx_path(tmp_path / "a").write_bytes((data / "a.idx").read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"/a\.idx is truncated or not a Megatron \.bin/\.idx file"):
         batches(config(tmp_path, "a"))
-    with pytest.raises(ConfigError, match=r"data\.split=1 holds out no text: .*/a has 90 documents; give its second number"):
-        of = config(data, "a")
-        batches(dataclasses.replace(of, data=dataclasses.replace(of.data, split="1")))
     with pytest.raises(ConfigError, match=r"data\.documents=separate: the end-of-document token of this data is not known"):
         batches(config(data, "a", documents="separate"))
     with pytest.raises(ConfigError, match=r"data\.fim_rate=0\.5 splits documents between characters, which needs data\.tokenizer"):

@@ -267,7 +267,6 @@ def test_errors(tmp_path: Path):
         ("e.jsonl", b"\n\n", "no text"),
         ("f.jsonl", b'{"text": ""}\n', "no text"),
         ("i.jsonl", b'{"id": 7, "content": "a", "url": "b"}', r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with'),
-        ("g.jsonl", b"\n" * (heldout_line(False) - 1) + b'{"text": "a"}', "held-out split"),
         ("h.jsonl", b"\n" * (heldout_line(True) - 1) + b'{"text": "a"}', "training split"),
     ]:
         (tmp_path / name).write_bytes(contents)
