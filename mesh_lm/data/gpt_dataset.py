@@ -105,8 +105,7 @@ class GPTDataset:
             )
         self.seq_len, self._text = seq_len, text
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed} | dataclasses.asdict(epochs)
-        lengths = np.diff(text.offsets).astype(np.int32)
-        arrays = cache.get("gpt", key, lambda: build(lengths, seq_len, epochs, seed), size=len(text) * epochs.n)
+        arrays = cache.get("gpt", key, lambda: build(_lengths(text), seq_len, epochs, seed), size=len(text) * epochs.n)
         self._documents, self._samples, self._shuffle = (arrays[name] for name in ("documents", "samples", "shuffle"))
 
     def __len__(self) -> int:
@@ -130,6 +129,10 @@ class GPTDataset:
         text = self._text.verified(starts, starts + sizes).take(offsets).astype(np.int32).reshape(len(samples), self.seq_len + 1)
         self._text.check(text, lambda row, column: int(offsets[row * (self.seq_len + 1) + column]))
         return TokenWindows.of(text)
+
+
+def _lengths(text: TokenStream) -> np.ndarray:
+    return np.diff(np.asarray(text.offsets)).astype(np.int32)
 
 
 def build(lengths: np.ndarray, seq_len: int, epochs: EpochCount, seed: int) -> Arrays:

@@ -22,6 +22,7 @@ import numpy as np
 from mesh_lm.data import digests
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.data.digests import digests_path
+from mesh_lm.data.offsets import Offsets
 from mesh_lm.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -30,7 +31,7 @@ _DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _UINT16_VOCAB = 65500  # Megatron's threshold (`DType.optimal_dtype`)
 _BLOCK = 2**20
-"""Documents per block when an index is written."""
+"""Documents per block when an index is written or checked."""
 _SAMPLED = 2**20
 """Bytes at each end of the .bin that its fingerprint covers."""
 
@@ -52,7 +53,6 @@ class Documents:
 
     Attributes:
       prefix: as given.
-      offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
       sequences: int64 [sequences + 1], the offsets of the format's sequences.
       dtype: the type of a token in the file.
       is_sealed: whether there is a `<prefix>.digests`, so that the tokens are verified.
@@ -60,9 +60,6 @@ class Documents:
     Raises:
       ConfigError: a file is missing, truncated, damaged, or not of this format; the message names the file.
     """
-
-    offsets: np.ndarray
-    sequences: np.ndarray
 
     def __init__(self, prefix: Path | str, *, cure: str = "") -> None:
         """Opens the files of a prefix; cure: what to do about damaged ones (default: for a prefix that a user has prepared)."""
@@ -89,21 +86,30 @@ class Documents:
         pointers = np.frombuffer(index, "<i8", n_sequences, _HEADER.size + 4 * n_sequences)
         indices = np.frombuffer(index, "<i8", n_indices, _HEADER.size + 12 * n_sequences)
 
-        ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        dtype = _DTYPES[code]
-        if n_sequences and (lengths.min() < 0 or not np.array_equal(pointers, ends[:-1] * dtype.itemsize)):
-            raise _broken(idx_path(prefix), "its sequences are not back to back in the .bin")
-        if not n_indices or indices[0] != 0 or indices[-1] != n_sequences or (np.diff(indices) < 0).any():
+        dtype, end = _DTYPES[code], 0
+        for i in range(0, n_sequences, _BLOCK):
+            sizes = lengths[i : i + _BLOCK].astype(np.int64)
+            ends = end + np.cumsum(sizes)
+            if sizes.min() < 0 or not np.array_equal(pointers[i : i + _BLOCK], (ends - sizes) * dtype.itemsize):
+                raise _broken(idx_path(prefix), "its sequences are not back to back in the .bin")
+            end = int(ends[-1])
+        if not n_indices or indices[0] != 0 or indices[-1] != n_sequences or not _ascends(indices):
             raise _broken(idx_path(prefix), f"its document indices do not run from 0 to its {n_sequences} sequences")
         self._blocks = digests.Blocks(bin_path(prefix), data, self._digests, cure) if self._digests else None
-        if len(data) != ends[-1] * dtype.itemsize:
-            raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {ends[-1] * dtype.itemsize}")
-        self.prefix, self.offsets, self.sequences, self.dtype = str(prefix), ends[indices], ends, dtype
+        if len(data) != end * dtype.itemsize:
+            raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {end * dtype.itemsize}")
+        self.prefix, self.sequences, self.dtype = str(prefix), Offsets(pointers, dtype.itemsize, end), dtype
+        self._first = indices
         self.unverified, self.is_sealed = data.view(dtype), self._digests is not None
 
     def __len__(self) -> int:
         """Returns the number of documents."""
-        return len(self.offsets) - 1
+        return len(self._first) - 1
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Returns int64 [documents + 1] in memory; document i is tokens[offsets[i] : offsets[i + 1]]."""
+        return self.sequences[self._first]
 
     @property
     def source(self) -> str:
@@ -114,7 +120,7 @@ class Documents:
         """Returns the token ids of one document, [length]."""
         if not 0 <= document < len(self):
             raise IndexError(document)
-        start, stop = self.offsets[document : document + 2]
+        start, stop = self.sequences[self._first[document : document + 2]]
         self.require(start[None], stop[None])
         return self.unverified[start:stop]
 
@@ -158,7 +164,8 @@ class InMemory:
 
     def __init__(self, tokens: np.ndarray, sequences: np.ndarray | None = None) -> None:
         self.unverified, self.dtype = tokens, tokens.dtype
-        self.sequences = np.array([0, len(tokens)]) if sequences is None else sequences
+        ends = np.array([0, len(tokens)]) if sequences is None else sequences
+        self.sequences = Offsets(ends[:-1], 1, int(ends[-1]))
 
     def require(self, starts: np.ndarray, stops: np.ndarray, base: int = 0) -> None:
         """Does nothing, because memory is not verified."""
@@ -169,17 +176,17 @@ class TokenStream:
 
     Attributes:
       n_tokens: tokens of the stream.
-      offsets: int64 [documents + 1]; document i is the tokens offsets[i] to offsets[i + 1] - 1.
+      offsets: like int64 [documents + 1]; document i is the tokens offsets[i] to offsets[i + 1] - 1.
       first: number of the first sequence in the file.
     """
 
     def __init__(self, documents: Documents | InMemory, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
         """Takes the sequences first to stop - 1 (default: all); vocab: number of ids that the model has (None: no check)."""
         stop = len(documents.sequences) - 1 if stop is None else stop
-        bounds = documents.sequences[first : stop + 1]
-        self._documents, self._base = documents, int(bounds[0])
-        self.prefix, self.first, self.offsets = documents.prefix, first, bounds - bounds[0] if bounds[0] else bounds
-        self._tokens, self._vocab = documents.unverified[bounds[0] : bounds[-1]], vocab
+        self.offsets = documents.sequences.part(first, stop)
+        self._documents, self._base, end = documents, int(documents.sequences[first]), int(documents.sequences[stop])
+        self.prefix, self.first = documents.prefix, first
+        self._tokens, self._vocab = documents.unverified[self._base : end], vocab
         self.n_tokens = len(self._tokens)
         self._is_always_valid = vocab is None or (documents.dtype.kind == "u" and np.iinfo(documents.dtype).max < vocab)
 
@@ -200,7 +207,7 @@ class TokenStream:
         if self._is_always_valid or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
-        document = self.first + int(np.searchsorted(self.offsets, offset_of(int(row), int(column)), side="right")) - 1
+        document = self.first + int(np.searchsorted(np.asarray(self.offsets), offset_of(int(row), int(column)), side="right")) - 1
         raise ConfigError(
             f"{self._documents.source}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
             f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, or give data of that tokenizer"
@@ -231,7 +238,8 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
         write_index(index, np.array(lengths, np.int32), dtype)
         for file in (data, index):
             file.flush()
-        ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        starts = np.cumsum([0, *lengths])
+        ends = Offsets(starts[:-1], 1, int(starts[-1]))
         sums.write(digests.of(Path(data.name), Path(index.name), None, _sampled(ends, _map(Path(data.name)).view(dtype))))
     return Documents(prefix)
 
@@ -269,10 +277,15 @@ def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
         index.write(np.arange(i, min(i + _BLOCK, len(lengths) + 1), dtype="<i8").data)
 
 
-def _sampled(sequences: np.ndarray, tokens: np.ndarray) -> str:
+def _ascends(indices: np.ndarray) -> bool:
+    return all((np.diff(indices[i : i + _BLOCK + 1]) >= 0).all() for i in range(0, len(indices), _BLOCK))
+
+
+def _sampled(sequences: Offsets, tokens: np.ndarray) -> str:
     """Returns 16 hex digits: of a SHA-256 of the offsets, the dtype, and the first and last MiB of the tokens."""
     digest = hashlib.sha256(tokens.dtype.str.encode())
-    digest.update(np.ascontiguousarray(sequences, "<i8").data)
+    for offsets in sequences.blocks():
+        digest.update(np.ascontiguousarray(offsets, "<i8").data)
     data = tokens.view(np.uint8)
     for part in (data[:_SAMPLED], data[-_SAMPLED:]):
         digest.update(part.tobytes())

@@ -37,7 +37,7 @@ class PackedSequences:
             raise ConfigError(f"{text.prefix} has no tokens in this split ({len(text)} documents from document {text.first} on)")
         self.seq_len, self._text, self._eod = seq_len, text, eod
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed}
-        arrays = cache.get("packed", key, lambda: pack(text.offsets, seq_len, seed), size=len(text), slow=10**6)
+        arrays = cache.get("packed", key, lambda: pack(np.asarray(text.offsets), seq_len, seed), size=len(text), slow=10**6)
         self._bounds, self._starts, self._sizes, self._heads = (arrays[name] for name in ("bounds", "starts", "sizes", "heads"))
         self._epochs = EpochPermutations(len(self), seed)
 
