@@ -170,6 +170,9 @@ class DataConfig:
     """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
     megatron: as separate, but after the end-of-document token instead of at it, as Megatron's --reset-position-ids and
     --reset-attention-mask do. packed: as separate, and each sequence is filled with complete documents."""
+    add_extra_token: bool = expert(True)
+    """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do not, and it has none, as with
+    Megatron's add_extra_token_to_sequence=False."""
     mask_document_start: bool = expert(False)
     """Exclude the first token of each document from the loss."""
     fim_rate: float = 0.0

@@ -70,6 +70,7 @@ class MegatronCorpus(Dataset):
         if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
             progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
         self.name = f"Megatron prefixes, {'all documents' if config.valid_blend else f'split {config.split}'}"
+        self.name += "" if config.add_extra_token else ", no extra token"
         training, heldout = self.train(), self.heldout()
         self.train_tokens, self.heldout_tokens = (sum(text.n_tokens for text in texts) for texts in (training, heldout))
         if self.heldout_tokens:
@@ -180,15 +181,15 @@ class BlendedOrder:
     def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
         self._config, self._corpus = config, corpus
         self._texts = corpus.train(config.model.vocab_size)
-        packed = self._packed() if config.data.documents == "packed" else None
+        packed, extra = self._packed() if config.data.documents == "packed" else None, config.data.add_extra_token
         seq_len, tokens = config.model.seq_len, [text.n_tokens for text in self._texts]
-        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]
+        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len, extra) for n in tokens]
         self.plan = make_plan(
             [(member.prefix, member.fingerprint) for member in corpus.members],
             corpus.weights,
             n_samples=n_samples,
             epoch_sizes=epoch_sizes,
-            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
+            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len, extra).n * tokens[i], seq_len, extra),
             saved=saved["blend"] if saved else None,
             position=saved["position"] if saved else 0,
         )
@@ -230,7 +231,7 @@ class BlendedOrder:
             [
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
-                    cache=self._corpus.cache, fingerprint=member.fingerprint,
+                    cache=self._corpus.cache, fingerprint=member.fingerprint, extra_token=self._config.data.add_extra_token,
                 )
                 for k, n in enumerate(progress.orders)
             ]

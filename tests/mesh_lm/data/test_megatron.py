@@ -15,9 +15,11 @@ from mesh_lm.data.blend import Blend, blend_index
 from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, InMemory, TokenStream
+from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+EOD = 0
 GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text())
 
 
@@ -37,11 +39,24 @@ def digest(order, n: int) -> str:
     return total.hexdigest()
 
 
+def borders(order, n: int) -> str:
+    """Position ids, loss masks and which keys are masked, with Megatron's borders between documents."""
+    total = hashlib.sha256()
+    rows = RowReader(order, eod=EOD, documents="megatron", mask_document_start=True)
+    for first in range(0, n, 64):
+        found = rows.rows(np.arange(first, min(first + 64, n)))
+        for positions, weights, segments in zip(found["positions"], found["weights"], found["segment_ids"], strict=True):
+            masked = ~np.tril(segments[:, None] == segments[None, :])
+            total.update(positions.astype("<i8").tobytes() + weights.astype("<f4").tobytes() + masked.tobytes())
+    return total.hexdigest()
+
+
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
     text, cache = TokenStream(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
-    return GPTDataset(text, case["seq_len"], n_samples=n_samples, seed=case["seed"], cache=cache, fingerprint=documents.fingerprint())
+    settings = {"seed": case["seed"], "cache": cache, "fingerprint": documents.fingerprint(), "extra_token": case["extra"]}
+    return GPTDataset(text, case["seq_len"], n_samples=n_samples, **settings)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -57,6 +72,7 @@ def test_order_is_megatrons(directory: Path, name: str):
         consumed=[0] * len(members), start=0, cache=IndexCache(str(directory / "cache")),
     )  # fmt: skip
     assert digest(order, case["read"]) == case["train"]
+    assert borders(order, case["read"]) == case["borders"]
     if case.get("length"):
         assert len(members[0]) == case["length"]
     if "valid" in case:
@@ -67,19 +83,21 @@ def test_order_is_megatrons(directory: Path, name: str):
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
-def walked(lengths: list[int], seq_len: int) -> list[tuple[int, int]]:
-    """Computes the sample index token by token: (document, offset) of every S-th token."""
+def walked(lengths: list[int], seq_len: int, extra: bool) -> list[tuple[int, int]]:
+    """Computes the sample index token by token: (document, offset) of every S-th token, or, without the extra one, of what follows it."""
     tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
-    return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
+    if extra:
+        return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
+    return [(0, 0), *((document, offset + 1) for document, offset in tokens[seq_len - 1 : len(tokens) : seq_len])]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
-def test_sample_index_against_a_walk(lengths: list[int], seq_len: int):
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12), st.booleans())
+def test_sample_index_against_a_walk(lengths: list[int], seq_len: int, extra: bool):
     if sum(lengths) == 0:
         return
-    found = sample_index(np.array(lengths, np.int32), seq_len)
-    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len)] and found.dtype == np.int32
+    found = sample_index(np.array(lengths, np.int32), seq_len, extra)
+    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)] and found.dtype == np.int32
 
 
 @settings(max_examples=60, deadline=None)

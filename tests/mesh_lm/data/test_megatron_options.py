@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.dataset import TokenArray
+from mesh_lm.data.digests import digests_path
 from mesh_lm.data.gpt_dataset import GPTDataset
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
@@ -44,9 +47,9 @@ def config(data: Path, *blend: str, **fields: object) -> TrainConfig:
     )  # fmt: skip
 
 
-def batches(of: TrainConfig, corpus=None) -> Batches:
+def batches(of: TrainConfig, corpus=None, saved: dict | None = None) -> Batches:
     sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
-    return Batches(of, prepare(of.data, vocab=300) if corpus is None else corpus, sharding)
+    return Batches(of, prepare(of.data, vocab=300) if corpus is None else corpus, sharding, saved)
 
 
 def ltor_masks_and_position_ids(row: np.ndarray, eod: int) -> tuple[list[float], list[int], np.ndarray]:
@@ -117,8 +120,7 @@ def test_a_validation_blend_of_its_own(data: Path):
     order = corpus.heldout_order(of)
     windows = order.read(np.arange(len(order)))
     assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), "each token once, in order"
-    with jax.ensure_compile_time_eval():
-        assert batches(of).has_heldout
+    assert batches(of).has_heldout
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,55 @@ def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str)
     of = config(data, "a")
     with pytest.raises(ConfigError, match=message):
         check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+
+
+@pytest.mark.parametrize("fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}])
+def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
+    of = config(data, "a", add_extra_token=False)
+    check(of, 1)
+    with pytest.raises(
+        ConfigError, match=r"data\.add_extra_token=false is for a data\.blend without packed documents and without data\.fim"
+    ):
+        check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+
+
+def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
+    with closing(batches(config(data, "a", add_extra_token=False, split="1")).train()) as loader:
+        batch = {name: np.asarray(leaf)[0] for name, leaf in next(loader)[1].items()}
+    assert (batch["weights"][:, -1] == 0).all() and (batch["weights"][:, :-1] == 1).all()
+    stream = Documents(data / "a").tokens
+    assert len(prepare(config(data, "a", split="1").data, vocab=0).train()[0].offsets) == 61
+    saved = batches(config(data, "a", split="1")).state(4)
+    assert len(stream) and "no extra token" not in saved["corpus"]
+    with pytest.raises(ConfigError, match=r"was trained on corpus Megatron prefixes, split 1 .*, this config reads .*, no extra token"):
+        batches(config(data, "a", add_extra_token=False, split="1"), saved=saved)
+
+
+def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):
+    lengths = np.random.default_rng(0).integers(0, 3, 50_000)
+    write_documents(tmp_path / "x", (np.ones(n, np.int64) for n in lengths), vocab=VOCAB)
+    digests_path(tmp_path / "x").unlink()
+    tracemalloc.start()
+    documents = Documents(tmp_path / "x")
+    text = TokenStream(documents, 7, 49_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 50_000, f"{held} bytes are held for 50,000 documents"
+    whole = np.concatenate(([0], np.cumsum(lengths)))
+    part = whole[7:49_001] - whole[7]
+    for offsets, array in ((documents.sequences, whole), (text.offsets, part)):
+        assert len(offsets) == len(array) and (np.asarray(offsets) == array).all() and np.asarray(offsets).dtype == np.int64
+        for index in (
+            0,
+            len(array) - 1,
+            np.array([5, 0, len(array) - 1]),
+            np.array([[3]]),
+            np.array([], int),
+            slice(2, 9),
+            slice(None, -1, 7),
+        ):
+            assert np.array_equal(offsets[index], array[index])
+    assert np.array_equal(documents.offsets, whole)
 
 
 def test_tokenizers_of_the_validation_blend_count(data: Path, tmp_path: Path):
