@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -66,7 +65,8 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
     out = []
     for number, (name, (vocab, length, seq_len, batch)) in enumerate(CASES.items()):
         sealed, bare = directory / f"sealed{number}", directory / f"bare{number}"
-        write(sealed, vocab, length, n_bytes // (2 if vocab < 65_000 else 4))
+        size = n_bytes if seq_len > 1000 else n_bytes // 4  # small batches take long
+        write(sealed, vocab, length, size // (2 if vocab < 65_000 else 4))
         for path in (bin_path, idx_path):
             os.link(path(sealed), path(bare))
         found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
@@ -75,9 +75,9 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
                 found[side].append(seconds(prefix, directory, seq_len, batch))
         for phase in PHASES:
             without, verified = ([each[phase] for each in found[side]] for side in ("without", "with"))
-            cost = statistics.median(b / a for a, b in zip(without, verified, strict=True)) - 1
+            cost = min(verified) / min(without) - 1  # what else runs here only adds
             out.append({
-                "samples": name, "phase": phase, "without_s": statistics.median(without), "with_s": statistics.median(verified),
+                "samples": name, "phase": phase, "without_s": min(without), "with_s": min(verified),
                 "cost_percent": 100 * cost, "holds": cost <= TARGET or not phase.startswith("epoch"),
             })  # fmt: skip
     return out
@@ -114,11 +114,11 @@ def whole(prefix: Path) -> list[Row]:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    n_bytes, repeats = (2**22, 1) if arguments.quick else (2**27, 5)
+    n_bytes, repeats = (2**22, 1) if arguments.quick else (2**26, 5)
     record = Record(f"verified_data{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="verified-data-") as directory:
         rows = loader(Path(directory), n_bytes, repeats)
-        note = f".bin files of {n_bytes >> 20} MiB, about 400 tokens a document. Medians of {repeats} pairs of turns, one thread."
+        note = f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a document. The best of {repeats} turns, one thread."
         record.table("Loader", rows, note)
         record.table("Digests", digests(min(n_bytes, 2**26)), f"Blocks of {1 << BLOCK_BITS:,} bytes; the best of five.")
         record.table("Whole files", whole(Path(directory) / "sealed0"), "In the page cache.")

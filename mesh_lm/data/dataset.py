@@ -91,9 +91,12 @@ class TokenArray(Dataset):
         """
         ids = _ids(tokens)
         n_train = len(ids) - len(ids) // _HELD_OUT
-        self._train, self._heldout = (
-            (ids[:n_train], ids[n_train:]) if heldout is None else (ids, _ids(heldout) if len(heldout) else ids[:0])
-        )
+        if heldout is None:
+            self._train, self._heldout = ids[:n_train], ids[n_train:]
+            if not len(self._heldout):
+                raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
+        else:
+            self._train, self._heldout = ids, _ids(heldout) if len(heldout) else ids[:0]
         self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
         self._tokenizer = tokenizer
         self.eod, self.fingerprint = (eod, None) if tokenizer is None else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)
