@@ -118,7 +118,7 @@ def main() -> int:
     record = Record(f"verified_data{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="verified-data-") as directory:
         rows = loader(Path(directory), n_bytes, repeats)
-        note = f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a document. The best of {repeats} turns, one thread."
+        note = f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a document. Best of {repeats} turns, 1 thread."
         record.table("Loader", rows, note)
         record.table("Digests", digests(min(n_bytes, 2**26)), f"Blocks of {1 << BLOCK_BITS:,} bytes; the best of five.")
         record.table("Whole files", whole(Path(directory) / "sealed0"), "In the page cache.")

@@ -42,7 +42,7 @@ class Prepare:
     input: tuple[str, ...]
     """Files (.txt, .jsonl, each also as .gz or .zst, .parquet) and directories of such files or of other text files, read in this order."""
     output: str
-    """Prefix of the output: PREFIX.bin, .idx, .json and .tokenizer/, and .parts/ until everything is done."""
+    """Prefix of the output: PREFIX.bin, .idx, .digests, .json and .tokenizer/, and .parts/ until everything is done."""
     tokenizer: str
     """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, `bytes`, or train:N to train one with N entries."""
     workers: int = 0

@@ -99,6 +99,8 @@ def _as_known_now(plan: BlendPlan, fingerprints: Sequence[str]) -> BlendPlan:
     """Returns the plan with the present fingerprints of data that were sealed, or lost their seal, since the plan was saved."""
 
     def known(member: MemberProgress) -> MemberProgress:
+        if member.fingerprint in fingerprints:
+            return member
         sampled, _, sealed = member.fingerprint.partition("-")
         others = (found for found in fingerprints if found.partition("-")[0] == sampled and not (sealed and "-" in found))
         return dataclasses.replace(member, fingerprint=next(others, member.fingerprint))

@@ -85,7 +85,9 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
         return Digests(path=path, table=table, own=own.hex(), **header)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"{path} is damaged ({error}); {cure}") from error
 
 

@@ -130,6 +130,8 @@ def _data(config: TrainConfig) -> Iterator[str]:
         yield f"data.valid_blend={' '.join(data.valid_blend)} is the held-out text of a data.blend; set that, too, or leave it out"
     if data.valid_blend and data.split != type(data).split:
         yield f"data.split={data.split} has no effect with data.valid_blend, which holds out complete prefixes; leave one of them out"
+    if both := {*data.valid_blend} & {word for word in data.blend if not word.replace(".", "").isdecimal()}:
+        yield f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; leave it out of one of them"
     if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
         yield "data.add_extra_token=false is for a data.blend without packed documents and without data.fim_rate; leave it out"
     for name in ("fim_rate", "fim_spm_rate"):

@@ -128,6 +128,7 @@ def test_a_validation_blend_of_its_own(data: Path):
     [
         ({"valid_blend": ("v",), "split": "9,1"}, r"data\.split=9,1 has no effect with data\.valid_blend.*leave one of them out"),
         ({"valid_blend": ("v",), "blend": (), "path": "x"}, r"data\.valid_blend=v is the held-out text of a data\.blend; set that, too"),
+        ({"valid_blend": ("1", "v"), "blend": ("1", "w", "1", "v")}, r"data\.valid_blend: v is in data\.blend, too, so that it would be"),
         ({"valid_blend": ("0.5", "v", "w")}, r"data\.valid_blend=0\.5 v w: give prefixes only, or a weight before each prefix"),
     ],
 )
