@@ -9,13 +9,12 @@ from typing import get_args
 
 from mesh_lm import optim
 from mesh_lm.config import TrainConfig
-from mesh_lm.data import blend
-from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
+from mesh_lm.training.check_data import data_problems
 from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
@@ -68,7 +67,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     if config.health.rewinds and config.checkpoint.keep < 2:
         yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
     yield from _optimizer(config, rule)
-    yield from _data(config)
+    yield from data_problems(config.data)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
@@ -112,33 +111,6 @@ def _local(config: TrainConfig) -> Iterator[str]:
     if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
         why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
         yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
-
-
-def _data(config: TrainConfig) -> Iterator[str]:
-    data = config.data
-    parsers = (
-        lambda: blend.parse(data.blend),
-        lambda: blend.parse(data.valid_blend, "data.valid_blend"),
-        lambda: split_ranges(data.split, 1),
-    )
-    for parse in parsers:
-        try:
-            parse()
-        except ConfigError as error:
-            yield str(error)
-    if data.valid_blend and not data.blend:
-        yield f"data.valid_blend={' '.join(data.valid_blend)} is the held-out text of a data.blend; set that, too, or leave it out"
-    if data.valid_blend and data.split != type(data).split:
-        yield f"data.split={data.split} has no effect with data.valid_blend, which holds out complete prefixes; leave one of them out"
-    if both := {*data.valid_blend} & {word for word in data.blend if not word.replace(".", "").isdecimal()}:
-        yield f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; leave it out of one of them"
-    if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
-        yield "data.add_extra_token=false is for a data.blend without packed documents and without data.fim_rate; leave it out"
-    for name in ("fim_rate", "fim_spm_rate"):
-        if not 0 <= (value := getattr(data, name)) <= 1:
-            yield f"data.{name}={value} must be in [0, 1]"
-    if data.fim_rate and data.documents == "packed":
-        yield f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; set data.documents=separate"
 
 
 def _mesh_axes(config: TrainConfig) -> Iterator[str]:
