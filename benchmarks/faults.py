@@ -55,6 +55,10 @@ FAULTS = {
         "a second run on the same output; a restart after kill -9; a suspended run that was replaced wakes up",
         "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
     ),
+    "F19": (
+        "flip, rewrite, zero, truncate, delete or replace prepared tokens, their indices and their digests, and cached corpora and indices",
+        "never silent: the bits that were written, or one error that names the file; an index is computed again, with the same bits",
+    ),
 }  # fmt: skip
 _HEAD = """\
 # Faults
@@ -125,7 +129,7 @@ def page(results: list[tuple[str, dict[str, Any]]]) -> str:
     told = []
     for name in used:
         mine = [row[""] for row in rows if source[row[""]] == name]
-        told.append(textwrap.fill(f"{mine[0]} to {mine[-1]}: {tables[name]['note']}", 118))
+        told.append(textwrap.fill(f"{' to '.join(dict.fromkeys((mine[0], mine[-1])))}: {tables[name]['note']}", 118))
     return _HEAD.format(sources=links) + "\n".join([lines[0], rule, *lines[1:], "", "\n\n".join(told), ""])
 
 
@@ -162,6 +166,9 @@ def main() -> int:
             f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of which hit data that is read: then the older "
             "step was used; none gave wrong weights."
         )
+    if data := [row for row in rows if row.get("cases of F19")]:
+        total, refused, again = (sum(int(row[name]) for row in data) for name in ("cases of F19", "refused", "computed again"))
+        note += f" F19: {total} corruptions, of which {refused} were refused, {again} computed again, and none read in silence."
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)
     record.write()

@@ -8,12 +8,29 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from mesh_lm.commands.options import command
+from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
 
 DESCRIPTION = (
     "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the end-of-document token. If it is killed, "
     "the same command continues from there."
 )
+
+
+SEAL = (
+    "Writes PREFIX.digests for .bin/.idx files of any origin, with which every run verifies what it reads of them. Where there is one "
+    "already, it compares all of the files with it."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seal:
+    """What to seal."""
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("prefixes",)
+
+    prefixes: tuple[str, ...]
+    """Prefixes of .bin/.idx files, as in data.blend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +42,7 @@ class Prepare:
     input: tuple[str, ...]
     """Files (.txt, .jsonl, each also as .gz or .zst, .parquet) and directories of such files or of other text files, read in this order."""
     output: str
-    """Prefix of the output: PREFIX.bin, .idx, .json and .tokenizer/, and .parts/ until everything is done."""
+    """Prefix of the output: PREFIX.bin, .idx, .digests, .json and .tokenizer/, and .parts/ until everything is done."""
     tokenizer: str
     """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, `bytes`, or train:N to train one with N entries."""
     workers: int = 0
@@ -36,8 +53,10 @@ class Prepare:
     """Skip and count the lines of a .jsonl that hold no text, instead of stopping at the first."""
 
 
-def parse(argv: Sequence[str], prog: str = "") -> Prepare:
-    """The options of `mesh-lm prepare`. Raises ConfigError."""
+def parse(argv: Sequence[str], prog: str = "") -> Prepare | Seal:
+    """The options of `mesh-lm prepare`, or of `mesh-lm prepare seal`. Raises ConfigError."""
+    if argv[:1] == ["seal"]:
+        return command(Seal, argv[1:], SEAL, f"{prog} seal")
     return command(Prepare, argv, DESCRIPTION, prog)
 
 
@@ -46,8 +65,12 @@ def main(argv: Sequence[str]) -> int:
     return run(parse(argv))
 
 
-def run(options: Prepare) -> int:
-    """Prepares the corpus. Returns 0, or 130 after Ctrl-C. Raises ConfigError."""
+def run(options: Prepare | Seal) -> int:
+    """Prepares the corpus, or seals one. Returns 0, or 130 after Ctrl-C. Raises ConfigError."""
+    if isinstance(options, Seal):
+        for prefix in options.prefixes:
+            print(seal(prefix), flush=True)
+        return 0
     try:
         prepare(
             options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,

@@ -164,9 +164,15 @@ class DataConfig:
     """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order; empty: the text of `path`."""
     split: str = "969,30,1"
     """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
-    documents: Literal["joined", "separate", "packed"] = "joined"
+    valid_blend: tuple[str, ...] = ()
+    """Prefixes that are the held-out text, as Megatron's --valid-data-path; all of `blend` is then for training, without `split`."""
+    documents: Literal["joined", "separate", "megatron", "packed"] = "joined"
     """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
-    packed: as separate, and each sequence is filled with complete documents."""
+    megatron: as separate, but after the end-of-document token instead of at it, as Megatron's --reset-position-ids and
+    --reset-attention-mask do. packed: as separate, and each sequence is filled with complete documents."""
+    add_extra_token: bool = expert(True)
+    """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do not, and it has none, as with
+    Megatron's add_extra_token_to_sequence=False."""
     mask_document_start: bool = expert(False)
     """Exclude the first token of each document from the loss."""
     fim_rate: float = 0.0

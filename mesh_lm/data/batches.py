@@ -24,6 +24,7 @@ class Batches:
       name: identifies the sample order: the corpus, sequence length, split and seed. Positions are only valid within one name.
       position: global samples consumed when training starts.
       changed: messages about how the data differs from the saved state.
+      has_heldout: whether anything is held out, so that the run evaluates.
     """
 
     def __init__(
@@ -72,13 +73,18 @@ class Batches:
         )
         self._train.require(train.global_batch)
         # Every held-out byte must count, so this split is never masked, rearranged or reordered.
-        documents = "joined" if data.documents == "joined" else "separate"
-        self._heldout = RowReader(corpus.heldout_order(config), eod=eod, documents=documents)
+        documents = "separate" if data.documents == "packed" else data.documents
+        self._heldout = RowReader(corpus.heldout_order(config), eod=eod, documents=documents) if corpus.heldout_tokens else None
         self._batching = {
             "global_batch": train.global_batch, "microbatches": train.microbatches, "sharding": sharding,
             "token_order": token_order(config.rules, sharding.mesh.shape, config.model.seq_len),
             "threads": data.threads, "prefetch": data.prefetch,
         }  # fmt: skip
+
+    @property
+    def has_heldout(self) -> bool:
+        """Whether anything is held out."""
+        return self._heldout is not None
 
     @property
     def changed(self) -> list[str]:
@@ -101,5 +107,7 @@ class Batches:
         return self._loader
 
     def heldout(self) -> Iterator[Batch]:
-        """Yields one pass over the held-out sequences, or over a fixed subset of `train.eval_sequences`."""
+        """Returns one pass over the held-out sequences, or over a fixed subset of `train.eval_sequences`; empty if none are held out."""
+        if self._heldout is None:
+            return iter(())
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)

@@ -26,15 +26,17 @@ _SURPLUS = 1.005
 """Factor over a member's share of the blend for which its own order is built."""
 
 
-def parse(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def parse(blend: Sequence[str], field: str = "data.blend") -> tuple[list[str], list[float] | None]:
     """Returns prefixes and weights, parsed as Megatron's `--data-path`: `weight prefix ...`, or prefixes alone (weights None).
+
+    field: the field of the config that holds `blend`, for errors.
 
     Raises:
       ConfigError: only some prefixes have weights, a weight is not positive, or a prefix is given twice.
     """
     words = [word.strip() for word in blend]
     numbers = [_number(word) for word in words[::2]]
-    shown = f"data.blend={' '.join(words)}"
+    shown = f"{field}={' '.join(words)}"
     if len(words) % 2 == 0 and None not in numbers:
         prefixes, weights = words[1::2], [number for number in numbers if number is not None]
     elif any(number is not None for number in numbers):

@@ -22,7 +22,7 @@ class MemberProgress:
     prefix: str
     """As the config names it; the files may move."""
     fingerprint: str
-    """Identifies the data (`Documents.fingerprint`)."""
+    """Identifies the data (`Documents.fingerprint`), with the seal if it had one."""
     consumed: int = 0
     """Samples drawn before the plan's start."""
     orders: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ def make_plan(
     now = None if weights is None else tuple(weights)
     plan = BlendPlan(0, now, tuple(MemberProgress(*member) for member in members))
     if saved:
-        before = BlendPlan.restored(saved)
+        before = _as_known_now(BlendPlan.restored(saved), [fingerprint for _, fingerprint in members])
         if before.weights == now and [member.fingerprint for member in before.members] == [fingerprint for _, fingerprint in members]:
             plan = dataclasses.replace(plan, start=before.start, left=before.left, members=_renamed(before.members, members))
         else:
@@ -93,6 +93,19 @@ def make_plan(
         lacking = member.consumed + n - sum(order_size(i, requested) for requested in member.orders)
         progress.append(dataclasses.replace(member, orders=(*member.orders, lacking)) if lacking > 0 or not member.orders else member)
     return dataclasses.replace(plan, members=tuple(progress))
+
+
+def _as_known_now(plan: BlendPlan, fingerprints: Sequence[str]) -> BlendPlan:
+    """Returns the plan with the present fingerprints of data that were sealed, or lost their seal, since the plan was saved."""
+
+    def known(member: MemberProgress) -> MemberProgress:
+        if member.fingerprint in fingerprints:
+            return member
+        sampled, _, sealed = member.fingerprint.partition("-")
+        others = (found for found in fingerprints if found.partition("-")[0] == sampled and not (sealed and "-" in found))
+        return dataclasses.replace(member, fingerprint=next(others, member.fingerprint))
+
+    return dataclasses.replace(plan, members=tuple(map(known, plan.members)), left=tuple(map(known, plan.left)))
 
 
 def _renamed(progress: Sequence[MemberProgress], members: Sequence[tuple[str, str]]) -> tuple[MemberProgress, ...]:

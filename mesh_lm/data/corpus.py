@@ -22,10 +22,11 @@ from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.digests import file_digest
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
-from mesh_lm.data.megatron_corpus import MegatronCorpus
+from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
@@ -34,6 +35,7 @@ from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
 """Incremented whenever the same text would be prepared differently; older caches are then ignored."""
+_FACTS = "corpus.json"
 _REPORT = 10**8
 """Characters between two progress messages."""
 _BPE_CHARACTERS = 2**25
@@ -60,9 +62,9 @@ class TextCorpus:
     """UTF-8 bytes of the held-out text, without EOD."""
     vocab_size: int
     """Entries of the tokenizer; less than requested if the text is small."""
-    gzip_bits_per_byte: float
-    """gzip -9 on the concatenated held-out documents (the first 64 MiB)."""
-    xz_bits_per_byte: float
+    gzip_bits_per_byte: float | None
+    """gzip -9 on the concatenated held-out documents (the first 64 MiB); None if there are none."""
+    xz_bits_per_byte: float | None
     settings: dict[str, Any]
     """How the corpus was prepared, and from what."""
 
@@ -73,11 +75,14 @@ class TextCorpus:
 
     def train(self) -> Documents:
         """Returns the training split."""
-        return Documents(self.directory / "train")
+        return self._documents("train")
 
     def heldout(self) -> Documents:
         """Returns the held-out split."""
-        return Documents(self.directory / "heldout")
+        return self._documents("heldout")
+
+    def _documents(self, split: str) -> Documents:
+        return Documents(self.directory / split, cure=f"remove {self.directory}, and the next start prepares the text again")
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that encoded the corpus."""
@@ -166,7 +171,10 @@ def prepare(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
             "the path must be readable, and the cache writable with space left"
         ) from error
-    return _load(directory)  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
+    corpus = _load(directory)
+    if not corpus.train().is_sealed:
+        progress(NOT_SEALED.format(prefix=f"{directory / 'train'} {directory / 'heldout'}"))
+    return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
@@ -187,9 +195,19 @@ def _rename(unfinished: Path, directory: Path) -> None:
 
 def _load(directory: Path) -> TextCorpus:
     try:
-        return TextCorpus(directory=directory, **strict_json.read(directory / "corpus.json"))
+        facts = strict_json.read(directory / _FACTS)
+        sealed = facts.pop("sealed", {})  # earlier versions sealed nothing
+        for name in sealed:
+            if sealed[name] != _digest(directory / name, facts):
+                raise ValueError(f"{name} is not as it was written (SHA-256)")
+        return TextCorpus(directory=directory, **facts)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it to prepare it again") from error
+
+
+def _digest(path: Path, facts: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a file of the corpus; that of corpus.json is of its facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest() if path.name == _FACTS else file_digest(path)
 
 
 def _build(
@@ -211,20 +229,23 @@ def _build(
             texts = (document.text for document in source.documents() if document.heldout == is_heldout)
             tokens = encode(tokenizer, texts, report=_Reporter(progress).done)
             splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
-        gzip_bytes, xz_bytes = (future.result() for future in compressed)
+        gzip, xz = (8 * future.result() / len(heldout) if heldout else None for future in compressed)
     facts = {
         "documents": len(splits[0]),
-        "train_tokens": len(splits[0].tokens),
+        "train_tokens": len(splits[0].unverified),
         "heldout_documents": len(splits[1]),
-        "heldout_tokens": len(splits[1].tokens),
+        "heldout_tokens": len(splits[1].unverified),
         "train_bytes": n_bytes["training"],
         "heldout_bytes": n_bytes["held-out"],
         "vocab_size": tokenizer.vocab_size,
-        "gzip_bits_per_byte": 8 * gzip_bytes / len(heldout),
-        "xz_bits_per_byte": 8 * xz_bytes / len(heldout),
+        "gzip_bits_per_byte": gzip,
+        "xz_bits_per_byte": xz,
         "settings": settings,
     }
-    with atomic_write(directory / "corpus.json") as (file,):
+    # The tokens have digests of their own.
+    sealed = [path for path in directory.iterdir() if path.suffix not in (".bin", ".idx")] + [directory / _FACTS]
+    facts |= {"sealed": {path.name: _digest(path, facts) for path in sealed}}
+    with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
 
@@ -253,12 +274,11 @@ def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict
             sample_size = sum(len(piece) for _, piece in sample)
     if not any(counts.values()):
         raise ConfigError(f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, .py or similar files")
-    for split, count in counts.items():
-        if count == 0:
-            raise ConfigError(
-                f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
-                f"{split} split; give more of them, or join them into one .txt"
-            )
+    if not counts["training"]:
+        raise ConfigError(
+            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
+            "training split; give more of them, or join them into one .txt"
+        )
     return [piece for _, piece in sample], heldout, n_bytes
 
 

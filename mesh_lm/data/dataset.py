@@ -29,6 +29,7 @@ class Dataset(Protocol):
     train_tokens: int
     """Tokens of one epoch."""
     heldout_tokens: int
+    """0: nothing is held out, and the run does not evaluate."""
     eod: int | None = None
     """Id of the end-of-document token; None: unknown, so that documents cannot be separated."""
     fingerprint: str | None = None
@@ -54,7 +55,7 @@ class Dataset(Protocol):
         ...
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
-        """Returns the held-out sequences, always in the same order."""
+        """Returns the held-out sequences, always in the same order; not called if `heldout_tokens` is 0."""
         ...
 
     def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Dataset(Protocol):
 
 def padded_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
     """Returns all tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
-    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if len(text.tokens)])
+    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if text.n_tokens])
 
 
 class TokenArray(Dataset):
@@ -82,7 +83,7 @@ class TokenArray(Dataset):
 
         Args:
           tokens: ids [n] to train on, integers of any type; arrays are not copied.
-          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not trained on.
+          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not trained on. Empty: no evaluation.
           eod: the id that ends each document; None: the tokenizer's, or unknown.
 
         Raises:
@@ -90,9 +91,12 @@ class TokenArray(Dataset):
         """
         ids = _ids(tokens)
         n_train = len(ids) - len(ids) // _HELD_OUT
-        self._train, self._heldout = (ids[:n_train], ids[n_train:]) if heldout is None else (ids, _ids(heldout))
-        if not len(self._heldout):
-            raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
+        if heldout is None:
+            self._train, self._heldout = ids[:n_train], ids[n_train:]
+            if not len(self._heldout):
+                raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
+        else:
+            self._train, self._heldout = ids, _ids(heldout) if len(heldout) else ids[:0]
         self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
         self._tokenizer = tokenizer
         self.eod, self.fingerprint = (eod, None) if tokenizer is None else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)

@@ -5,8 +5,10 @@ offset i S, so that neighbours overlap by one. Then the samples are shuffled. If
 separately, so that documents seen once more do not displace those of full epochs.
 
 Source: megatron/core/datasets/gpt_dataset.py, blended_megatron_dataset_{config,builder}.py and helpers.cpp of Megatron-LM (megatron-core
-0.16.1), with its defaults: one extra token to a sequence, the last partial sequence dropped. A document of the split string is a *sequence*
-of the .idx file, which is the same unless the file was written sentence by sentence.
+0.16.1). The last partial sequence is dropped, and a sample has one extra token, from which its last label comes, unless `extra_token` is
+False (`add_extra_token_to_sequence`): then sample i is the S tokens from offset i S, without a label for the last of them.
+
+A document of the split string is a *sequence* of the .idx file, which is the same unless the file was written sentence by sentence.
 
 Legend: B windows, S sequence length, D documents in all epochs, N samples.
 """
@@ -53,29 +55,30 @@ class EpochCount:
     separate_last: bool
 
     @classmethod
-    def of(cls, n_samples: int, n_tokens: int, seq_len: int) -> EpochCount:
+    def of(cls, n_samples: int, n_tokens: int, seq_len: int, extra_token: bool = True) -> EpochCount:
         """Returns the epochs for `n_samples` of `seq_len` tokens; n_tokens: tokens in one epoch, at least 1."""
-        n = max(1, -(-(n_samples * seq_len + 1) // n_tokens))
-        from_last = n_samples - samples_in((n - 1) * n_tokens, seq_len)
-        return cls(n, n > 1 and from_last < int(_SEPARATE_BELOW * samples_in(n_tokens, seq_len)))
+        n = max(1, -(-(n_samples * seq_len + extra_token) // n_tokens))
+        from_last = n_samples - samples_in((n - 1) * n_tokens, seq_len, extra_token)
+        return cls(n, n > 1 and from_last < int(_SEPARATE_BELOW * samples_in(n_tokens, seq_len, extra_token)))
 
 
-def samples_in(n_tokens: int, seq_len: int) -> int:
-    """Returns how many sequences of S + 1 tokens, each overlapping the previous one by one, the tokens give."""
-    return (n_tokens - 1) // seq_len
+def samples_in(n_tokens: int, seq_len: int, extra_token: bool = True) -> int:
+    """Returns how many sequences of S + 1 tokens, each overlapping the previous one by one, the tokens give; or of S tokens."""
+    return (n_tokens - extra_token) // seq_len
 
 
-def sample_index(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+def sample_index(lengths: np.ndarray, seq_len: int, extra_token: bool = True) -> np.ndarray:
     """Where each sample begins: (number of its first document, offset in it), [N + 1, 2], int32 where that is wide enough.
 
     lengths: of the documents in order, [D]. The last row is where a further sample would begin. Megatron's `build_sample_idx`.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     dtype = np.int32 if max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max else np.int64
-    offsets = np.arange(samples_in(int(ends[-1]), seq_len) + 1) * seq_len
-    offsets[0] = -1  # the first sample begins with the first document, even if that is empty
-    first = np.searchsorted(ends, offsets, side="right")
-    offsets[0] = 0
+    offsets = np.arange(samples_in(int(ends[-1]), seq_len, extra_token) + 1) * seq_len
+    # Without an extra token, the last one of a sample is before its end, so that the next sample may begin at the end of a document.
+    lasts = offsets - (not extra_token)
+    lasts[0] = -1  # the first sample begins with the first document, even if that is empty
+    first = np.searchsorted(ends, lasts, side="right")
     index = np.empty((len(offsets), 2), dtype)
     index[:, 0] = first
     index[:, 1] = offsets - (ends[first] - lengths[first])
@@ -90,23 +93,26 @@ class GPTDataset:
       seq_len: S.
       n_samples: samples needed; `len` rounds this up to full epochs.
       seed: Megatron's `--seed`.
+      extra_token: Megatron's `add_extra_token_to_sequence`.
 
     Raises:
       ConfigError: the split has too few tokens for one sample.
     """
 
-    def __init__(self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
-        n_tokens = len(text.tokens)
-        epochs = EpochCount.of(n_samples, n_tokens, seq_len) if n_tokens else EpochCount(0, False)
-        if n_tokens * epochs.n <= seq_len:
+    def __init__(
+        self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str, extra_token: bool = True,
+    ) -> None:  # fmt: skip
+        n_tokens, width = text.n_tokens, seq_len + extra_token
+        epochs = EpochCount.of(n_samples, n_tokens, seq_len, extra_token) if n_tokens else EpochCount(0, False)
+        if n_tokens * epochs.n < width:
             raise ConfigError(
                 f"{text.prefix} has {n_tokens} tokens in this split ({len(text)} documents from document {text.first} on), fewer than one "
-                f"sample needs ({seq_len + 1}); leave it out of data.blend, or set another data.split or a smaller model.seq_len"
+                f"sample needs ({width}); leave it out of data.blend, or set another data.split or a smaller model.seq_len"
             )
-        self.seq_len, self._text = seq_len, text
+        self.seq_len, self._width, self._text = seq_len, width, text
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed} | dataclasses.asdict(epochs)
-        lengths = np.diff(text.offsets).astype(np.int32)
-        arrays = cache.get("gpt", key, lambda: build(lengths, seq_len, epochs, seed), size=len(text) * epochs.n)
+        key |= {} if extra_token else {"extra_token": False}
+        arrays = cache.get("gpt", key, lambda: build(_lengths(text), seq_len, epochs, seed, extra_token), size=len(text) * epochs.n)
         self._documents, self._samples, self._shuffle = (arrays[name] for name in ("documents", "samples", "shuffle"))
 
     def __len__(self) -> int:
@@ -121,28 +127,36 @@ class GPTDataset:
         starts, stops = self._text.offsets[documents], self._text.offsets[documents + 1]
         is_first = np.flatnonzero(np.diff(row, prepend=-1))
         starts[is_first] += offset
-        # Each row's documents hold at least S + 1 tokens from the first one's offset.
+        # Each row's documents hold at least W = S + 1 tokens (S without the extra one) from the first one's offset.
         ends = np.cumsum(stops - starts)
         before = np.concatenate(([0], ends[is_first[1:] - 1]))
-        ends = np.minimum(ends - before[row], self.seq_len + 1) + row * (self.seq_len + 1)
+        ends = np.minimum(ends - before[row], self._width) + row * self._width
         sizes = np.diff(ends, prepend=0)
-        offsets = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * (self.seq_len + 1))
-        text = self._text.tokens.take(offsets).astype(np.int32).reshape(len(samples), self.seq_len + 1)
-        self._text.check(text, lambda row, column: int(offsets[row * (self.seq_len + 1) + column]))
-        return TokenWindows.of(text)
+        offsets = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * self._width)
+        text = self._text.verified(starts, starts + sizes).take(offsets).astype(np.int32).reshape(len(samples), self._width)
+        self._text.check(text, lambda row, column: int(offsets[row * self._width + column]))
+        if self._width > self.seq_len:
+            return TokenWindows.of(text)
+        windows = TokenWindows.of(np.pad(text, ((0, 0), (0, 1))))
+        windows.weights[:, -1] = 0.0
+        return windows
 
 
-def build(lengths: np.ndarray, seq_len: int, epochs: EpochCount, seed: int) -> Arrays:
+def _lengths(text: TokenStream) -> np.ndarray:
+    return np.diff(np.asarray(text.offsets)).astype(np.int32)
+
+
+def build(lengths: np.ndarray, seq_len: int, epochs: EpochCount, seed: int, extra_token: bool = True) -> Arrays:
     """Returns Megatron's three indices: documents int32 [D] (numbers in the split), samples [N + 1, 2], shuffle uint32 or int64 [N]."""
     random = np.random.RandomState(seed % 2**32)
     together = epochs.n - epochs.separate_last
     documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs.n)
     _shuffle(documents, together * len(lengths), random)
-    samples = sample_index(lengths[documents], seq_len)
+    samples = sample_index(lengths[documents], seq_len, extra_token)
     n = len(samples) - 1
     shuffle = np.arange(n, dtype=np.uint32 if n < np.iinfo(np.uint32).max - 1 else np.int64)
     n_tokens = int(lengths.sum(dtype=np.int64))
-    _shuffle(shuffle, samples_in(together * n_tokens, seq_len) if epochs.separate_last else n, random)
+    _shuffle(shuffle, samples_in(together * n_tokens, seq_len, extra_token) if epochs.separate_last else n, random)
     return {"documents": documents, "samples": samples, "shuffle": shuffle}
 
 

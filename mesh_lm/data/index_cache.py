@@ -1,4 +1,4 @@
-"""An on-disk cache of arrays that take long to compute; they are memory-mapped when read."""
+"""An on-disk cache of arrays that take long to compute; they are verified when they are opened, and memory-mapped when read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mesh_lm import strict_json
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.errors import ConfigError
 
@@ -22,40 +24,91 @@ except ImportError:  # Windows has no fcntl: processes that start together each 
     fcntl = None
 
 Arrays = dict[str, np.ndarray]
+_DIGESTS = "digests.json"
+"""The CRC-32 of each file of a directory, from the names of both on, so that one under another's name fails, too."""
 
 
 class IndexCache:
-    """The cache `<data.cache>/indices`: one directory of .npy files per key.
+    """The cache `<data.cache>/indices`: one directory of .npy files and their digests per key.
 
-    Directories are renamed into place once complete. Processes that want the same key wait on a lock file for the first one; on a file
-    system without locks all of them compute, and the first to finish wins.
+    Directories are renamed into place once complete. One that is not as it was written is named in the log and computed again.
+    Processes that want the same key wait on a lock file for the first one; on a file system without locks all of them compute, and the
+    first to finish wins.
     """
 
     def __init__(self, cache: str, progress: Callable[[str], None] = lambda message: None) -> None:
         """progress: called with a line of text before a computation of at least `slow` items."""
-        self._directory, self._progress = Path(cache).expanduser() / "indices", progress
+        self._directory, self._progress, self._damaged = Path(cache).expanduser() / "indices", progress, 0
 
     def get(self, kind: str, key: dict[str, Any], compute: Callable[[], Arrays], *, size: int = 0, slow: int = 10**7) -> Arrays:
         """Returns the arrays of `compute`, read-only; `key` (JSON) must hold everything that determines them.
 
         Raises:
-          ConfigError: the cache is full or not writable, or holds a damaged file.
+          ConfigError: the cache is full or not writable, or its disk does not keep what is written.
         """
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         directory = self._directory / f"{kind}-{name}"
         try:
-            if not directory.exists():
-                self._directory.mkdir(parents=True, exist_ok=True)
-                with _lock(self._directory / f".{kind}-{name}.lock"):
-                    if not directory.exists():
-                        if size >= slow:
-                            self._progress(f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept in {self._directory}")
-                        _store(directory, compute())
-            return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
-        except ValueError as error:
-            raise ConfigError(f"{directory} is damaged ({error}); remove it to compute it again") from error
+            with contextlib.suppress(_DamagedError):
+                return _verified(directory)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with _lock(self._directory / f".{kind}-{name}.lock"):
+                try:
+                    return _verified(directory)  # of a process that was faster
+                except _DamagedError as error:
+                    self._remove(directory, str(error))
+                if size >= slow:
+                    self._progress(f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept in {self._directory}")
+                _store(directory, compute())
+                return _verified(directory)
+        except _DamagedError as error:
+            raise ConfigError(f"data.cache: {directory} was written just now, but {error}; its disk is failing: use another one") from error
         except OSError as error:
             raise ConfigError(f"data.cache: cannot keep an index in {directory}: {error.strerror} ({error.filename})") from error
+
+    def _remove(self, directory: Path, why: str) -> None:
+        """Removes a damaged index, if there is one, and says so; processes that have mapped it keep its contents."""
+        doomed = sibling(directory)
+        try:
+            os.rename(directory, doomed)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+        self._damaged += 1
+        from mesh_lm.distributed.prefix import log_prefix  # imports JAX
+
+        print(
+            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} is not as it was written ({why}); "
+            f"it is computed again ({self._damaged} so far)", flush=True,
+        )  # fmt: skip
+
+
+class _DamagedError(ValueError):
+    """An index is not as it was written, or not there."""
+
+
+def _verified(directory: Path) -> Arrays:
+    """Returns the arrays of an index, mapped, after comparing them with their digests. Raises _DamagedError, and OSError."""
+    try:
+        sums = strict_json.read(directory / _DIGESTS)
+        for name, found in ((path.name, _sum(path, directory.name)) for path in directory.glob("*.npy")):
+            if sums.pop(name, None) != found:
+                raise _DamagedError(f"CRC-32 of {name}")
+        if sums:
+            raise _DamagedError(f"{min(sums)} is missing")
+        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
+    except (FileNotFoundError, NotADirectoryError):
+        raise _DamagedError(f"{_DIGESTS} is missing") from None
+    except _DamagedError:
+        raise
+    except ValueError as error:
+        raise _DamagedError(f"{_DIGESTS}: {error}") from None
+
+
+def _sum(path: Path, index: str) -> int:
+    """Returns the CRC-32 of an index's name, a file's name and its contents."""
+    start = zlib.crc32(f"{index}/{path.name}".encode())
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data, start) if path.stat().st_size else start
 
 
 def _store(directory: Path, arrays: Arrays) -> None:
@@ -65,6 +118,10 @@ def _store(directory: Path, arrays: Arrays) -> None:
         for name, array in arrays.items():
             with atomic_write(unfinished / f"{name}.npy") as (file,):
                 np.save(file, array)
+        # The digests are of what the file system returns, before the directory has its name.
+        sums = {path.name: _sum(path, directory.name) for path in unfinished.glob("*.npy")}
+        with atomic_write(unfinished / _DIGESTS) as (file,):
+            file.write(json.dumps(sums).encode())
         os.rename(unfinished, directory)
     except OSError:
         if not directory.exists():

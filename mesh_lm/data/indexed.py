@@ -19,7 +19,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from mesh_lm.data import digests
 from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.digests import digests_path
+from mesh_lm.data.offsets import Offsets
 from mesh_lm.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -28,7 +31,7 @@ _DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _UINT16_VOCAB = 65500  # Megatron's threshold (`DType.optimal_dtype`)
 _BLOCK = 2**20
-"""Documents per block when an index is written."""
+"""Documents per block when an index is written or checked."""
 _SAMPLED = 2**20
 """Bytes at each end of the .bin that its fingerprint covers."""
 
@@ -46,22 +49,29 @@ def idx_path(prefix: Path | str) -> Path:
 class Documents:
     """The documents stored under a prefix.
 
+    If there is a `<prefix>.digests`, the .idx is verified at once, and each block of the .bin when it is first read.
+
     Attributes:
       prefix: as given.
-      tokens: all documents back to back, [total tokens], a read-only memory map in the file's integer type.
-      offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
       sequences: int64 [sequences + 1], the offsets of the format's sequences.
+      dtype: the type of a token in the file.
+      is_sealed: whether there is a `<prefix>.digests`, so that the tokens are verified.
 
     Raises:
-      ConfigError: a file is missing, truncated, or not of this format; the message names the file.
+      ConfigError: a file is missing, truncated, damaged, or not of this format; the message names the file.
     """
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-    sequences: np.ndarray
-
-    def __init__(self, prefix: Path | str) -> None:
+    def __init__(self, prefix: Path | str, *, cure: str = "") -> None:
+        """Opens the files of a prefix; cure: what to do about damaged ones (default: for a prefix that a user has prepared)."""
         data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
+        cure = cure or (
+            f"restore it from a copy, or remove {prefix}.bin, .idx, .json and .digests and prepare the text again. If the "
+            f"tokens are as they should be, remove {digests_path(prefix)} and run: mesh-lm prepare seal {prefix}"
+        )
+        self._digests = digests.read(prefix, cure)
+        if self._digests:
+            self._digests.check(idx_path(prefix), cure)
+            self._digests.check(Path(f"{prefix}.json"), cure)
         if len(index) < _HEADER.size:
             raise _broken(idx_path(prefix), f"it has {len(index)} bytes, fewer than the header's {_HEADER.size}")
         magic, version, code, n_sequences, n_indices = _HEADER.unpack(index[: _HEADER.size].tobytes())
@@ -76,19 +86,30 @@ class Documents:
         pointers = np.frombuffer(index, "<i8", n_sequences, _HEADER.size + 4 * n_sequences)
         indices = np.frombuffer(index, "<i8", n_indices, _HEADER.size + 12 * n_sequences)
 
-        ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        dtype = _DTYPES[code]
-        if n_sequences and (lengths.min() < 0 or not np.array_equal(pointers, ends[:-1] * dtype.itemsize)):
-            raise _broken(idx_path(prefix), "its sequences are not back to back in the .bin")
-        if not n_indices or indices[0] != 0 or indices[-1] != n_sequences or (np.diff(indices) < 0).any():
+        dtype, end = _DTYPES[code], 0
+        for i in range(0, n_sequences, _BLOCK):
+            sizes = lengths[i : i + _BLOCK].astype(np.int64)
+            ends = end + np.cumsum(sizes)
+            if sizes.min() < 0 or not np.array_equal(pointers[i : i + _BLOCK], (ends - sizes) * dtype.itemsize):
+                raise _broken(idx_path(prefix), "its sequences are not back to back in the .bin")
+            end = int(ends[-1])
+        if not n_indices or indices[0] != 0 or indices[-1] != n_sequences or not _ascends(indices):
             raise _broken(idx_path(prefix), f"its document indices do not run from 0 to its {n_sequences} sequences")
-        if len(data) != ends[-1] * dtype.itemsize:
-            raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {ends[-1] * dtype.itemsize}")
-        self.prefix, self.tokens, self.offsets, self.sequences = str(prefix), data.view(dtype), ends[indices], ends
+        self._blocks = digests.Blocks(bin_path(prefix), data, self._digests, cure) if self._digests else None
+        if len(data) != end * dtype.itemsize:
+            raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {end * dtype.itemsize}")
+        self.prefix, self.sequences, self.dtype = str(prefix), Offsets(pointers, dtype.itemsize, end), dtype
+        self._first = indices
+        self.unverified, self.is_sealed = data.view(dtype), self._digests is not None
 
     def __len__(self) -> int:
         """Returns the number of documents."""
-        return len(self.offsets) - 1
+        return len(self._first) - 1
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Returns int64 [documents + 1] in memory; document i is tokens[offsets[i] : offsets[i + 1]]."""
+        return self.sequences[self._first]
 
     @property
     def source(self) -> str:
@@ -99,64 +120,102 @@ class Documents:
         """Returns the token ids of one document, [length]."""
         if not 0 <= document < len(self):
             raise IndexError(document)
-        return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+        start, stop = self.sequences[self._first[document : document + 2]]
+        self.require(start[None], stop[None])
+        return self.unverified[start:stop]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All documents back to back, [total tokens], a read-only memory map in the file's integer type; all of it is verified now."""
+        if self._blocks:
+            self._blocks.require_all()
+        return self.unverified
+
+    def require(self, starts: np.ndarray, stops: np.ndarray, base: int = 0) -> None:
+        """Verifies the tokens base + starts[i] to base + stops[i] - 1, int64 [n], of `unverified`. Raises ConfigError for damage."""
+        if self._blocks and not self._blocks.complete:
+            self._blocks.require((starts + base) * self.dtype.itemsize, (stops + base) * self.dtype.itemsize)
 
     def fingerprint(self) -> str:
-        """Returns 16 hex digits of a SHA-256 of all lengths, the dtype, and the first and last MiB of tokens; paths do not count."""
-        digest = hashlib.sha256(self.tokens.dtype.str.encode())
-        digest.update(np.ascontiguousarray(self.sequences, "<i8").data)
-        data = self.tokens.view(np.uint8)
-        for part in (data[:_SAMPLED], data[-_SAMPLED:]):
-            digest.update(part.tobytes())
-        return digest.hexdigest()[:16]
+        """Identifies the data by its contents; paths do not count.
+
+        Returns 16 hex digits of a SHA-256 of all lengths, the dtype, and the first and last MiB of tokens. If the prefix is sealed, they
+        are from the time of sealing, and a hyphen and 16 hex digits of the seal follow, which covers all tokens.
+        """
+        return f"{self._digests.sampled}-{self._digests.own[:16]}" if self._digests else _sampled(self.sequences, self.unverified)
+
+    def seal(self, about: bytes | None = None) -> None:
+        """Writes `<prefix>.digests` for the files as they are; about: contents of the `<prefix>.json` to come, else that of now.
+
+        Raises:
+          OSError: the disk is full or not writable.
+        """
+        beside = Path(f"{self.prefix}.json")
+        about = beside.read_bytes() if about is None and beside.exists() else about
+        content = digests.of(bin_path(self.prefix), idx_path(self.prefix), about, _sampled(self.sequences, self.unverified))
+        with atomic_write(digests_path(self.prefix)) as (file,):
+            file.write(content)
 
 
 class InMemory:
-    """A single document in memory, for a `TokenStream`, with the attributes of `Documents`."""
+    """Documents in memory, for a `TokenStream`, with the attributes of `Documents`; sequences: their offsets, default: of one document."""
 
     prefix = source = "the given token ids"
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens, self.sequences = tokens, np.array([0, len(tokens)])
+    def __init__(self, tokens: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        self.unverified, self.dtype = tokens, tokens.dtype
+        ends = np.array([0, len(tokens)]) if sequences is None else sequences
+        self.sequences = Offsets(ends[:-1], 1, int(ends[-1]))
+
+    def require(self, starts: np.ndarray, stops: np.ndarray, base: int = 0) -> None:
+        """Does nothing, because memory is not verified."""
 
 
 class TokenStream:
     """Consecutive sequences of a prefix as one stream of tokens.
 
     Attributes:
-      tokens: the stream, [tokens], a view of the memory map.
-      offsets: int64 [documents + 1]; document i is tokens[offsets[i] : offsets[i + 1]].
+      n_tokens: tokens of the stream.
+      offsets: like int64 [documents + 1]; document i is the tokens offsets[i] to offsets[i + 1] - 1.
       first: number of the first sequence in the file.
     """
 
     def __init__(self, documents: Documents | InMemory, first: int = 0, stop: int | None = None, *, vocab: int | None = None) -> None:
         """Takes the sequences first to stop - 1 (default: all); vocab: number of ids that the model has (None: no check)."""
         stop = len(documents.sequences) - 1 if stop is None else stop
-        bounds = documents.sequences[first : stop + 1]
-        self._source = documents.source
-        self.prefix, self.first, self.offsets = documents.prefix, first, bounds - bounds[0] if bounds[0] else bounds
-        self.tokens, self._vocab = documents.tokens[bounds[0] : bounds[-1]], vocab
-        is_unsigned = documents.tokens.dtype.kind == "u"
-        self._is_always_valid = vocab is None or (is_unsigned and np.iinfo(documents.tokens.dtype).max < vocab)
+        self.offsets = documents.sequences.part(first, stop)
+        self._documents, self._base, end = documents, int(documents.sequences[first]), int(documents.sequences[stop])
+        self.prefix, self.first = documents.prefix, first
+        self._tokens, self._vocab = documents.unverified[self._base : end], vocab
+        self.n_tokens = len(self._tokens)
+        self._is_always_valid = vocab is None or (documents.dtype.kind == "u" and np.iinfo(documents.dtype).max < vocab)
 
     def __len__(self) -> int:
         """Returns the number of documents."""
         return len(self.offsets) - 1
+
+    def verified(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Returns the tokens of the stream, [n_tokens], a view of the memory map of which the given ranges are verified.
+
+        starts, stops: int64 [n], where the ranges begin and end. Raises ConfigError if they are damaged.
+        """
+        self._documents.require(starts, stops, self._base)
+        return self._tokens
 
     def check(self, tokens: np.ndarray, offset_of: Callable[[int, int], int]) -> None:
         """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `offset_of` maps (row, column) to a stream offset."""
         if self._is_always_valid or not tokens.size or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0)):
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
-        document = self.first + int(np.searchsorted(self.offsets, offset_of(int(row), int(column)), side="right")) - 1
+        document = self.first + int(np.searchsorted(np.asarray(self.offsets), offset_of(int(row), int(column)), side="right")) - 1
         raise ConfigError(
-            f"{self._source}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
+            f"{self._documents.source}, document {document}: token id {tokens[row, column]}, but model.vocab_size={self._vocab} "
             f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, or give data of that tokenizer"
         )
 
 
 def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, vocab: int) -> Documents:
-    """Writes documents (integer ids, [length] each) atomically under `prefix` and returns them opened; one is in memory at a time.
+    """Writes documents (integer ids, [length] each), sealed, atomically under `prefix` and returns them opened; one is in memory at a time.
 
     Ids are stored as uint16 if vocab < 65500, as in Megatron, else as int32. The .idx is renamed last. An exception, also one raised by
     `documents`, leaves existing files untouched.
@@ -168,7 +227,7 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
     """
     dtype = dtype_of(vocab)
     lengths: list[int] = []
-    with atomic_write(bin_path(prefix), idx_path(prefix)) as (data, index):
+    with atomic_write(bin_path(prefix), digests_path(prefix), idx_path(prefix)) as (data, sums, index):
         for ids in documents:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 raise ValueError(f"document {len(lengths)} has ids {ids.min()} to {ids.max()}, outside 0 to {vocab - 1}")
@@ -177,7 +236,25 @@ def write_documents(prefix: Path | str, documents: Iterable[np.ndarray], *, voca
             data.write(ids.astype(dtype).data)
             lengths.append(len(ids))
         write_index(index, np.array(lengths, np.int32), dtype)
+        for file in (data, index):
+            file.flush()
+        starts = np.cumsum([0, *lengths])
+        ends = Offsets(starts[:-1], 1, int(starts[-1]))
+        sums.write(digests.of(Path(data.name), Path(index.name), None, _sampled(ends, _map(Path(data.name)).view(dtype))))
     return Documents(prefix)
+
+
+def seal(prefix: str) -> str:
+    """Seals the files of a prefix, or verifies all of them if they are sealed. Returns a line about it; raises ConfigError."""
+    documents = Documents(Path(prefix).expanduser())
+    size = f"{len(documents):,} documents, {len(documents.tokens):,} tokens"
+    if documents.is_sealed:
+        return f"{prefix}: intact ({size})"
+    try:
+        documents.seal()
+    except OSError as error:
+        raise ConfigError(f"cannot seal {prefix}: {error.strerror} ({error.filename})") from error
+    return f"{prefix}: sealed ({size})"
 
 
 def dtype_of(vocab: int) -> np.dtype:
@@ -198,6 +275,21 @@ def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
         offset = int(ends[-1]) if len(ends) else offset
     for i in blocks:
         index.write(np.arange(i, min(i + _BLOCK, len(lengths) + 1), dtype="<i8").data)
+
+
+def _ascends(indices: np.ndarray) -> bool:
+    return all((np.diff(indices[i : i + _BLOCK + 1]) >= 0).all() for i in range(0, len(indices), _BLOCK))
+
+
+def _sampled(sequences: Offsets, tokens: np.ndarray) -> str:
+    """Returns 16 hex digits: of a SHA-256 of the offsets, the dtype, and the first and last MiB of the tokens."""
+    digest = hashlib.sha256(tokens.dtype.str.encode())
+    for offsets in sequences.blocks():
+        digest.update(np.ascontiguousarray(offsets, "<i8").data)
+    data = tokens.view(np.uint8)
+    for part in (data[:_SAMPLED], data[-_SAMPLED:]):
+        digest.update(part.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _map(path: Path) -> np.ndarray:

@@ -22,6 +22,7 @@ from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
+NOT_SEALED = "data without digests is read unverified; if it is as it should be, seal it: mesh-lm prepare seal {prefix}"
 _COUNTED = 10**7
 """Approximate number of tokens that are decoded to estimate the bytes of held-out text."""
 _LONGEST = 10**6
@@ -57,18 +58,26 @@ class MegatronCorpus(Dataset):
         """Raises ConfigError for an invalid blend, split or prefix, and for prefixes encoded with different tokenizers."""
         prefixes, weights = parse(config.blend)
         self.members = [_prefix(prefix) for prefix in prefixes]
+        # As in Megatron, whose blends per split are of complete prefixes. Evaluation reads each token once, so weights do not matter.
+        self._held = (
+            [_prefix(prefix) for prefix in parse(config.valid_blend, "data.valid_blend")[0]] if config.valid_blend else self.members
+        )
+        self._all = [*self.members, *([] if self._held is self.members else self._held)]
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
         self.fingerprint, self.eod = self._tokenizer_of_all()
         self.cache = IndexCache(config.cache, progress)
-        self.name = f"Megatron prefixes, split {config.split}"
+        if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
+            progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
+        self.name = f"Megatron prefixes, {'all documents' if config.valid_blend else f'split {config.split}'}"
+        self.name += "" if config.add_extra_token else ", no extra token"
         training, heldout = self.train(), self.heldout()
-        self.train_tokens, self.heldout_tokens = (sum(len(text.tokens) for text in texts) for texts in (training, heldout))
-        if not self.heldout_tokens:
-            sizes = ", ".join(f"{member.prefix} has {len(member.documents)} documents" for member in self.members)
-            raise ConfigError(f"data.split={config.split} holds out no text: {sizes}; give its second number a larger share")
-        self.heldout_bytes = self._bytes(heldout)
-        self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
+        self.train_tokens, self.heldout_tokens = (sum(text.n_tokens for text in texts) for texts in (training, heldout))
+        if self.heldout_tokens:
+            self.heldout_bytes = self._bytes(self._held, heldout)
+            self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
+        else:
+            self.train_bytes = self._bytes(self.members, training)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first prefix, else None."""
@@ -76,11 +85,11 @@ class MegatronCorpus(Dataset):
 
     def train(self, vocab: int | None = None) -> list[TokenStream]:
         """Returns the training split of each member; vocab: number of ids that the model has."""
-        return self._texts("train", vocab)
+        return [self._text(member, "train", vocab) for member in self.members]
 
     def heldout(self, vocab: int | None = None) -> list[TokenStream]:
-        """Returns the validation split of each member."""
-        return self._texts("valid", vocab)
+        """Returns the validation split of each member, or data.valid_blend."""
+        return [self._text(member, "valid", vocab) for member in self._held]
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> BlendedOrder:
         """Implements `Dataset.training_order`."""
@@ -98,16 +107,15 @@ class MegatronCorpus(Dataset):
         """Implements `Dataset.changed`."""
         return list(order.plan.changed)
 
-    def _texts(self, split: str, vocab: int | None) -> list[TokenStream]:
-        texts = []
-        for member in self.members:
-            numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
-            texts.append(TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab))
-        return texts
+    def _text(self, member: MegatronPrefix, split: str, vocab: int | None) -> TokenStream:
+        if self._held is not self.members:
+            return TokenStream(member.documents, vocab=vocab)
+        numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
+        return TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab)
 
     def _tokenizer_of_all(self) -> tuple[str | None, int | None]:
         """Returns the tokenizer's fingerprint and EOD; raises ConfigError if the members' tokenizers differ."""
-        known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self.members if "tokenizer_fingerprint" in member.about}
+        known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self._all if "tokenizer_fingerprint" in member.about}
         if self._tokenizer:
             known["data.tokenizer"] = self._tokenizer.fingerprint
         if len(set(known.values())) > 1:
@@ -117,19 +125,19 @@ class MegatronCorpus(Dataset):
         fingerprint = next(iter(known.values()), None)
         if self._tokenizer:
             return fingerprint, self._tokenizer.eod
-        eods = {member.about.get("eod") for member in self.members}
+        eods = {member.about.get("eod") for member in self._all}
         return fingerprint, eods.pop() if len(eods) == 1 else None
 
-    def _bytes(self, texts: list[TokenStream]) -> int | None:
-        """Estimates the bytes of held-out text from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
+    def _bytes(self, members: list[MegatronPrefix], texts: list[TokenStream]) -> int | None:
+        """Estimates the bytes of the members' texts from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
         total = 0
-        for member, text in zip(self.members, texts, strict=True):
+        for member, text in zip(members, texts, strict=True):
             if member.about.get("bytes") and member.about.get("tokens"):
-                total += round(member.about["bytes"] * len(text.tokens) / member.about["tokens"])
+                total += round(member.about["bytes"] * text.n_tokens / member.about["tokens"])
             elif self._tokenizer:
                 key = {"data": member.fingerprint, "documents": [text.first, len(text)], "tokenizer": self._tokenizer.fingerprint}
                 key["counted"] = [_COUNTED, _LONGEST]
-                counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=len(text.tokens), slow=10**6)
+                counted = self.cache.get("bytes", key, lambda text=text: {"n": self._count(text)}, size=text.n_tokens, slow=10**6)
                 total += int(counted["n"])
             else:
                 return None
@@ -137,12 +145,13 @@ class MegatronCorpus(Dataset):
 
     def _count(self, text: TokenStream) -> np.ndarray:
         """Counts bytes by decoding: exact up to _COUNTED tokens; longer text is estimated from evenly spaced documents."""
-        tokenizer, total = self._tokenizer, len(text.tokens)
+        tokenizer, total = self._tokenizer, text.n_tokens
         assert tokenizer is not None
         every = max(1, -(-total // _COUNTED))
         n_bytes = n_tokens = 0
         for start, stop in zip(text.offsets[:-1:every], text.offsets[1::every], strict=True):
-            ids = text.tokens[start : min(stop, start + _LONGEST)]
+            stop = min(stop, start + _LONGEST)
+            ids = text.verified(start[None], stop[None])[start:stop]
             n_tokens += len(ids)
             n_bytes += len(tokenizer.decode(ids[ids != tokenizer.eod]).encode())
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
@@ -172,15 +181,15 @@ class BlendedOrder:
     def __init__(self, config: TrainConfig, corpus: MegatronCorpus, saved: dict[str, Any] | None, n_samples: int) -> None:
         self._config, self._corpus = config, corpus
         self._texts = corpus.train(config.model.vocab_size)
-        packed = self._packed() if config.data.documents == "packed" else None
-        seq_len, tokens = config.model.seq_len, [len(text.tokens) for text in self._texts]
-        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len) for n in tokens]
+        packed, extra = self._packed() if config.data.documents == "packed" else None, config.data.add_extra_token
+        seq_len, tokens = config.model.seq_len, [text.n_tokens for text in self._texts]
+        epoch_sizes = [len(order) for order in packed] if packed else [samples_in(n, seq_len, extra) for n in tokens]
         self.plan = make_plan(
             [(member.prefix, member.fingerprint) for member in corpus.members],
             corpus.weights,
             n_samples=n_samples,
             epoch_sizes=epoch_sizes,
-            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len).n * tokens[i], seq_len),
+            order_size=lambda i, n: n if packed else samples_in(EpochCount.of(n, tokens[i], seq_len, extra).n * tokens[i], seq_len, extra),
             saved=saved["blend"] if saved else None,
             position=saved["position"] if saved else 0,
         )
@@ -222,7 +231,7 @@ class BlendedOrder:
             [
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
-                    cache=self._corpus.cache, fingerprint=member.fingerprint,
+                    cache=self._corpus.cache, fingerprint=member.fingerprint, extra_token=self._config.data.add_extra_token,
                 )
                 for k, n in enumerate(progress.orders)
             ]

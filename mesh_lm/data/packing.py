@@ -33,11 +33,11 @@ class PackedSequences:
     """
 
     def __init__(self, text: TokenStream, seq_len: int, *, eod: int, seed: int, cache: IndexCache, fingerprint: str) -> None:
-        if not len(text.tokens):
+        if not text.n_tokens:
             raise ConfigError(f"{text.prefix} has no tokens in this split ({len(text)} documents from document {text.first} on)")
         self.seq_len, self._text, self._eod = seq_len, text, eod
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed}
-        arrays = cache.get("packed", key, lambda: pack(text.offsets, seq_len, seed), size=len(text), slow=10**6)
+        arrays = cache.get("packed", key, lambda: pack(np.asarray(text.offsets), seq_len, seed), size=len(text), slow=10**6)
         self._bounds, self._starts, self._sizes, self._heads = (arrays[name] for name in ("bounds", "starts", "sizes", "heads"))
         self._epochs = EpochPermutations(len(self), seed)
 
@@ -48,7 +48,7 @@ class PackedSequences:
     @property
     def fill(self) -> float:
         """The fraction of slots that hold a label."""
-        return len(self._text.tokens) / (len(self) * self.seq_len)
+        return self._text.n_tokens / (len(self) * self.seq_len)
 
     def read(self, indices: np.ndarray) -> TokenWindows:
         """Returns the windows at positions int64 [B]; raises ConfigError for a token id that the model lacks."""
@@ -61,8 +61,9 @@ class PackedSequences:
         _, slots = ranges(begins, begins + sizes)
         _, source = ranges(starts, starts + sizes)
         flat = {name: np.full(len(indices) * self.seq_len, self._eod, np.int32) for name in ("tokens", "labels")}
-        flat["labels"][slots] = self._text.tokens.take(source)
-        flat["tokens"][slots] = self._text.tokens.take(np.maximum(source - 1, 0))
+        tokens = self._text.verified(np.maximum(starts - 1, 0), starts + sizes)
+        flat["labels"][slots] = tokens.take(source)
+        flat["tokens"][slots] = tokens.take(np.maximum(source - 1, 0))
         flat["tokens"][begins[heads]] = self._eod
         weights, is_start = np.zeros(flat["labels"].shape, np.float32), np.zeros(flat["labels"].shape, bool)
         weights[slots] = 1.0

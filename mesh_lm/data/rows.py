@@ -92,7 +92,8 @@ class RowReader:
       order: the sample order; row g is its window at position g.
       eod: id of the end-of-document token, None if unknown. An EOD belongs to the document after it, as the input from which that
         document's first token is predicted.
-      documents: `joined`, or `separate` / `packed` for segment_ids and positions.
+      documents: `joined`, or `separate` / `packed` for segment_ids and positions; `megatron`: the same, but an EOD belongs to the document
+        before it, and the next one starts after it.
       mask_document_start: whether the first token of each document has weight 0.
       fill_in_middle: rearranges the documents within a window; not supported for packed documents.
 
@@ -105,7 +106,7 @@ class RowReader:
         order: SampleOrder,
         *,
         eod: int | None,
-        documents: Literal["joined", "separate", "packed"] = "joined",
+        documents: Literal["joined", "separate", "megatron", "packed"] = "joined",
         mask_document_start: bool = False,
         fill_in_middle: FillInMiddle | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class RowReader:
             option = "data.mask_document_start" if documents == "joined" else f"data.documents={documents}"
             raise ConfigError(f"{option}: the end-of-document token of this data is not known; set data.tokenizer")
         self.order, self.seq_len = order, order.seq_len
-        self._eod, self._separate = eod, documents != "joined"
+        self._eod, self._separate, self._closes = eod, documents != "joined", documents == "megatron"
         self._mask_document_start, self._fill_in_middle = mask_document_start, fill_in_middle
 
     def __len__(self) -> int:
@@ -155,6 +156,8 @@ class RowReader:
             out["weights"][windows.tokens == self._eod] = 0.0
         if self._separate:
             starts = windows.tokens == self._eod if windows.starts is None else windows.starts
+            if self._closes:
+                starts = np.pad(starts[:, :-1], ((0, 0), (1, 0)))
             columns = np.arange(self.seq_len, dtype=np.int32)
             out["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
             out["positions"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)

@@ -64,14 +64,12 @@ class Sequences:
 
     def __init__(self, text: TokenStream, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
         self.seq_len, self._eod = seq_len, eod
-        self._text, self._tokens = text, text.tokens
-        n_full = len(self._tokens) // seq_len
-        self._full = self._tokens[: n_full * seq_len].reshape(n_full, seq_len)  # a view: labels of the full sequences
-        self._tail = self._tokens[n_full * seq_len :] if pad else self._tokens[:0]
-        self._n = n_full + (len(self._tail) > 0)
+        self._text = text
+        self._n_full, n_tail = divmod(text.n_tokens, seq_len)
+        self._n = self._n_full + (pad and n_tail > 0)
         if self._n == 0:
             raise ConfigError(
-                f"the corpus has {len(self._tokens)} tokens, fewer than one sequence needs ({1 if pad else seq_len}); "
+                f"the corpus has {text.n_tokens} tokens, fewer than one sequence needs ({1 if pad else seq_len}); "
                 "give more text (data.path) or a smaller model.seq_len"
             )
         self._epochs = None if seed is None else EpochPermutations(self._n, seed)
@@ -85,13 +83,17 @@ class Sequences:
         numbers = self._epochs(indices) if self._epochs else indices % self._n
         labels = np.full((len(numbers), self.seq_len), self._eod or 0, np.int32)
         weights = np.ones(labels.shape, np.float32)
-        is_full = numbers < len(self._full)
-        labels[is_full] = self._full[numbers[is_full]]
-        labels[~is_full, : len(self._tail)] = self._tail
-        weights[~is_full, len(self._tail) :] = 0.0
+        starts, end = numbers * self.seq_len, self._n_full * self.seq_len
+        tokens = self._text.verified(np.maximum(starts - 1, 0), np.minimum(starts + self.seq_len, self._text.n_tokens))
+        full, tail = tokens[:end].reshape(self._n_full, self.seq_len), tokens[end:]  # views: labels
+        is_full = numbers < self._n_full
+        labels[is_full] = full[numbers[is_full]]
+        if not is_full.all():
+            labels[~is_full, : len(tail)] = tail
+            weights[~is_full, len(tail) :] = 0.0
         self._text.check(labels, lambda row, column: int(numbers[row]) * self.seq_len + column)
         # The stream's leading EOD is not stored.
-        before = np.where(numbers == 0, self._eod or 0, self._tokens[np.maximum(numbers * self.seq_len - 1, 0)]).astype(np.int32)
+        before = np.where(numbers == 0, self._eod or 0, tokens[np.maximum(starts - 1, 0)]).astype(np.int32)
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
         return TokenWindows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)

@@ -9,13 +9,12 @@ from typing import get_args
 
 from mesh_lm import optim
 from mesh_lm.config import TrainConfig
-from mesh_lm.data import blend
-from mesh_lm.data.gpt_dataset import split_ranges
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
+from mesh_lm.training.check_data import data_problems
 from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
@@ -68,7 +67,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     if config.health.rewinds and config.checkpoint.keep < 2:
         yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
     yield from _optimizer(config, rule)
-    yield from _data(config)
+    yield from data_problems(config.data)
     yield from _local(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
@@ -112,20 +111,6 @@ def _local(config: TrainConfig) -> Iterator[str]:
     if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
         why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
         yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
-
-
-def _data(config: TrainConfig) -> Iterator[str]:
-    data = config.data
-    for parse in (lambda: blend.parse(data.blend), lambda: split_ranges(data.split, 1)):
-        try:
-            parse()
-        except ConfigError as error:
-            yield str(error)
-    for name in ("fim_rate", "fim_spm_rate"):
-        if not 0 <= (value := getattr(data, name)) <= 1:
-            yield f"data.{name}={value} must be in [0, 1]"
-    if data.fim_rate and data.documents == "packed":
-        yield f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; set data.documents=separate"
 
 
 def _mesh_axes(config: TrainConfig) -> Iterator[str]:

@@ -104,6 +104,8 @@ def _train(
             if saved:
                 monitor.note(_resumed(saved, run, batches))
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
+            if not batches.has_heldout:
+                monitor.note("the data has no held-out part: evaluation is off")
             between.call("on_start")
             loop(run, step, outer, phases.steps(training), between)
             if not run.preempted and between.last_evaluation():
@@ -166,7 +168,7 @@ class Between:
         if stopping and not last:
             self._monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
             run.preempted = True
-        elif not last and (every := run.config.train.eval_every) and n % every == 0:
+        elif not last and (every := run.config.train.eval_every) and n % every == 0 and self._batches.has_heldout:
             self._evaluate(n)
         return run.state
 
@@ -218,10 +220,13 @@ class Between:
             self.call("on_evaluation", self._monitor.heldout(n, loss))
 
     def last_evaluation(self) -> bool:
-        """Evaluates the final weights, unless that is on record. Returns whether it was completed; if not, the run counts as preempted."""
+        """Evaluates the final weights, unless that is on record or nothing is held out.
+
+        Returns whether it was completed; if not, the run counts as preempted.
+        """
         self._phases.at("evaluate")
         step = int(self._run.state["step"])
-        if not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
+        if self._batches.has_heldout and not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
             self._evaluate(step)
         self._run.preempted = self._stop.requested
         return not self._stop.requested

@@ -187,6 +187,13 @@ class Counting(Dataset):
         return Counted(config.model.seq_len, 8)
 
 
+class NothingHeldOut(Counting):
+    heldout_tokens = 0
+
+    def heldout_order(self, config: TrainConfig) -> Any:
+        raise AssertionError("not called")
+
+
 class Counted:
     def __init__(self, seq_len: int, n: int) -> None:
         self.seq_len, self._n = seq_len, n
@@ -209,8 +216,10 @@ def test_data_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     mesh_lm.train(counting, data=Counting(), callbacks=[Noted(stops=2)])
     with pytest.raises(ConfigError, match=r"was trained on corpus counting in sequences of 32, seed 0, this config reads tokens-"):
         mesh_lm.train(counting, data=ids)
-    run = mesh_lm.train(counting, data=Counting())
+    run = mesh_lm.train(counting, data=NothingHeldOut(), callbacks=[noted := Noted()])
     assert run.losses != by_array.losses and len(run.losses) == 4
+    assert noted.order == [("start", 2), ("step", 3), ("step", 4), ("end", 4)]
+    assert (tmp_path / "counting" / "log.txt").read_text().count("the data has no held-out part: evaluation is off\n") == 1
     for wrong, said in (([0.5, 1.5], r"not float64 \[2\]"), ([[1, 2], [3]], "not list"), (np.ones(5, int), "5 token ids are too few")):
         with pytest.raises(ConfigError, match=said):
             mesh_lm.train(config, data=wrong)  # pyright: ignore[reportArgumentType]

@@ -219,7 +219,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError):
         same, facts = False, None
     if not same or not (bin_path(prefix).exists() and idx_path(prefix).exists()):
-        names = ", ".join(f"{prefix}{suffix}" for suffix in (".bin", ".idx", ".json", ".tokenizer"))
+        names = ", ".join(f"{prefix}{suffix}" for suffix in (".bin", ".idx", ".digests", ".json", ".tokenizer"))
         raise ConfigError(f"{path} exists and was made from other inputs or settings; remove {names}, or choose another --output")
     return facts
 

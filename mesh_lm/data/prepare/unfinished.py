@@ -25,7 +25,8 @@ import numpy as np
 
 from mesh_lm import strict_json
 from mesh_lm.data.atomic import atomic_write, sibling
-from mesh_lm.data.indexed import bin_path, idx_path, write_index
+from mesh_lm.data.digests import digests_path
+from mesh_lm.data.indexed import Documents, bin_path, idx_path, write_index
 from mesh_lm.data.prepare.plan import TextShard
 from mesh_lm.data.prepare.worker import Encoded
 from mesh_lm.data.tokenizer import Tokenizer
@@ -158,8 +159,11 @@ class Unfinished:
                     write_index(file, sizes, dtype)
                 os.replace(self.directory / "index.idx", idx_path(self.prefix))
                 os.replace(tokens, bin_path(self.prefix))
+            about = json.dumps(facts, indent=1).encode()
+            digests_path(self.prefix).unlink(missing_ok=True)  # of earlier files of that name
+            Documents(self.prefix).seal(about)
             with atomic_write(Path(f"{self.prefix}.json")) as (file,):
-                file.write(json.dumps(facts, indent=1).encode())
+                file.write(about)
         self.remove()
 
     def remove(self) -> None:

@@ -14,7 +14,8 @@ from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
 from mesh_lm.data import megatron_corpus
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.data.indexed import Documents, idx_path, write_documents
+from mesh_lm.data.digests import digests_path
+from mesh_lm.data.indexed import Documents, bin_path, idx_path, seal, write_documents
 from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
@@ -168,12 +169,23 @@ def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
     assert len(index) == 4 * BATCH // 2 + 4 * BATCH
 
 
-def test_moved_files_are_the_same_data(data: Path, tmp_path: Path):
+def test_moved_files_are_the_same_data_without_and_with_digests(data: Path, tmp_path: Path):
     of = config(data, 0.5, "a", 0.5, "b")
     for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
         (tmp_path / name).write_bytes((data / name).read_bytes())
     moved = batches(config(tmp_path, 0.5, "a", 0.5, "b"), batches(of).state(16))
     assert moved.changed == [] and read(moved, 6) == read(batches(of), 10)[16:]
+    for name in "ab":
+        assert seal(str(tmp_path / name)).startswith(f"{tmp_path}/{name}: sealed")
+    sealed = batches(config(tmp_path, 0.5, "a", 0.5, "b"), moved.state(24))
+    assert sealed.changed == [] and read(sealed, 4) == read(batches(of), 10)[24:]
+    other = Documents(tmp_path / "a").tokens.copy()
+    other[len(other) // 2] ^= 1
+    bin_path(tmp_path / "a").write_bytes(other.tobytes())
+    digests_path(tmp_path / "a").unlink()
+    seal(str(tmp_path / "a"))
+    again = batches(config(tmp_path, 0.5, "a", 0.5, "b"), sealed.state(24))
+    assert again.changed[1:3] == [f"{tmp_path}/a is new", f"{tmp_path}/b continues after 12 samples"], "sealed again: other data"
 
 
 @pytest.mark.parametrize(
@@ -320,9 +332,6 @@ def test_errors(data: Path, tmp_path: Path):
     idx_path(tmp_path / "a").write_bytes((data / "a.idx").read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"/a\.idx is truncated or not a Megatron \.bin/\.idx file"):
         batches(config(tmp_path, "a"))
-    with pytest.raises(ConfigError, match=r"data\.split=1 holds out no text: .*/a has 90 documents; give its second number"):
-        of = config(data, "a")
-        batches(dataclasses.replace(of, data=dataclasses.replace(of.data, split="1")))
     with pytest.raises(ConfigError, match=r"data\.documents=separate: the end-of-document token of this data is not known"):
         batches(config(data, "a", documents="separate"))
     with pytest.raises(ConfigError, match=r"data\.fim_rate=0\.5 splits documents between characters, which needs data\.tokenizer"):

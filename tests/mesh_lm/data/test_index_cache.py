@@ -1,10 +1,14 @@
 import multiprocessing
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from processes import PATIENCE
 
+from mesh_lm.data import index_cache
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.errors import ConfigError
 
@@ -65,13 +69,65 @@ def test_processes_that_race(tmp_path: Path):
     assert [path.name for path in (tmp_path / "indices").iterdir() if path.name.startswith(".")] in ([], [".kind.lock"])
 
 
-def test_errors(tmp_path: Path):
+def fresh() -> dict[str, np.ndarray]:
+    return {"x": np.arange(99, dtype=np.int32), "y": np.ones((2, 3))}
+
+
+def read(cache: IndexCache, key: dict) -> dict[str, list]:
+    return {name: array.tolist() for name, array in cache.get("kind", key, fresh).items()}
+
+
+def damages(directory: Path, other: Path) -> Iterator[tuple[str, str]]:
+    """Damages an index, and yields what it did and what the log says of it."""
+    x, sums = directory / "x.npy", directory / "digests.json"
+    intact = x.read_bytes()
+    for at in (0, 8, 60, len(intact) - 1):  # magic, length of the header, header, data
+        x.write_bytes(intact[:at] + bytes([intact[at] ^ 16]) + intact[at + 1 :])
+        yield f"flip {at}", "CRC-32 of x.npy"
+    for size in (0, 40, len(intact) - 4):
+        x.write_bytes(intact[:size])
+        yield f"truncate to {size}", "CRC-32 of x.npy"
+    x.unlink()
+    yield "missing array", "x.npy is missing"
+    x.write_bytes((directory / "y.npy").read_bytes())
+    yield "one under another's name", "CRC-32 of x.npy"
+    (directory / "z.npy").write_bytes(intact)
+    yield "one too many", "CRC-32 of z.npy"
+    sums.unlink()
+    yield "no digests, as of earlier versions", "digests.json is missing"
+    for text in ("", "[" * 9999, '{"x.npy": {}}', '{"x.npy": 1}'):
+        sums.write_text(text)
+        yield text, "(CRC-32 of|digests.json: )"
+    shutil.rmtree(directory)
+    shutil.copytree(other, directory)
+    yield "another's directory", "CRC-32 of"
+
+
+def test_a_damaged_index_is_named_and_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    cache = IndexCache(str(tmp_path))
+    intact, count = read(cache, {"n": 1}), 0
+    (directory,) = tmp_path.glob("indices/kind-*")
+    read(cache, {"n": 2})
+    (other,) = {*tmp_path.glob("indices/kind-*")} - {directory}
+    for count, (what, why) in enumerate(damages(directory, other), 1):
+        capsys.readouterr()
+        assert read(cache, {"n": 1}) == intact, what
+        out = capsys.readouterr().out
+        said = rf"warning: index cache: {directory.name} in {directory.parent} is not as it was written \({why}.*\); it is computed again"
+        assert re.search(rf"{said} \({count} so far\)\n$", out) and out.count("\n") == 1, (what, out)
+        assert read(cache, {"n": 1}) == intact and not capsys.readouterr().out, "it is kept"
+    assert count == 16 and {*(tmp_path / "indices").iterdir()} == {directory, other}
+
+
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache = IndexCache(str(tmp_path))
     cache.get("kind", {}, lambda: {"x": np.zeros(9)})
-    (path,) = tmp_path.glob("indices/kind-*/x.npy")
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ConfigError, match=r"kind-\w+ is damaged .*; remove it to compute it again"):
-        cache.get("kind", {}, lambda: {})
+    monkeypatch.setattr(index_cache, "_store", lambda directory, arrays: None)
+    with pytest.raises(
+        ConfigError, match=r"data\.cache: .*other-\w+ was written just now, but digests\.json is missing; its disk is failing"
+    ):
+        cache.get("other", {}, lambda: {})
+    monkeypatch.undo()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*file"):
         IndexCache(str(tmp_path / "file")).get("kind", {}, lambda: {"x": np.zeros(9)})

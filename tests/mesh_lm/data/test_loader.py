@@ -163,7 +163,7 @@ def test_errors_of_the_reader_threads_arrive(threads: int):
     with pytest.raises(ConfigError) as error:
         for _ in range(3):
             next(loader)
-    assert str(error.value).startswith("memory.bin, document 0: token id 70, but model.vocab_size=70 has ids 0 to 69;")
+    assert str(error.value).startswith("the given token ids, document 0: token id 70, but model.vocab_size=70 has ids 0 to 69;")
 
 
 TWO_PROCESSES = """

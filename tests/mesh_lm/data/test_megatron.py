@@ -14,10 +14,12 @@ from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
 from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, TokenStream
+from mesh_lm.data.indexed import Documents, InMemory, TokenStream
+from mesh_lm.data.rows import RowReader
 from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+EOD = 0
 GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text())
 
 
@@ -37,11 +39,24 @@ def digest(order, n: int) -> str:
     return total.hexdigest()
 
 
+def borders(order, n: int) -> str:
+    """Position ids, loss masks and which keys are masked, with Megatron's borders between documents."""
+    total = hashlib.sha256()
+    rows = RowReader(order, eod=EOD, documents="megatron", mask_document_start=True)
+    for first in range(0, n, 64):
+        found = rows.rows(np.arange(first, min(first + 64, n)))
+        for positions, weights, segments in zip(found["positions"], found["weights"], found["segment_ids"], strict=True):
+            masked = ~np.tril(segments[:, None] == segments[None, :])
+            total.update(positions.astype("<i8").tobytes() + weights.astype("<f4").tobytes() + masked.tobytes())
+    return total.hexdigest()
+
+
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
     text, cache = TokenStream(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
-    return GPTDataset(text, case["seq_len"], n_samples=n_samples, seed=case["seed"], cache=cache, fingerprint=documents.fingerprint())
+    settings = {"seed": case["seed"], "cache": cache, "fingerprint": documents.fingerprint(), "extra_token": case["extra"]}
+    return GPTDataset(text, case["seq_len"], n_samples=n_samples, **settings)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -57,29 +72,32 @@ def test_order_is_megatrons(directory: Path, name: str):
         consumed=[0] * len(members), start=0, cache=IndexCache(str(directory / "cache")),
     )  # fmt: skip
     assert digest(order, case["read"]) == case["train"]
+    assert borders(order, case["read"]) == case["borders"]
     if case.get("length"):
         assert len(members[0]) == case["length"]
     if "valid" in case:
         n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
         assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
     if name.startswith("several epochs"):
-        needed = EpochCount.of(case["samples"], len(members[0]._text.tokens), case["seq_len"])
+        needed = EpochCount.of(case["samples"], members[0]._text.n_tokens, case["seq_len"])
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
-def walked(lengths: list[int], seq_len: int) -> list[tuple[int, int]]:
-    """Computes the sample index token by token: (document, offset) of every S-th token."""
+def walked(lengths: list[int], seq_len: int, extra: bool) -> list[tuple[int, int]]:
+    """Computes the sample index token by token: (document, offset) of every S-th token, or, without the extra one, of what follows it."""
     tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
-    return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
+    if extra:
+        return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
+    return [(0, 0), *((document, offset + 1) for document, offset in tokens[seq_len - 1 : len(tokens) : seq_len])]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
-def test_sample_index_against_a_walk(lengths: list[int], seq_len: int):
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12), st.booleans())
+def test_sample_index_against_a_walk(lengths: list[int], seq_len: int, extra: bool):
     if sum(lengths) == 0:
         return
-    found = sample_index(np.array(lengths, np.int32), seq_len)
-    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len)] and found.dtype == np.int32
+    found = sample_index(np.array(lengths, np.int32), seq_len, extra)
+    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)] and found.dtype == np.int32
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,16 +106,14 @@ def test_reading_is_the_stream_of_the_documents(data):
     """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
     seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
-    documents = Documents.__new__(Documents)
-    documents.tokens, documents.prefix = np.arange(sum(lengths)).astype(np.uint16), "memory"
-    documents.offsets = documents.sequences = np.concatenate(([0], np.cumsum(lengths)))
+    documents = InMemory(np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths))))
     epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
-        with pytest.raises(ConfigError, match=rf"memory has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
+        with pytest.raises(ConfigError, match=rf"has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
             GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
-    stream = np.concatenate([documents[i] for i in arrays["documents"]]).tolist()
+    stream = np.concatenate([documents.unverified[ends[i] : ends[i + 1]] for i in arrays["documents"]]).tolist()
     dataset = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
     assert len(dataset) == samples_in(len(stream), seq_len) >= n
     windows = dataset.read(np.arange(len(dataset)))

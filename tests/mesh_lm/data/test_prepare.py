@@ -143,7 +143,7 @@ def test_what_is_written(inputs: Any, tmp_path: Path, tokenizer_file: str, capsy
         "text_field": "text", "skipped_lines": 0, "skipped_files": 2,
     }  # fmt: skip
     assert load_tokenizer(f"{prefix}.tokenizer").fingerprint == ids.fingerprint
-    assert sorted(path.name for path in prefix.parent.iterdir()) == ["x.bin", "x.idx", "x.json", "x.tokenizer"]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["x.bin", "x.digests", "x.idx", "x.json", "x.tokenizer"]
     out = capsys.readouterr().out
     assert f"{len(wanted)} documents" in out and "2 files that are not UTF-8 skipped" in out
 
@@ -209,7 +209,7 @@ def test_errors(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyP
             Path(path).write_bytes(contents)
         with pytest.raises(ConfigError, match=message):
             prepare((str(path),), str(tmp_path / "x"), tokenizer_file, workers=1, output=io.StringIO(), **options)
-        assert not [each for each in tmp_path.iterdir() if each.name in ("x.bin", "x.idx", "x.json")]
+        assert not [each for each in tmp_path.iterdir() if each.name in ("x.bin", "x.digests", "x.idx", "x.json")]
 
     good = b'{"text": "a"}\n'
     fails(tmp_path / "no.txt", r"--input=.*no\.txt: no such file or directory; give \.txt, \.jsonl")

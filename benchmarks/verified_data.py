@@ -1,0 +1,130 @@
+"""What it costs the loader to verify prepared tokens: CPU seconds of its batches with and without <prefix>.digests.
+
+Both sides read the same two epochs of the same files, which are in memory (the page cache), in one shuffled order, by turns. Each block
+is compared once, when it is first read: most of them at the beginning of the first epoch, none in the second. Target: 2 %, over an epoch.
+Also: how fast candidates for the digest are here, and what sealing and verifying whole files takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from record import Record, Row, options
+
+from mesh_lm.data.digests import BLOCK_BITS, digests_path
+from mesh_lm.data.gpt_dataset import GPTDataset, samples_in
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Documents, TokenStream, bin_path, idx_path, seal, write_documents
+from mesh_lm.data.loader import Loader
+from mesh_lm.data.rows import RowReader
+
+TARGET = 0.02
+CASES = {  # name: vocabulary, tokens of a document, seq_len, sequences in a batch
+    "2,048 tokens of 2 bytes": (50_000, 400, 2048, 32),
+    "4,096 tokens of 4 bytes": (128_000, 400, 4096, 32),
+    "gpt_tiny: 256 tokens of 2 bytes": (4096, 400, 256, 16),
+}
+PHASES = {"first 2 % of epoch 1": (0, 0.02), "epoch 1": (0, 1), "epoch 2": (1, 2)}
+
+
+def write(prefix: Path, vocab: int, length: int, n_tokens: int) -> None:
+    chance = np.random.default_rng(0)
+    pool = chance.integers(1, vocab, 4 * length)
+    write_documents(prefix, (pool[-int(n) :] for n in chance.integers(1, 2 * length, n_tokens // length)), vocab=vocab)
+
+
+def seconds(prefix: Path, cache: Path, seq_len: int, batch: int) -> dict[str, float]:
+    """Returns the CPU seconds of each phase."""
+    documents = Documents(prefix)
+    n = samples_in(len(documents.unverified), seq_len)
+    # One order of one epoch, read twice: a second epoch of its own would touch the same blocks.
+    order = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=1, cache=IndexCache(str(cache)), fingerprint=prefix.name)
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    batches, taken = Loader(
+        RowReader(order, eod=0), global_batch=batch, microbatches=1, sharding=sharding, position=0, threads=0, prefetch=2
+    ), []  # fmt: skip
+    with contextlib.closing(batches):
+        for _ in range(2 * n // batch):
+            began = time.process_time()
+            jax.block_until_ready(next(batches))
+            taken.append(time.process_time() - began)
+    return {name: sum(taken[int(a * n / batch) : max(1, int(b * n / batch))]) for name, (a, b) in PHASES.items()}
+
+
+def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
+    out = []
+    for number, (name, (vocab, length, seq_len, batch)) in enumerate(CASES.items()):
+        sealed, bare = directory / f"sealed{number}", directory / f"bare{number}"
+        size = n_bytes if seq_len > 1000 else n_bytes // 4  # small batches take long
+        write(sealed, vocab, length, size // (2 if vocab < 65_000 else 4))
+        for path in (bin_path, idx_path):
+            os.link(path(sealed), path(bare))
+        found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+        for _ in range(repeats):
+            for side, prefix in (("without", bare), ("with", sealed)):
+                found[side].append(seconds(prefix, directory, seq_len, batch))
+        for phase in PHASES:
+            without, verified = ([each[phase] for each in found[side]] for side in ("without", "with"))
+            cost = min(verified) / min(without) - 1  # what else runs here only adds
+            out.append({
+                "samples": name, "phase": phase, "without_s": min(without), "with_s": min(verified),
+                "cost_percent": 100 * cost, "holds": cost <= TARGET or not phase.startswith("epoch"),
+            })  # fmt: skip
+    return out
+
+
+def digests(n_bytes: int) -> list[Row]:
+    kinds: dict[str, Callable[[memoryview], object]] = {
+        "CRC-32 (zlib)": zlib.crc32, "SHA-256 (OpenSSL)": lambda part: hashlib.sha256(part).digest(),
+        "BLAKE2b": lambda part: hashlib.blake2b(part, digest_size=8).digest(),
+    }  # fmt: skip
+    data, block, out = memoryview(os.urandom(n_bytes)), 1 << BLOCK_BITS, []
+    for name, digest in kinds.items():
+        taken = []
+        for _ in range(5):
+            began = time.process_time()
+            for i in range(0, n_bytes, block):
+                digest(data[i : i + block])
+            taken.append(time.process_time() - began)
+        out.append({"digest": name, "gb_per_s": n_bytes / min(taken) / 1e9})
+    return out
+
+
+def whole(prefix: Path) -> list[Row]:
+    size, out = bin_path(prefix).stat().st_size, []
+    digests_path(prefix).unlink()
+    for what in ("seal", "verify all"):
+        began = time.process_time()
+        seal(str(prefix))
+        taken = time.process_time() - began
+        out.append({"what": what, "gb": size / 1e9, "cpu_seconds": taken, "gb_per_s": size / taken / 1e9})
+    out.append({"what": "size of the side file", "gb": digests_path(prefix).stat().st_size / 1e9, "cpu_seconds": None, "gb_per_s": None})
+    return out
+
+
+def main() -> int:
+    arguments = options(__doc__ or "").parse_args()
+    n_bytes, repeats = (2**22, 1) if arguments.quick else (2**26, 5)
+    record = Record(f"verified_data{'-quick' * arguments.quick}", arguments.output)
+    with tempfile.TemporaryDirectory(prefix="verified-data-") as directory:
+        rows = loader(Path(directory), n_bytes, repeats)
+        note = f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a document. Best of {repeats} turns, 1 thread."
+        record.table("Loader", rows, note)
+        record.table("Digests", digests(min(n_bytes, 2**26)), f"Blocks of {1 << BLOCK_BITS:,} bytes; the best of five.")
+        record.table("Whole files", whole(Path(directory) / "sealed0"), "In the page cache.")
+    record.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Where documents begin, read from the memory map of an .idx, so that a corpus of a billion documents needs no memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+_BLOCK = 2**20
+"""Offsets converted at once."""
+
+
+class Offsets:
+    """Like an int64 array [n + 1] of token offsets, of which sequence i has offsets[i] to offsets[i + 1] - 1. Thread-safe.
+
+    It is indexed by a number, a slice or an integer array, with the results of an array; `np.asarray` makes one of all of it. An index must
+    not be negative.
+    """
+
+    def __init__(self, pointers: np.ndarray, itemsize: int, end: int, base: int = 0) -> None:
+        """Takes byte offsets, int64 [n] (not aligned, as they are in the file), bytes per token, and the last offset; base: subtracted."""
+        self._pointers, self._itemsize, self._end, self._base = pointers, itemsize, end, base
+        self._shift = itemsize.bit_length() - 1  # sizes are powers of 2, and a division takes much longer
+
+    def __len__(self) -> int:
+        """Returns n + 1."""
+        return len(self._pointers) + 1
+
+    def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
+        """Returns offsets, int64 with the shape of the index."""
+        numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
+        n = len(self._pointers)
+        if n == 0:
+            return np.full(numbers.shape, self._end - self._base)
+        # Not `take`, which would first copy all of an unaligned array.
+        found = self._pointers[np.minimum(numbers, n - 1)] >> self._shift
+        if self._base:
+            found -= self._base
+        if numbers.max(initial=0) < n:
+            return found
+        return np.where(numbers == n, self._end - self._base, found)
+
+    def part(self, first: int, stop: int) -> Offsets:
+        """Returns the offsets of the sequences first to stop - 1, from the first of them on."""
+        return Offsets(self._pointers[first:stop], self._itemsize, int(self[stop]), int(self[first]))
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yields all offsets in order, int64 [at most 2^20] at a time."""
+        for i in range(0, len(self), _BLOCK):
+            yield self[i : i + _BLOCK]
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """Returns all offsets in memory."""
+        return np.concatenate([*self.blocks()]).astype(dtype or np.int64, copy=False)

@@ -1,0 +1,208 @@
+"""What a Megatron user brings along: data without a held-out part, blends per split, and Megatron's borders between documents."""
+
+import dataclasses
+import hashlib
+import tracemalloc
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_memory import Tokens
+
+from mesh_lm.config import DataConfig, TrainConfig, TrainLoop
+from mesh_lm.data.batches import Batches
+from mesh_lm.data.corpus import prepare
+from mesh_lm.data.dataset import TokenArray
+from mesh_lm.data.digests import digests_path
+from mesh_lm.data.gpt_dataset import GPTDataset
+from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.indexed import Documents, TokenStream, write_documents
+from mesh_lm.data.rows import RowReader
+from mesh_lm.data.sequences import Sequences
+from mesh_lm.errors import ConfigError
+from mesh_lm.model import DecoderConfig
+from mesh_lm.training.check import check
+
+SEQ, VOCAB, EOD = 16, 500, 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, n in (("a", 60), ("b", 40), ("v", 30)):
+        write_documents(directory / name, (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)), vocab=VOCAB)
+        (directory / f"{name}.json").write_text('{"eod": 0, "bytes": 4000, "tokens": 1000}')
+    return directory
+
+
+def config(data: Path, *blend: str, **fields: object) -> TrainConfig:
+    words = tuple(str(data / word) if word.isalpha() else word for word in blend)
+    return TrainConfig(
+        model=DecoderConfig(vocab_size=VOCAB, seq_len=SEQ), output=str(data / "run"), train=TrainLoop(steps=5, global_batch=4),
+        data=DataConfig(blend=words, cache=str(data / "cache"), threads=0, **fields),  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def batches(of: TrainConfig, corpus=None, saved: dict | None = None) -> Batches:
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    return Batches(of, prepare(of.data, vocab=300) if corpus is None else corpus, sharding, saved)
+
+
+def ltor_masks_and_position_ids(row: np.ndarray, eod: int) -> tuple[list[float], list[int], np.ndarray]:
+    """Megatron's `_get_ltor_masks_and_position_ids` with all three resets, token by token, from its definition.
+
+    Returns the loss mask (0 where a token is EOD), the position ids, and which keys each query attends to, bool [S, S].
+    """
+    positions, may_attend = list(range(len(row))), np.tril(np.ones((len(row), len(row)), bool))
+    previous = 0
+    for i, token in enumerate(row):
+        if token == eod:
+            may_attend[i + 1 :, : i + 1] = False
+            for j in range(i + 1, len(row)):
+                positions[j] -= i + 1 - previous
+            previous = i + 1
+    return [0.0 if token == eod else 1.0 for token in row], positions, may_attend
+
+
+def attends(segment_ids: np.ndarray) -> np.ndarray:
+    return np.tril(segment_ids[:, None] == segment_ids[None, :])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=60), st.integers(1, 9))
+def test_borders_are_megatrons(tokens: list[int], seq_len: int):
+    """Also with documents of one EOD, an EOD first or last in a row, and none."""
+    rows = RowReader(Sequences(Tokens(tokens), seq_len, eod=EOD, seed=None), eod=EOD, documents="megatron", mask_document_start=True)
+    for row in (rows.sample(g) for g in range(len(rows))):
+        mask, positions, may_attend = ltor_masks_and_position_ids(row["tokens"], EOD)
+        assert row["weights"].tolist() == mask and row["positions"].tolist() == positions
+        assert (attends(row["segment_ids"]) == may_attend).all()
+
+
+def digest(rows: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(np.asarray(row, "<i8").tobytes() for row in rows)).hexdigest()
+
+
+def test_hashes_of_a_corpus_are_megatrons_and_separate_ones_are_not(data: Path):
+    """Position ids and loss masks of a complete epoch in Megatron's sample order."""
+    documents = Documents(data / "a")
+    order = GPTDataset(TokenStream(documents), SEQ, n_samples=50, seed=1234, cache=IndexCache(str(data / "cache")), fingerprint="a")
+    found = {
+        kind: [RowReader(order, eod=EOD, documents=kind, mask_document_start=True).sample(g) for g in range(len(order))]
+        for kind in ("megatron", "separate")
+    }
+    oracle = [ltor_masks_and_position_ids(row["tokens"], EOD) for row in found["megatron"]]
+    masks, positions = digest([mask for mask, _, _ in oracle]), digest([at for _, at, _ in oracle])
+    for kind, rows in found.items():
+        assert digest([row["weights"] for row in rows]) == masks
+        assert (digest([row["positions"] for row in rows]) == positions) == (kind == "megatron")
+
+
+def test_held_out_text_has_the_same_borders(data: Path):
+    of = config(data, "a", documents="megatron", split="50,50")
+    batch = next(batches(of).heldout())
+    for tokens, positions in zip(np.asarray(batch["tokens"])[0], np.asarray(batch["positions"])[0], strict=True):
+        assert positions.tolist() == ltor_masks_and_position_ids(tokens, EOD)[1]
+    with pytest.raises(ConfigError, match=r"data\.documents=megatron: the end-of-document token of this data is not known; set data\.tok"):
+        RowReader(Sequences(Tokens(range(40)), 2, eod=None, seed=None), eod=None, documents="megatron")
+
+
+def test_a_validation_blend_of_its_own(data: Path):
+    of = config(data, "0.6", "a", "0.4", "b", valid_blend=("1", str(data / "v")))
+    corpus = prepare(of.data, vocab=0)
+    sizes = {name: len(Documents(data / name).tokens) for name in "abv"}
+    assert corpus.train_tokens == sizes["a"] + sizes["b"] and corpus.heldout_tokens == sizes["v"], "complete prefixes"
+    assert corpus.heldout_bytes == 4 * sizes["v"] and corpus.name == "Megatron prefixes, all documents"
+    order = corpus.heldout_order(of)
+    windows = order.read(np.arange(len(order)))
+    assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), "each token once, in order"
+    assert batches(of).has_heldout
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"valid_blend": ("v",), "split": "9,1"}, r"data\.split=9,1 has no effect with data\.valid_blend.*leave one of them out"),
+        ({"valid_blend": ("v",), "blend": (), "path": "x"}, r"data\.valid_blend=v is the held-out text of a data\.blend; set that, too"),
+        ({"valid_blend": ("1", "v"), "blend": ("1", "w", "1", "v")}, r"data\.valid_blend: v is in data\.blend, too, so that it would be"),
+        ({"valid_blend": ("0.5", "v", "w")}, r"data\.valid_blend=0\.5 v w: give prefixes only, or a weight before each prefix"),
+    ],
+)
+def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str):
+    of = config(data, "a")
+    with pytest.raises(ConfigError, match=message):
+        check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+
+
+@pytest.mark.parametrize("fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}])
+def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
+    of = config(data, "a", add_extra_token=False)
+    check(of, 1)
+    with pytest.raises(
+        ConfigError, match=r"data\.add_extra_token=false is for a data\.blend without packed documents and without data\.fim"
+    ):
+        check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+
+
+def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
+    with closing(batches(config(data, "a", add_extra_token=False, split="1")).train()) as loader:
+        batch = {name: np.asarray(leaf)[0] for name, leaf in next(loader)[1].items()}
+    assert (batch["weights"][:, -1] == 0).all() and (batch["weights"][:, :-1] == 1).all()
+    stream = Documents(data / "a").tokens
+    assert len(prepare(config(data, "a", split="1").data, vocab=0).train()[0].offsets) == 61
+    saved = batches(config(data, "a", split="1")).state(4)
+    assert len(stream) and "no extra token" not in saved["corpus"]
+    with pytest.raises(ConfigError, match=r"was trained on corpus Megatron prefixes, split 1 .*, this config reads .*, no extra token"):
+        batches(config(data, "a", add_extra_token=False, split="1"), saved=saved)
+
+
+def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):
+    lengths = np.random.default_rng(0).integers(0, 3, 50_000)
+    write_documents(tmp_path / "x", (np.ones(n, np.int64) for n in lengths), vocab=VOCAB)
+    digests_path(tmp_path / "x").unlink()
+    tracemalloc.start()
+    documents = Documents(tmp_path / "x")
+    text = TokenStream(documents, 7, 49_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 50_000, f"{held} bytes are held for 50,000 documents"
+    whole = np.concatenate(([0], np.cumsum(lengths)))
+    part = whole[7:49_001] - whole[7]
+    for offsets, array in ((documents.sequences, whole), (text.offsets, part)):
+        assert len(offsets) == len(array) and (np.asarray(offsets) == array).all() and np.asarray(offsets).dtype == np.int64
+        for index in (
+            0,
+            len(array) - 1,
+            np.array([5, 0, len(array) - 1]),
+            np.array([[3]]),
+            np.array([], int),
+            slice(2, 9),
+            slice(None, -1, 7),
+        ):
+            assert np.array_equal(offsets[index], array[index])
+    assert np.array_equal(documents.offsets, whole)
+
+
+def test_tokenizers_of_the_validation_blend_count(data: Path, tmp_path: Path):
+    for name, fingerprint in (("a", "1"), ("v", "2")):
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"{name}{suffix}").write_bytes((data / f"{name}{suffix}").read_bytes())
+        (tmp_path / f"{name}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint * 64}"}}')
+    with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/v: 2{16}"):
+        prepare(config(tmp_path, "a", valid_blend=(str(tmp_path / "v"),)).data, vocab=0)
+
+
+def test_nothing_held_out(data: Path, tmp_path: Path):
+    """Prefixes, an array, and text of which no document falls in the held-out part."""
+    (tmp_path / "x.jsonl").write_text('{"text": "one document alone, long enough for a few sequences: ' + "words " * 50 + '"}\n')
+    text = dataclasses.replace(config(data), data=DataConfig(path=str(tmp_path / "x.jsonl"), cache=str(tmp_path), threads=0))
+    text = dataclasses.replace(text, train=TrainLoop(steps=1, global_batch=1))
+    for of, corpus in ((config(data, "a", split="1"), None), (config(data, ""), TokenArray(range(400), [])), (text, None)):
+        made = batches(of, corpus)
+        assert not made.has_heldout and [*made.heldout()] == [], of
+    corpus = prepare(config(data, "a", split="1").data, vocab=0)
+    assert corpus.heldout_tokens == 0 and corpus.heldout_bytes is None and corpus.train_bytes == 4 * corpus.train_tokens
