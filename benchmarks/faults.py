@@ -55,6 +55,10 @@ FAULTS = {
         "a second run on the same output; a restart after kill -9; a suspended run that was replaced wakes up",
         "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
     ),
+    "F22": (
+        "a node is killed, and does not return; node 0 is unhealthy",
+        "a spare takes its place at once; process 0 runs on another node; same bits",
+    ),
 }  # fmt: skip
 _HEAD = """\
 # Faults
@@ -125,7 +129,8 @@ def page(results: list[tuple[str, dict[str, Any]]]) -> str:
     told = []
     for name in used:
         mine = [row[""] for row in rows if source[row[""]] == name]
-        told.append(textwrap.fill(f"{mine[0]} to {mine[-1]}: {tables[name]['note']}", 118))
+        which = f"{mine[0]} to {mine[-1]}" if len(mine) > 1 else mine[0]
+        told.append(textwrap.fill(f"{which}: {tables[name]['note']}", 118))
     return _HEAD.format(sources=links) + "\n".join([lines[0], rule, *lines[1:], "", "\n\n".join(told), ""])
 
 

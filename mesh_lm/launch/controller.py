@@ -56,7 +56,7 @@ class Controller:
         self._expected = job.size  # nodes to wait for: as many as the last generation had
         self._enough: tuple[int, int] = (job.size, job.size)  # (a, b): when a nodes are connected, b are enough
         self._complete = 0.0  # when there were first enough nodes for the first start
-        self._waiting = False  # whether the log says for which nodes the next start waits
+        self._waiting = True  # whether the log has yet to say for which nodes the next start waits
         self._not_before, self._since, self._patience = 0.0, time.monotonic(), job.first_wait
         self._stop = False
         self._pinged, self._heard = 0.0, time.monotonic()
@@ -337,7 +337,7 @@ class Controller:
             self._wait(late)
             return
         self._complete = self._complete or now
-        if self._count == 0 and not {*range(self._job.size)} <= {*self._nodes} and now - self._complete < _FIRST:
+        if self._count == 0 and not late and not {*range(self._job.size)} <= {*self._nodes} and now - self._complete < _FIRST:
             return
         usable = self._restarts.usable(self._nodes.healthy())
         members = self._nodes.place(usable, self._wanted(len(usable)))
@@ -358,10 +358,12 @@ class Controller:
         absent, unhealthy = self._nodes.absent(), self._nodes.unhealthy()
         if late:
             away = [f"{absent} did not connect within {self._patience:g} s"] if absent else []
-            log(f"giving up: {', '.join([*away, *unhealthy])}; at least {self._job.least} are needed, and node 0")
+            needed = f"at least {self._job.least} are needed, and node 0"
+            log(f"giving up: {', '.join([*away, *unhealthy])}; {needed}{'; --health=off starts without checks' if unhealthy else ''}")
             self._status = EXIT_STALLED
-        elif self._waiting and len(self._nodes.healthy()) < self._expected:
-            log(f"waiting for {', '.join([absent] * bool(absent) + unhealthy)}, for up to {self._patience:g} s")
+        elif self._waiting and len(self._nodes.healthy()) < self._expected and (self._count or not absent):
+            what = [f"waiting for {absent or 'a healthy node'}, for up to {self._patience:g} s", *unhealthy]
+            log("; ".join(what))
             self._waiting = False
 
     def _wanted(self, there: int) -> int:

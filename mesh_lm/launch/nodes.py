@@ -18,6 +18,9 @@ _ANSWER = 90.0
 _AGAIN = 10.0
 """Seconds between two checks of an unhealthy node: it takes part again when it was repaired."""
 
+_SHOWN = 8
+"""Failed checks of a node that are shown."""
+
 
 @dataclasses.dataclass
 class Node:
@@ -82,7 +85,7 @@ class Nodes(dict[int, Node]):
             return
         node.answered, node.port = True, message.get("port", 0)
         found = [f"{each['check']}: {each['text']}" for each in message.get("findings", ()) if each["outcome"] == "failed"]
-        node.wrong = "; ".join(found)
+        node.wrong = "; ".join(found[:_SHOWN])
         before, self._reported[number] = self._reported.get(number, ""), node.wrong
         if node.wrong and node.wrong != before:
             log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
@@ -91,8 +94,8 @@ class Nodes(dict[int, Node]):
 
     @property
     def pending(self) -> bool:
-        """Whether a node's report is still awaited."""
-        return any(node.pending for node in self.values())
+        """Whether the report of a node that may be healthy is still awaited."""
+        return any(node.pending and not node.wrong for node in self.values())
 
     def healthy(self) -> list[int]:
         """Returns the nodes that can compute."""
@@ -105,14 +108,15 @@ class Nodes(dict[int, Node]):
 
         usable: the best first.
         """
-        kept = [number for number in self._places if number in usable][:count]
+        before, kept = self._places, [number for number in self._places if number in usable][:count]
         new = [number for number in usable if number not in kept][: count - len(kept)]
-        free = [i for i, number in enumerate(self._places) if number not in kept]
-        if len(self._places) != count:
-            self._places, free = sorted([*kept, *new]), []
-        for i, number in zip(free, new, strict=bool(free)):
-            log(f"node {number} ({self[number].host}) takes the place of node {self._places[i]}")
-            self._places[i] = number
+        self._places = sorted([*kept, *new])
+        if len(before) == count:
+            spares = iter(new)
+            self._places = [number if number in kept else next(spares) for number in before]
+            for old, number in zip(before, self._places, strict=True):
+                if number != old:
+                    log(f"node {number} ({self[number].host}) takes the place of node {old}")
         if self._job.spares and (idle := [number for number in usable if number not in self._places]):
             log(f"{messages.number_ranges(idle, 'node', 'nodes')} {'stands' if len(idle) == 1 else 'stand'} by")
         return [*self._places]

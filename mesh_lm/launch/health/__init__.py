@@ -33,8 +33,8 @@ def checks(job: Job, environment: Mapping[str, str]) -> dict[str, Check]:
         found["network"] = system.Network()
     tool = shutil.which("nvidia-smi", path=visible.get("PATH")) if _uses_gpus(job, visible) else None
     if tool:
-        gpus = gpu.Gpus(gpu.nvidia_smi(tool), visible)
-        found |= {"GPU memory": gpus.memory, "GPU clocks": gpus.clocks, "NVLink": gpus.nvlink, "kernel log": gpu.kernel_log}
+        gpus = gpu.Gpus(gpu.nvidia_smi(tool, visible), visible)
+        found |= {"GPU memory": gpus.memory, "GPU clocks": gpus.clocks, "NVLink": gpus.nvlink, "kernel log": gpus.kernel_log}
     if job.health == "all":
         found["matrix product"] = partial(programs.matrix_product, "gpu" if tool else "cpu", visible)
     if job.health_command:

@@ -34,11 +34,14 @@ RECENT = 600.0
 Ask = Callable[..., str]
 
 
-def nvidia_smi(tool: str) -> Ask:
+def nvidia_smi(tool: str, environment: Mapping[str, str]) -> Ask:
     """Returns a function that runs nvidia-smi with the given words and returns what it prints. It raises RuntimeError if that fails."""
 
     def ask(*words: str) -> str:
-        done = subprocess.run([tool, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=_LIMIT)
+        done = subprocess.run(
+            [tool, *words], env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=_LIMIT,
+        )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"nvidia-smi ended with status {done.returncode}: {' '.join(done.stdout.split())}")
         return done.stdout
@@ -109,6 +112,39 @@ class Gpus:
         self._active = {index: max(count, self._active.get(index, 0)) for index, count in active.items()}
         return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{sum(active.values())} links")
 
+    def xids(self, lines: Iterable[str], now: float) -> Result:
+        """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as in /dev/kmsg. now: seconds since the boot."""
+        try:
+            visible = {_slot(bus) for _, bus in self._query()}
+        except RuntimeError:  # a GPU that is lost
+            visible = set()
+        wrong = {}
+        for line in lines:
+            head, _, text = line.partition(";")
+            found = re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", text)
+            if not found or int(found[2]) not in XIDS or (visible and _slot(found[1]) not in visible):
+                continue
+            if (age := now - int(head.split(",")[2]) / 1e6) < RECENT:
+                wrong[found[1], found[2]] = f"GPU at {found[1]}: Xid {found[2]} {age:.0f} s ago ({XIDS[int(found[2])]})"
+        return ("failed", f"{'; '.join(wrong.values())}: reset the GPU, or reboot the node") if wrong else ("ok", "no Xid")
+
+    def kernel_log(self, path: Path = Path("/dev/kmsg")) -> Result:
+        """As `xids`, for this node. Raises PermissionError if this process may not read its log."""
+        lines, descriptor = [""], os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                try:
+                    if not (record := os.read(descriptor, 8192)):
+                        break
+                    lines.append(record.decode("utf-8", "replace"))
+                except BrokenPipeError:  # the oldest record was overwritten meanwhile
+                    continue
+                except BlockingIOError:
+                    break
+        finally:
+            os.close(descriptor)
+        return self.xids(lines, time.monotonic())
+
     def _query(self, *fields: str) -> list[list[str]]:
         """Returns [index, bus, *fields] of each visible GPU."""
         lines = self._ask(f"--query-gpu={','.join(['index', 'uuid', 'pci.bus_id', *fields])}", "--format=csv,noheader,nounits").splitlines()
@@ -143,31 +179,6 @@ def _yes(text: str) -> bool:
     return text == "Yes" or (text.isdigit() and text != "0")
 
 
-def xids(lines: Iterable[str], now: float) -> Result:
-    """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as /dev/kmsg has them. now: seconds since the boot."""
-    wrong = {}
-    for line in lines:
-        head, _, text = line.partition(";")
-        if (found := re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", text)) and int(found[2]) in XIDS:
-            age = now - int(head.split(",")[2]) / 1e6
-            if age < RECENT:
-                wrong[found[1], found[2]] = f"GPU at {found[1]}: Xid {found[2]} {age:.0f} s ago ({XIDS[int(found[2])]})"
-    return ("failed", f"{'; '.join(wrong.values())}: reset the GPU, or reboot the node") if wrong else ("ok", "no Xid")
-
-
-def kernel_log(path: Path = Path("/dev/kmsg")) -> Result:
-    """As `xids`, for this node. Raises PermissionError if this process may not read its log."""
-    lines, descriptor = [], os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                lines.append(os.read(descriptor, 8192).decode("utf-8", "replace"))
-            except BrokenPipeError:  # this line was overwritten meanwhile
-                continue
-            except BlockingIOError:
-                break
-            if not lines[-1]:
-                break
-    finally:
-        os.close(descriptor)
-    return xids(lines, time.monotonic())
+def _slot(bus: str) -> tuple[int, ...]:
+    """Returns domain, bus and device of 0000:1a:00 or 00000000:1A:00.0."""
+    return tuple(int(part, 16) for part in bus.partition(".")[0].split(":"))

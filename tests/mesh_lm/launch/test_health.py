@@ -118,19 +118,26 @@ def test_xids() -> None:
         return f"4,1234,{seconds * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): {text}"
 
     lost = line(5000, "79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+    gpus = gpu.Gpus(Smi(), {})
     out_of_bounds, other = line(5000, "31, pid=1, MMU Fault"), "6,1,5000000000,-;eth0: link up"
-    assert gpu.xids([out_of_bounds, other], 5030) == ("ok", "no Xid"), "an error of the program"
-    assert gpu.xids([lost, lost, other], 5030) == (
+    assert gpus.xids([out_of_bounds, other], 5030) == ("ok", "no Xid"), "an error of the program"
+    assert gpus.xids([lost, lost, other], 5030) == (
         "failed",
         "GPU at 0000:1a:00: Xid 79 30 s ago (it has fallen off the bus): reset the GPU, or reboot the node",
     )
-    assert gpu.xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
+    assert gpus.xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
+    assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "ok", "a GPU of another job"
+    part = lost.replace("1a:00", "1a:00 GPU-I:03")
+    assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "1"}).xids([part], 5030)[0] == "failed"
+    (lost_all := Smi()).error = "GPU is lost"
+    assert gpu.Gpus(lost_all, {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "failed", "nvidia-smi cannot say whose it is"
 
 
 def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     (log := tmp_path / "kmsg").write_text(f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n")
-    assert gpu.kernel_log(log)[0] == "failed"
-    (found,) = wait(Examination({"kernel log": lambda: gpu.kernel_log(tmp_path / "none")}))
+    gpus = gpu.Gpus(Smi(), {})
+    assert gpus.kernel_log(log)[0] == "failed"
+    (found,) = wait(Examination({"kernel log": lambda: gpus.kernel_log(tmp_path / "none")}))
     assert found.outcome == "unknown" and "No such file" in found.text
 
 
