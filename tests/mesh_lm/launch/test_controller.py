@@ -339,3 +339,30 @@ def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.Captur
     assert status() == 0
     told = capfd.readouterr().err
     assert "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in told and "node 1 (n1) is healthy again" in told
+
+
+def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None:
+    """The processes meet there, at a port that was free on it."""
+    speaker, status = run(nodes=3, spares=1, health="all")
+    speakers = [speaker(node) for node in range(3)]
+    for node, each in enumerate(speakers):
+        wrong = [{"check": "gpu", "outcome": "failed", "text": "lost"}] if node == 0 else []
+        each.peer.send(checked=each.hears("check")["check"], port=4711 + node, findings=wrong)
+    orders = [each.hears("start") for each in speakers[1:]]
+    assert [(order["coordinator"], order["first"], order["nodes"]) for order in orders] == [
+        ("127.0.0.1:4712", 0, 2),
+        ("127.0.0.1:4712", 1, 2),
+    ]
+    for process, each in enumerate(speakers[1:]):
+        each.dies(1, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
+    for each in speakers:
+        each.peer.close()
+    assert status() == 0
+
+
+def test_a_node_whose_checks_never_end_is_not_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_ANSWER", 0.3)
+    speaker, status = run(nodes=1, health="all")
+    ends(speaker(0))
+    assert status() == 0

@@ -53,8 +53,9 @@ def test_an_unhealthy_node_is_left_out_at_the_start(tmp_path: Path, site: str, n
     with nodes(3, tmp_path, f"--spares=1 {site}", "exit=0") as (launchers, _):
         outs = [ended(each) for each in launchers]
         assert [each.returncode for each in launchers] == [0, 0, 0], outs
+    used = [[each["launcher"] for each in lives(tmp_path, process)] for process in (0, 1)]
+    assert used == [[launchers[i].pid] for i in range(3) if i != node], outs
     assert f"node {node} (" in outs[0] and f"is unhealthy, and is left out: command: fan {node} has stopped" in outs[0], outs[0]
-    assert len(lives(tmp_path, 0)) == len(lives(tmp_path, 1)) == 1
 
 
 @pytest.mark.slow
@@ -66,6 +67,7 @@ def test_a_node_that_is_unhealthy_after_a_failure_is_replaced(tmp_path: Path, si
         os.kill(worker, signal.SIGKILL)
         outs = [ended(each) for each in (first, second, third)]
         assert [each.returncode for each in (first, second, third)] == [0, 0, 0], outs
+    assert [each["launcher"] for each in lives(tmp_path, 1)] == [second.pid, third.pid]
     assert "is unhealthy, and is left out: command: fan 1 has stopped" in outs[0] and "takes the place of node 1" in outs[0], outs[0]
 
 
