@@ -124,7 +124,11 @@ class Job:
         if options.min_nodes > nodes - options.spares:
             less = f" - spares={options.spares}" if options.spares else ""
             raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{less}")
-        if options.health_command and not shutil.which((shlex.split(options.health_command) or [""])[0], path=environment.get("PATH")):
+        try:
+            words = shlex.split(options.health_command)
+        except ValueError as error:
+            raise ConfigError(f"health-command={options.health_command} cannot be split into words: {error}") from error
+        if words and not shutil.which(words[0], path=environment.get("PATH")):
             raise ConfigError(f"health-command={options.health_command}: there is no such program on this node, or it is not executable")
         rest = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if f.name not in (*VARIABLES, "command")}
         return cls(tuple(command), nodes, node, rendezvous if nodes > 1 and rendezvous else cls.rendezvous, **rest)

@@ -3,7 +3,7 @@
 All sums are integers below 2^24, so fp32, TF32 and bf16 with any order of summation give the same bits on any hardware. It is run as a
 file, without the package: `python matrix_product.py gpu` (by JAX, on all devices that it sees), or `cpu` (by NumPy).
 
-It prints "devices N S": their number, and the seconds until they were found; then "N ok", "N wrong" or "N error: why" for each.
+It prints "devices N S": their number, and the seconds until they were found; then "N ok" or "N failed: why" for each.
 """
 
 import hashlib
@@ -33,11 +33,16 @@ def is_right(product: Any) -> bool:
     return hashlib.sha256(found.astype(np.int32).tobytes()).hexdigest() == DIGESTS[len(found)]
 
 
+def verdict(product: Any) -> str:
+    """Returns ok, or failed and why."""
+    return "ok" if is_right(product) else "failed: its matrix product is wrong"
+
+
 def by_numpy() -> None:
     """Multiplies on the CPU, which does not need JAX."""
     say("devices 1")
     a, b = matrices(512)
-    say(f"0 {'ok' if is_right(a @ b) else 'wrong'}")
+    say(f"0 {verdict(a @ b)}")
 
 
 def by_jax(platform: str = "gpu", size: int = 4096) -> None:
@@ -57,9 +62,9 @@ def by_jax(platform: str = "gpu", size: int = 4096) -> None:
         try:
             if isinstance(product, Exception):
                 raise product
-            say(f"{i} {'ok' if is_right(product) else 'wrong'}")
+            say(f"{i} {verdict(product)}")
         except Exception as error:
-            say(f"{i} error: {' '.join(str(error).split())[:200]}")
+            say(f"{i} failed: {' '.join(str(error).split())[:200]}")
 
 
 def say(text: str) -> None:

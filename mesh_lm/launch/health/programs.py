@@ -39,17 +39,14 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
 def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT) -> Result:
     """Returns failed if a device computes a wrong product, reports an error or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
     status, text = _run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
-    if not (found := re.search(r"^devices (\d+) ([\d.]+)$", text, re.MULTILINE)) or found[1] == "0":
-        last = (text.strip().splitlines() or ["it printed nothing"])[-1]
-        return (
-            "unknown",
-            f"no {kind.upper()} was found for the matrix product: {last if status is not None else f'{limit:g} s were not enough'}",
-        )
-    results = dict(re.findall(r"^(\d+) (ok|wrong|error: .*)$", text, re.MULTILINE))
-    bad = [f"device {i} {'computes a wrong' if how == 'wrong' else 'cannot compute a'} matrix product{how.removeprefix('wrong')[5:]}"
-           for i, how in results.items() if how != "ok"]  # fmt: skip
-    if bad:
-        return "failed", f"{'; '.join(bad)}: take the node out of service, and test the device"
+    if not (found := re.search(r"^devices (\d+) ([\d.]+)$", text, re.MULTILINE)):
+        last = (text.strip().splitlines() or [f"status {status}"])[-1]
+        return "unknown", last if status is not None else f"no device was found within {limit:g} s"
+    if found[1] == "0":
+        return "unknown", "JAX finds no GPU here"
+    results = dict(re.findall(r"^(\d+) (ok|failed: .*)$", text, re.MULTILINE))
+    if bad := [f"device {i} {how}" for i, how in results.items() if how != "ok"]:
+        return "failed", f"{'; '.join(bad)}; take the node out of service, and test the device"
     missing = [str(i) for i in range(int(found[1])) if str(i) not in results]
     if missing and status is None and limit - float(found[2]) >= _HANGS:
         return "failed", f"device {missing[0]} did not finish a matrix product within {limit - float(found[2]):.0f} s: reset it, or reboot"

@@ -229,6 +229,7 @@ def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None
         (["--min-nodes=3", "a.py"], "min-nodes=3 must be at most nodes=1"),
         (["--spares=1", "a.py"], "spares=1 are among the nodes=1, and at least one must compute"),
         ([*place, "--spares=1", "--min-nodes=2", "a.py"], "min-nodes=2 must be at most nodes=2 - spares=1"),
+        (["--health-command=/bin/sh -c 'a", "a.py"], "cannot be split into words: No closing quotation"),
         (["--health-command=/no/such/check", "a.py"], "health-command=/no/such/check: there is no such program on this node"),
         (["--nodes=2", "a.py"], "several nodes need all of --nodes (or MESH_LM_NODES)"),
         (["--nodes=2", "--node=2", "--rendezvous=a:1", "a.py"], "node=2 must be 0 to nodes - 1 = 1"),

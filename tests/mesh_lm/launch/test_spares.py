@@ -46,7 +46,7 @@ def test_a_spare_replaces_a_node_that_is_killed(tmp_path: Path) -> None:
     assert not any(environment.ELASTIC in each for each in lives(tmp_path)), "the mesh stays as it is"
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_an_unhealthy_node_is_left_out_at_the_start(tmp_path: Path, site: str, node: int) -> None:
     """Also node 0: another node runs process 0 then, and is the address at which the processes meet."""
     unhealthy(tmp_path, node)
