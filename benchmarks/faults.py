@@ -59,6 +59,10 @@ FAULTS = {
         "flip, rewrite, zero, truncate, delete or replace prepared tokens, their indices and their digests, and cached corpora and indices",
         "never silent: the bits that were written, or one error that names the file; an index is computed again, with the same bits",
     ),
+    "F22": (
+        "a node is killed, and does not return; node 0 is unhealthy",
+        "a spare takes its place at once; process 0 runs on another node; same bits",
+    ),
 }  # fmt: skip
 _HEAD = """\
 # Faults

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, process_slot, protocol
+from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, health, process_slot, protocol
 from mesh_lm.launch.controller import PURPOSE
 from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST, SECRET, SECRET_FILE
 from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import Peer
+from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
 from mesh_lm.launch.worker import Worker
 
 _TICK = 0.05
@@ -44,6 +44,9 @@ class Agent:
         self._job, self._address, self._secret, self._environment = job, address, secret, environment
         self._life, self._told = secrets.token_hex(8), ""
         self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
+        self._checks, self._check = health.checks(job, environment), 0
+        self._examination: health.Examination | None = None
+        self._doubts: set[str] = set()
         self._peer: Peer | None = None
         self._workers: dict[int, Worker] = {}
         self._generation = 0
@@ -92,6 +95,7 @@ class Agent:
             log(f"node {self._job.node} is giving up: SIGKILL does not end its workers, which hang in the kernel")
             self._status = EXIT_STALLED
         self._look(excused=paused)
+        self._examine()
         self._signal(self._plan)
 
     def _stops(self) -> None:
@@ -131,7 +135,7 @@ class Agent:
             fix = "give all nodes of this run the same secret (docs/network.md)"
             self._refused(f"the controller at {self._address[0]}:{self._address[1]} was refused: {self._peer.refused}; {fix}")
         self._peer.close()
-        self._peer = None
+        self._peer = self._examination = None
         if self._welcome:  # the controller had answered before, so the time to reconnect starts now
             log(f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up to {self._job.rejoin:g} s")
             self._since, self._patience = time.monotonic(), self._job.rejoin
@@ -161,11 +165,25 @@ class Agent:
             self._start(message)
         elif message.get("end") == self._generation:
             self._end(tuple((after, number) for after, number in message.get("schedule", AT_ONCE)))
+        elif "check" in message:
+            self._check, self._examination = message["check"], health.Examination(self._checks)
         elif "exit" in message:
             self._status = message["exit"]
             if message.get("refused"):
                 fields = self._job.explained(message.get("fields", ()))
                 log(f"node {self._job.node} was started differently from node 0: {fields}")
+
+    def _examine(self) -> None:
+        """Reports the result of a health check when it is there, and logs, once each, what could not be checked."""
+        if not self._peer or not self._examination or (found := self._examination.findings()) is None:
+            return
+        self._examination = None
+        for each in found:
+            if each.outcome == "unknown" and each.check not in self._doubts:
+                self._doubts.add(each.check)
+                log(f"node {self._job.node}: health check {each.check} has no result: {each.text}")
+        failed = [each._asdict() for each in found if each.outcome == "failed"]
+        self._peer.send(checked=self._check, port=free_port(LOOPBACK if self._job.nodes == 1 else ""), findings=failed)
 
     # The workers.
 
@@ -183,8 +201,8 @@ class Agent:
         }
         if self._job.devices:
             environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._job.devices)}
-        if self._job.least < self._job.nodes:
-            environment |= {ELASTIC: str(self._job.nodes), LEAST: str(self._job.least)}
+        if self._job.least < self._job.size:
+            environment |= {ELASTIC: str(self._job.size), LEAST: str(self._job.least)}
         for local, devices in enumerate(self._devices):
             index = order["first"] + local
             own = {process_slot.VARIABLES["index"]: str(index)} | ({process_slot.LOCAL_DEVICES: devices} if devices else {})

@@ -13,11 +13,12 @@ import time
 from typing import Any
 
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_USAGE, messages, protocol
-from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, Node, SignalPlan, log
+from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, SignalPlan, log
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.nodes import Node, Nodes
 from mesh_lm.launch.restarts import Restarts
 from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
+from mesh_lm.launch.wire import Peer
 
 _TICK = 0.05
 _HELLO = 5.0
@@ -29,6 +30,8 @@ _PRESENT = 3.0
 _FINAL = (EXIT_CANNOT, EXIT_USAGE)
 """Statuses after which a restart would not help, if all processes agree."""
 _END = "have nothing to save, and end at once"
+_FIRST = 10.0
+"""Seconds that the first start waits for nodes with lower numbers if spares could take their places."""
 _LOOK = 60.0
 """Seconds between two searches for stragglers, and between two lines about strangers."""
 PURPOSE = "launcher"
@@ -41,16 +44,19 @@ class Controller:
     def __init__(self, job: Job, listener: socket.socket, secret: Secret) -> None:
         """secret: what the agents must know."""
         self._job, self._listener, self._secret = job, listener, secret
-        self._nodes: dict[int, Node] = {}
+        self._nodes = Nodes(job)
         self._callers: list[Peer] = []
+        self._seen: set[int] = set()  # nodes that have been connected
         self._second = ""  # the last second launcher of a node
         self._strangers, self._told = 0, -_LOOK  # connections refused since that was last printed, and when it was
         self._now: Generation | None = None
         self._count = 0
         self._begun = 0  # generations that came as far as their checkpoints
         self._restarts = Restarts(job)
-        self._expected = job.nodes  # nodes to wait for: as many as the last generation had
-        self._enough: tuple[int, int] = (job.nodes, job.nodes)  # (a, b): when a nodes are connected, b are enough
+        self._expected = job.size  # nodes to wait for: as many as the last generation had
+        self._enough: tuple[int, int] = (job.size, job.size)  # (a, b): when a nodes are connected, b are enough
+        self._complete = 0.0  # when there were first enough nodes for the first start
+        self._waiting = True  # whether the log has yet to say for which nodes the next start waits
         self._not_before, self._since, self._patience = 0.0, time.monotonic(), job.first_wait
         self._stop = False
         self._pinged, self._heard = 0.0, time.monotonic()
@@ -92,6 +98,7 @@ class Controller:
             self._pinged = time.monotonic()
             for node in self._nodes.values():
                 node.peer.send()
+            self._nodes.check_unhealthy(self._now.running if self._now else ())
 
     def _admit(self) -> None:
         """Accepts connections, and hears those that have not introduced themselves."""
@@ -150,7 +157,11 @@ class Controller:
         self._nodes[number] = Node(caller, host, hello["life"])
         caller.send(**({} if self._status is None else {"exit": self._status}))
         if self._job.nodes > 1 and self._count:
-            log(f"node {number} ({host}) is back")
+            full = self._now is not None and len(self._now.members) == self._job.size
+            log(f"node {number} ({host}) is {'back' if number in self._seen else 'connected'}{', and stands by' if full else ''}")
+        self._seen.add(number)
+        if self._status is None:
+            self._nodes.check(number)
         for message in rest:
             if number in self._nodes:
                 self._take(number, message)
@@ -163,6 +174,8 @@ class Controller:
             return self._lose(number, f"sent a message that is not understood: {error}")
         if "stop" in message:
             self._stop_all(message["stop"], at_once=message.get("at_once", False))
+        if "checked" in message:
+            self._nodes.take(number, message)
         now = self._now
         if now is None or message.get("generation") != now.number or number not in now.members:
             return
@@ -256,7 +269,8 @@ class Controller:
             self._conclude(now)
             return
         if not now.stopping and self._could_grow(now):
-            log(f"{len(self._nodes)} nodes are connected and {len(now.members)} in use: the workers save, and restart on more nodes")
+            there = len(self._nodes.healthy())
+            log(f"{there} nodes are connected and {len(now.members)} in use: the workers save, and restart on more nodes")
             self._order(now, "grow", self._farewell)
         now.log_stragglers(_LOOK)
 
@@ -303,55 +317,62 @@ class Controller:
             return
         where = now.restarts_from(newest)
         log(f"restart {futile} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'immediately'}")
+        self._nodes.check_all()
         self._again(pause)
 
     def _again(self, pause: float) -> None:
         self._not_before = time.monotonic() + pause
-        self._since, self._patience = self._not_before, self._job.rejoin
-        if len(self._nodes) < self._expected:
-            log(f"waiting for {self._absent}, for up to {self._patience:g} s")
+        self._since, self._patience, self._waiting = self._not_before, self._job.rejoin, True
 
     def _gather(self) -> None:
-        """Starts a generation when enough nodes are connected."""
+        """Starts a generation when enough healthy nodes are connected."""
         if self._stop:
             self._status = EXIT_PREEMPTED
             return
-        now, there = time.monotonic(), len(self._nodes)
+        now, there = time.monotonic(), len(self._nodes.healthy())
         late = now - self._since > self._patience
-        # JAX's coordinator is on node 0.
-        if now < self._not_before or 0 not in self._nodes or there < (self._job.least if late else self._expected):
-            if late:
-                needed = f"at least {self._job.least} are needed, and node 0"
-                log(f"giving up: {self._absent} did not connect within {self._patience:g} s; {needed}")
-                self._status = EXIT_STALLED
+        if self._nodes.pending:
             return
-        usable = self._restarts.usable(self._nodes)
-        members = sorted(usable[: self._wanted(len(usable))])
+        if now < self._not_before or 0 not in self._nodes or there < (self._job.least if late else self._expected):
+            self._wait(late)
+            return
+        self._complete = self._complete or now
+        if self._count == 0 and not late and not {*range(self._job.size)} <= {*self._nodes} and now - self._complete < _FIRST:
+            return
+        usable = self._restarts.usable(self._nodes.healthy())
+        members = self._nodes.place(usable, self._wanted(len(usable)))
         self._count, self._expected = self._count + 1, len(members)
         self._now = Generation(self._count, members, {*members}, self._job.per_node)
         self._now.looked = (now, {})
-        host = self._job.address[0]
-        coordinator = f"[{host}]" if ":" in host else host
-        coordinator += f":{free_port(LOOPBACK if self._job.nodes == 1 else '')}"
-        if len(members) < self._job.nodes:
-            log(f"continuing with {len(members)} of {self._job.nodes} nodes: {', '.join(map(str, members))}")
+        if len(members) < self._job.size:
+            log(f"continuing with {len(members)} of {self._job.size} nodes: {', '.join(map(str, members))}")
+        coordinator = self._nodes.coordinator()
         for rank, number in enumerate(members):
             self._nodes[number].peer.send(
                 start=self._count, coordinator=coordinator, count=self._now.n_processes, first=rank * self._job.per_node,
                 nodes=len(members), begun=self._begun,
             )  # fmt: skip
 
+    def _wait(self, late: bool) -> None:
+        """Logs once for which nodes the next start waits, or gives up if it is late."""
+        absent, unhealthy = self._nodes.absent(), self._nodes.unhealthy()
+        if late:
+            away = [f"{absent} did not connect within {self._patience:g} s"] if absent else []
+            needed = f"at least {self._job.least} are needed, and node 0"
+            log(f"giving up: {', '.join([*away, *unhealthy])}; {needed}{'; --health=off starts without checks' if unhealthy else ''}")
+            self._status = EXIT_STALLED
+        elif self._waiting and len(self._nodes.healthy()) < self._expected and (self._count or not absent):
+            what = [f"waiting for {absent or 'a healthy node'}, for up to {self._patience:g} s", *unhealthy]
+            log("; ".join(what))
+            self._waiting = False
+
     def _wanted(self, there: int) -> int:
-        """How many of `there` connected nodes a run would use."""
-        most, enough = self._enough
+        """How many of `there` healthy nodes a run would use."""
+        there, (most, enough) = min(there, self._job.size), self._enough
         return enough if enough <= there <= most else there
 
     def _could_grow(self, now: Generation) -> bool:
-        return len(now.members) < self._wanted(self._job.nodes) <= len(self._restarts.usable(self._nodes))
-
-    @property
-    def _absent(self) -> str:
-        return messages.number_ranges([number for number in range(self._job.nodes) if number not in self._nodes], "node", "nodes")
+        return len(now.members) < self._wanted(self._job.size) <= len(self._restarts.usable(self._nodes.healthy()))
 
     @property
     def _farewell(self) -> SignalPlan:

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 from mesh_lm.launch import EXIT_FEWER, EXIT_PREEMPTED, messages
-from mesh_lm.launch.wire import Peer
 
 SignalPlan = tuple[tuple[float, int], ...]
 """(seconds after the order, signal) of each signal that a worker gets while it lives."""
@@ -25,16 +24,6 @@ PREPARING = ("start", "data", "restore", "compile")
 """Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 UNKILLABLE = 60.0
 """Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead disk or GPU, stays."""
-
-
-@dataclasses.dataclass
-class Node:
-    """A node whose agent is connected."""
-
-    peer: Peer
-    host: str
-    life: str
-    """A random text of its launcher, which stays when that reconnects."""
 
 
 @dataclasses.dataclass

@@ -7,6 +7,8 @@ import hashlib
 import json
 import math
 import re
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,8 +34,10 @@ class Job:
     """Workers of each node."""
     devices: int = 0
     """CPU devices of each worker; 0: use the machine's hardware."""
+    spares: int = 0
+    """Nodes of these that stand by, and replace nodes that are lost or unhealthy."""
     min_nodes: int = 0
-    """The fewest nodes with which the run continues when others do not return; 0: all of them."""
+    """The fewest nodes with which the run continues when others do not return; 0: all but the spares."""
     restarts: int = 3
     """Restarts in a row without a new checkpoint before giving up."""
     heartbeat: float = 30.0
@@ -44,11 +48,20 @@ class Job:
     """Time to save and exit after SIGTERM."""
     rejoin: float = 300.0
     """Time allowed for a node to reconnect."""
+    health: Literal["all", "quick", "off"] = "all"
+    """Checks of a node before the first start and after each failure (`mesh_lm.launch.health`); quick: without the matrix product."""
+    health_command: str = ""
+    """One more check: a command that ends with a status other than 0 on an unhealthy node."""
 
     @property
     def least(self) -> int:
         """The fewest nodes that can run the job."""
-        return self.min_nodes or self.nodes
+        return self.min_nodes or self.size
+
+    @property
+    def size(self) -> int:
+        """The number of nodes that compute; the others are spares."""
+        return self.nodes - self.spares
 
     @property
     def first_wait(self) -> float:
@@ -67,7 +80,8 @@ class Job:
 
     def shared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all nodes, as JSON values."""
-        return {"nodes": self.nodes, "per-node": self.per_node, "devices": self.devices, "command": " ".join(self.command)}
+        counts = {"nodes": self.nodes, "spares": self.spares, "per-node": self.per_node, "devices": self.devices}
+        return counts | {"command": " ".join(self.command)}
 
     def digests(self) -> dict[str, str]:
         """Returns a digest of each shared setting: what a launcher compares, without values on the network."""
@@ -105,8 +119,17 @@ class Job:
             raise ConfigError(f"rendezvous={rendezvous} must be host:port of node 0, such as node1:9876")
         if not options.heartbeat:
             raise ConfigError("heartbeat=0 would declare every process dead; set at least a few seconds")
-        if options.min_nodes > nodes:
-            raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}")
+        if options.spares >= nodes:
+            raise ConfigError(f"spares={options.spares} are among the nodes={nodes}, and at least one must compute; use more nodes")
+        if options.min_nodes > nodes - options.spares:
+            less = f" - spares={options.spares}" if options.spares else ""
+            raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{less}")
+        try:
+            words = shlex.split(options.health_command)
+        except ValueError as error:
+            raise ConfigError(f"health-command={options.health_command} cannot be split into words: {error}") from error
+        if words and not shutil.which(words[0], path=environment.get("PATH")):
+            raise ConfigError(f"health-command={options.health_command}: there is no such program on this node, or it is not executable")
         rest = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if f.name not in (*VARIABLES, "command")}
         return cls(tuple(command), nodes, node, rendezvous if nodes > 1 and rendezvous else cls.rendezvous, **rest)
 
@@ -116,7 +139,7 @@ class Options:
     """The launcher's own options. Times are in seconds."""
 
     nodes: int | None = None
-    """Launchers of the run, one per node; else MESH_LM_NODES, else from Slurm, else 1."""
+    """Launchers of the run, one per node, spares included; else MESH_LM_NODES, else from Slurm, else 1."""
     node: int | None = None
     """Index of this node, from 0; else MESH_LM_NODE, else from Slurm."""
     rendezvous: str | None = None
@@ -125,6 +148,8 @@ class Options:
     """Processes on each node: 1, or one per GPU."""
     devices: int = Job.devices
     """CPU devices of each process; 0: use the machine's hardware."""
+    spares: int = Job.spares
+    """This many of the nodes stand by, and replace nodes that are lost or unhealthy."""
     min_nodes: int = Job.min_nodes
     """Continue on a smaller mesh if at least this many nodes remain; 0: all are needed."""
     restarts: int = Job.restarts
@@ -137,6 +162,10 @@ class Options:
     """Seconds that processes have to save and exit after SIGTERM."""
     rejoin: float = Job.rejoin
     """Seconds allowed for a lost node to reconnect."""
+    health: Literal["all", "quick", "off"] = Job.health
+    """Check nodes before the first start and after failures; quick: without a matrix product on each device."""
+    health_command: str = Job.health_command
+    """A check of your own: a command that ends with a status other than 0 on an unhealthy node."""
     template: Literal["", "slurm", "jobset", "dockerfile", "dockerfile-pip"] = ""
     """Print a file that starts the command there, and do nothing else."""
     gpus: int = 8
@@ -144,7 +173,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every value that is out of range."""
-        least = {"nodes": 1, "node": 0, "per_node": 1, "devices": 0, "min_nodes": 0, "restarts": 0, "gpus": 1}
+        least = {"nodes": 1, "node": 0, "per_node": 1, "devices": 0, "spares": 0, "min_nodes": 0, "restarts": 0, "gpus": 1}
         least |= {"heartbeat": 0, "start": 0, "grace": 0, "rejoin": 0}
         values = {name: getattr(self, name) for name in least}
         wrong = [

@@ -76,16 +76,18 @@ HELLO: Mapping[str, Check] = {
     "hello": text(16, "mesh_lm"), "node": whole(), "life": text(64), "host": text(255), "job": mapping(text(32), text(64)),
 }  # fmt: skip
 """An agent's first message."""
+_FINDING = fields({"check": text(32), "outcome": text(7, "ok|failed|unknown"), "text": text(300)}, "check", "outcome", "text")
 REPORT: Mapping[str, Check] = {
     "generation": _COUNT, "beats": mapping(text(8, "[0-9]+"), _REPORTED), "died": items(items(whole(-255, 2**20), size=3)),
     "fewer": _INDEX, "ended": boolean, "silent": _INDEX, "seconds": number,
     "stop": text(16, "|".join(each.name for each in signal.Signals)), "at_once": boolean,
+    "checked": _COUNT, "port": whole(1, 2**16 - 1), "findings": items(_FINDING),
 }  # fmt: skip
 """What else an agent says."""
 ORDER: Mapping[str, Check] = {
     "start": _COUNT, "coordinator": text(300, r".+:\d{1,5}"), "count": _INDEX, "first": _INDEX, "nodes": _INDEX, "begun": _COUNT,
     "end": _COUNT, "schedule": items(lambda each: items(number, size=2)(each) and _SIGNAL(each[1])),
-    "exit": whole(0, 255), "refused": text(32), "fields": items(text(32)), "host": text(255),
+    "check": _COUNT, "exit": whole(0, 255), "refused": text(32), "fields": items(text(32)), "host": text(255),
 }  # fmt: skip
 """What the controller says to an agent."""
 START = ("start", "coordinator", "count", "first", "nodes", "begun")

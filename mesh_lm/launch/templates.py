@@ -12,7 +12,7 @@ _DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
 _SLURM = """\
 #!/bin/bash
 #SBATCH --job-name=mesh_lm
-#SBATCH --nodes={nodes}
+{spares}#SBATCH --nodes={nodes}
 # One launcher per node; each starts {per_node} processes.
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
@@ -46,8 +46,11 @@ esac
 exit "$status"
 """
 _NO_KILL = """\
-# A node that dies does not end the job: it continues with the remaining nodes, at least {min_nodes}.
+# A node that dies does not end the job: {instead}.
 #SBATCH --no-kill
+"""
+_SPARES = """\
+# {size} of these nodes compute. Spares, {spares} here, stand by and replace nodes that are lost or unhealthy.
 """
 _JOBSET = """\
 # Needs JobSet (https://jobset.sigs.k8s.io) in the cluster. It makes the headless service through which the pods find node 0.
@@ -73,7 +76,7 @@ spec:
       replicas: 1
       template:
         spec:
-          parallelism: {nodes}
+          parallelism: {nodes}{spare_pods}
           completions: {nodes}
           completionMode: Indexed
           backoffLimit: {backoff}             # pods that may be lost and replaced; their launchers reconnect
@@ -144,18 +147,19 @@ _TEMPLATES = {"slurm": _SLURM, "jobset": _JOBSET, "dockerfile": _DOCKERFILE, "do
 NAMES = tuple(_TEMPLATES)
 _MARGIN, _EARLIER = 30, 60
 """Seconds on top of --grace: before Kubernetes kills a pod, and of Slurm's warning before the time limit."""
+_OWN = ("per_node", "spares", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin", "health", "health_command")
 _SLOW = {"start": 1800.0, "rejoin": 1800.0}
 """Kubernetes needs time to find a node for a pod and to pull its image."""
 
 
 def fill(options: Options, command: list[str]) -> str:
     """Returns the file that --template names, filled in from the options and the command (default: Llama 3 8B on 8 nodes)."""
-    nodes = options.nodes or 8
-    own = {name: getattr(options, name) for name in ("per_node", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin")}
+    nodes = options.nodes or 8 + options.spares
+    own = {name: getattr(options, name) for name in _OWN}
     own = {name: value for name, value in own.items() if value != getattr(Job, name)}
     if options.template == "jobset":
         own = _SLOW | own
-    words = [f"--{name.replace('_', '-')}={value if isinstance(value, int) else f'{value:g}'}" for name, value in own.items()]
+    words = [f"--{name.replace('_', '-')}={value if isinstance(value, int | str) else f'{value:g}'}" for name, value in own.items()]
     words += command or _DEFAULT
     launch = ["python", "-m", "mesh_lm.launch", *words]
     shown = words if options.template.startswith("dockerfile") else launch
@@ -163,7 +167,17 @@ def fill(options: Options, command: list[str]) -> str:
         nodes=nodes, per_node=options.per_node, gpus=options.gpus,
         warning=int(options.grace) + _EARLIER, patience=int(options.grace) + _MARGIN,
         backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, usage=EXIT_USAGE,
-        launch=shlex.join(launch), command=json.dumps(shown),
-        no_kill="--no-kill " if options.min_nodes else "",
-        no_kill_job=_NO_KILL.format(min_nodes=options.min_nodes) if options.min_nodes else "",
+        launch=shlex.join(launch), command=json.dumps(shown), **_when_nodes_are_lost(options, nodes),
     )  # fmt: skip
+
+
+def _when_nodes_are_lost(options: Options, nodes: int) -> dict[str, str]:
+    """Returns the fields that depend on --spares and --min-nodes."""
+    spares, least = options.spares, options.min_nodes
+    instead = ["a spare replaces it"] * bool(spares) + [f"it continues with the remaining nodes, at least {least}"] * bool(least)
+    return {
+        "spares": _SPARES.format(size=nodes - spares, spares=spares) if spares else "",
+        "spare_pods": f"           # {spares} of them {'stands' if spares == 1 else 'stand'} by" if spares else "",
+        "no_kill": "--no-kill " if instead else "",
+        "no_kill_job": _NO_KILL.format(instead="; else ".join(instead)) if instead else "",
+    }

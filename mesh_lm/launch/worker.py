@@ -16,14 +16,17 @@ from mesh_lm import strict_json
 from mesh_lm.launch import protocol
 from mesh_lm.launch.environment import HEARTBEAT
 
-# Linux kills the worker when its launcher dies, for any reason. The program itself needs no support for it.
+# Linux kills the program when the thread that started it ends, for any reason. The program itself needs no support for it.
 _START = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
+try:
+    os.execv(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(print(f"{sys.argv[2]}: {error.strerror}") or 126)
 """
 _BEAT = {"step": -1, "phase": "start", "since": 0.0, "saved": -1, "seconds": {}}
 _PIECES = 16
@@ -52,10 +55,9 @@ class Worker:
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
         self._text, self._reader = b"", None
-        start = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid())]
         # A new session, so that Ctrl-C reaches it only once, through its launcher, and its children can be killed with it.
         self._process = subprocess.Popen(
-            [*start, sys.executable, "-u", *program], env={**environment, HEARTBEAT: str(writer)},
+            tied([sys.executable, "-u", *program]), env={**environment, HEARTBEAT: str(writer)},
             pass_fds=[writer], start_new_session=True,
             stdout=subprocess.PIPE if relay else None, stderr=subprocess.STDOUT if relay else None,
         )  # fmt: skip
@@ -109,6 +111,11 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
             self.sent = number
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Returns a command that runs the given one, whose first word is a path, in a process that does not outlive this thread."""
+    return [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
 
 
 def _relay(lines: IO[bytes], index: int) -> None:

@@ -15,7 +15,8 @@ from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch import generation, job, messages
+from mesh_lm.launch import controller, generation, health, job, messages, nodes
+from mesh_lm.launch.health import finding, gpu, programs, system
 from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
@@ -32,7 +33,7 @@ def test_the_tables_of_variables() -> None:
 
 
 def test_every_command_is_one_that_is_read() -> None:
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
     for command in COMMANDS:
         parts = shlex.split(command, comments=True)
         if "launch" in parts:
@@ -58,6 +59,19 @@ def test_defaults_and_statuses() -> None:
     )  # fmt: skip
     assert [int(status) for status in rows] == [0, *known]
     assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+
+
+def test_the_table_of_health_checks(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").touch(0o755)
+    one = job.Job(("train.py", "--checkpoint.local=a"), nodes=2, health_command="check")
+    (table,) = re.findall(r"\| check \| a node fails it if \|\n\|---\|---\|\n(.*?)\n\n", PAGE, re.DOTALL)
+    named = ", ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)).split(", ")
+    assert {*named} == {*health.checks(one, {"PATH": str(tmp_path)})} and len(named) == len({*named})
+    for figure in (
+        f"in the last {gpu.RECENT / 60:g} min", f"less than {system.FREE / 1e6:.0f} MB", f"end after {finding.LIMIT:g} s at most",
+        f"checked again every {nodes._AGAIN:g} s", f"waits at most {controller._FIRST:g} s", f"it has {programs._OWN:g} s",
+    ):  # fmt: skip
+        assert figure in " ".join(PAGE.split()), figure
 
 
 def test_who_is_where() -> None:

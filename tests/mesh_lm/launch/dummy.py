@@ -3,7 +3,7 @@
 python dummy.py DIRECTORY ACTION ...: one action per beat (0.1 s); "2:kill" is for process 2 only, "1@kill" for the first life only,
 "1@2:kill" for both. saved=N and step=N are reported from then on; wait: forever; deaf: forever, ignoring SIGTERM; exit=N;
 kill; abrt; bus; stop; fewer=N; child.
-It writes DIRECTORY/life-G-PROCESS with its pid and the values from its environment.
+It writes DIRECTORY/life-G-PROCESS with its pid, that of its launcher, and the values from its environment.
 """
 
 import json
@@ -60,7 +60,7 @@ def act(action: str) -> None:
 
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 note.parent.mkdir(exist_ok=True)
-note.with_suffix(".new").write_text(json.dumps(seen | {"pid": os.getpid(), "at": time.time()}))
+note.with_suffix(".new").write_text(json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}))
 note.with_suffix(".new").rename(note)
 for action in actions:
     when, _, action = action.rpartition("@")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from processes import PATIENCE
 
-from mesh_lm.launch import agent, controller, wire
+from mesh_lm.launch import agent, controller, nodes, wire
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.worker import Worker
@@ -58,7 +58,7 @@ def run() -> Iterator[Run]:
     threads = []
 
     def begin(**options: Any) -> tuple[partial[Speaker], Callable[[], int]]:
-        job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **options), list[int]()
+        job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **{"health": "off"} | options), list[int]()
         listener = wire.listen(0, "127.0.0.1")
         address = listener.getsockname()
         threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()), daemon=True))
@@ -271,3 +271,98 @@ def test_a_message_that_is_not_understood_costs_its_node_the_connection(run: Run
     told = capfd.readouterr().err
     assert "node 1 (n1) sent a message that is not understood: fields that are missing or not as expected: beats" in told
     assert "process 0" not in told
+
+
+def test_spares_come_first_and_then_fewer_nodes(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """A spare gets the place of a lost node; without one the run shrinks, and it grows again when a lost node is back."""
+    speaker, status = run(nodes=4, spares=1, min_nodes=1, rejoin=0.5)
+    speakers = {node: speaker(node) for node in (0, 1, 2, 3)}
+    life = 0
+
+    def started(*places: int) -> None:
+        nonlocal life
+        life += 1
+        orders = [speakers[node].hears("start") for node in places]
+        assert [(each["first"], each["nodes"], each["start"]) for each in orders] == [(i, len(places), life) for i in range(len(places))]
+
+    def loses(lost: int, *places: int) -> None:
+        speakers.pop(lost).peer.close()
+        for place, node in enumerate(places):
+            if node != lost:
+                speakers[node].dies(life, (place, -signal.SIGKILL, signal.SIGKILL))
+
+    started(0, 1, 2)
+    loses(1, 0, 1, 2)
+    started(0, 3, 2)
+    loses(3, 0, 3, 2)
+    started(0, 2)
+    speakers[3] = speaker(3)
+    for place, node in enumerate((0, 2)):
+        speakers[node].hears("end")
+        speakers[node].dies(life, (place, 99, signal.SIGTERM))
+    started(0, 2, 3)
+    speakers[1] = speaker(1)
+    for place, node in enumerate((0, 2, 3)):
+        speakers[node].dies(life, (place, 0, 0))
+    assert [each.hears("exit")["exit"] for each in speakers.values()] == [0, 0, 0, 0]
+    for each in speakers.values():
+        each.peer.close()
+    assert status() == 0
+    told = capfd.readouterr().err
+    assert "node 3 (n3) takes the place of node 1" in told and told.count("takes the place") == 1
+    assert "continuing with 2 of 3 nodes: 0, 2" in told
+
+
+def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is checked again while others run without it. A report of an earlier check is ignored, and so is a result that is unknown."""
+    monkeypatch.setattr(nodes, "_AGAIN", 0.3)
+    speaker, status = run(nodes=2, min_nodes=1, start=0.3, health="all")
+    first, second = speaker(0), speaker(1)
+    doubt = {"check": "gpu", "outcome": "unknown", "text": "no answer"}
+    first.peer.send(checked=first.hears("check")["check"], port=1, findings=[doubt])
+    asked = second.hears("check")["check"]
+    second.peer.send(checked=asked, port=1, findings=[doubt | {"outcome": "failed", "text": "GPU 3 is lost"}])
+    assert first.hears("start")["nodes"] == 1
+    again = second.hears("check")["check"]
+    second.peer.send(checked=asked, port=1, findings=[])
+    time.sleep(0.3)
+    assert not any("end" in message for message in first.peer.receive())
+    second.peer.send(checked=again, port=1, findings=[])
+    first.hears("end")
+    first.dies(1, (0, 99, signal.SIGTERM))
+    assert first.hears("start")["nodes"] == second.hears("start")["nodes"] == 2
+    for process, each in enumerate((first, second)):
+        each.dies(2, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
+    for each in (first, second):
+        each.peer.close()
+    assert status() == 0
+    told = capfd.readouterr().err
+    assert "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in told and "node 1 (n1) is healthy again" in told
+
+
+def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None:
+    """The processes meet there, at a port that was free on it."""
+    speaker, status = run(nodes=3, spares=1, health="all")
+    speakers = [speaker(node) for node in range(3)]
+    for node, each in enumerate(speakers):
+        wrong = [{"check": "gpu", "outcome": "failed", "text": "lost"}] if node == 0 else []
+        each.peer.send(checked=each.hears("check")["check"], port=4711 + node, findings=wrong)
+    orders = [each.hears("start") for each in speakers[1:]]
+    assert [(order["coordinator"], order["first"], order["nodes"]) for order in orders] == [
+        ("127.0.0.1:4712", 0, 2),
+        ("127.0.0.1:4712", 1, 2),
+    ]
+    for process, each in enumerate(speakers[1:]):
+        each.dies(1, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
+    for each in speakers:
+        each.peer.close()
+    assert status() == 0
+
+
+def test_a_node_whose_checks_never_end_is_not_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_ANSWER", 0.3)
+    speaker, status = run(nodes=1, health="all")
+    ends(speaker(0))
+    assert status() == 0

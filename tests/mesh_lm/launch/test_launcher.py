@@ -219,6 +219,7 @@ def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:
 def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     from mesh_lm.commands.launch import main
 
+    place = ["--nodes=2", "--node=0", "--rendezvous=a:1"]
     for options, message in (
         (
             ["--per-node=0", "--grace=-1", "a.py"],
@@ -226,6 +227,10 @@ def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None
         ),
         (["--heartbeat=0", "a.py"], "heartbeat=0 would declare every process dead"),
         (["--min-nodes=3", "a.py"], "min-nodes=3 must be at most nodes=1"),
+        (["--spares=1", "a.py"], "spares=1 are among the nodes=1, and at least one must compute"),
+        ([*place, "--spares=1", "--min-nodes=2", "a.py"], "min-nodes=2 must be at most nodes=2 - spares=1"),
+        (["--health-command=/bin/sh -c 'a", "a.py"], "cannot be split into words: No closing quotation"),
+        (["--health-command=/no/such/check", "a.py"], "health-command=/no/such/check: there is no such program on this node"),
         (["--nodes=2", "a.py"], "several nodes need all of --nodes (or MESH_LM_NODES)"),
         (["--nodes=2", "--node=2", "--rendezvous=a:1", "a.py"], "node=2 must be 0 to nodes - 1 = 1"),
         (["--nodes=2", "--node=0", "--rendezvous=a", "a.py"], "rendezvous=a must be host:port of node 0"),

@@ -50,6 +50,12 @@ def test_slurm(printed) -> None:
     found = job(shlex.split(srun), **place)
     assert (found.nodes, found.node, found.per_node, found.grace, found.address[0]) == (4, 3, 8, 90, "n1")
     fewer = printed("--template=slurm", "--nodes=4", "--min-nodes=2", "--restarts=1000000")
+    spare = printed("--template=slurm", "--nodes=5", "--spares=1", "--health=quick", "--health-command=/bin/true --fast")
+    assert "#SBATCH --nodes=5\n" in spare and "\n# 4 of these nodes compute" in spare and "#SBATCH --no-kill" in spare
+    place |= {"SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5"}
+    found = job(shlex.split(spare.partition("--wait=0 --no-kill ")[2].partition("\n")[0]), PATH="/bin", **place)
+    assert (found.nodes, found.size, found.spares, found.health, found.health_command) == (5, 4, 1, "quick", "/bin/true --fast")
+    assert "#SBATCH --nodes=10\n" in printed("--template=slurm", "--spares=2"), "8 that compute"
     assert "#SBATCH --no-kill" in fewer and "--wait=0 --no-kill python" in fewer and "--restarts=1000000" in fewer
 
 
@@ -110,6 +116,8 @@ def test_jobset(printed) -> None:
     assert found["kind"] == "JobSet" and found["spec"]["failurePolicy"]["maxRestarts"] == 3
     (replicated,) = found["spec"]["replicatedJobs"]
     spec = replicated["template"]["spec"]
+    assert "completions: 3\n" in (spare := printed("--template=jobset", "--nodes=3", "--spares=1")) and '"--spares=1"' in spare
+    assert yaml.safe_load(spare)["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 3
     assert spec["parallelism"] == spec["completions"] == 3 and spec["completionMode"] == "Indexed"
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,0 +1,48 @@
+"""Health checks of a node: its agent runs them before the first start and after each failure, and a node that fails one is left out.
+
+A check returns ok, failed or unknown, with one line. What cannot be found out is unknown, and leaves no node out.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from mesh_lm.launch.environment import SECRET, SECRET_FILE
+from mesh_lm.launch.health import gpu, programs, system
+from mesh_lm.launch.health.finding import Check
+from mesh_lm.launch.health.finding import Examination as Examination
+from mesh_lm.launch.job import VARIABLES, Job
+
+
+def checks(job: Job, environment: Mapping[str, str]) -> dict[str, Check]:
+    """Returns the checks of this node by name. Some compare with what they found first: use the same ones for each examination."""
+    if job.health == "off":
+        return {}
+    visible = {name: value for name, value in environment.items() if name not in (SECRET, SECRET_FILE)}
+    found: dict[str, Check] = {
+        "temporary directory": system.Disk(Path(environment.get("TMPDIR") or "/tmp")),
+        "output": system.Disk(Path(system.named_in(job.command, "output") or "runs"), shared=True),
+    }
+    if local := system.named_in(job.command, "checkpoint.local"):
+        found["local checkpoints"] = system.Disk(Path(local))
+    if job.nodes > 1:
+        found["network"] = system.Network()
+    tool = shutil.which("nvidia-smi", path=visible.get("PATH")) if _uses_gpus(job, visible) else None
+    if tool:
+        gpus = gpu.Gpus(gpu.nvidia_smi(tool, visible), visible)
+        found |= {"GPU memory": gpus.memory, "GPU clocks": gpus.clocks, "NVLink": gpus.nvlink, "kernel log": gpus.kernel_log}
+    if job.health == "all":
+        found["matrix product"] = partial(programs.matrix_product, "gpu" if tool else "cpu", visible)
+    if job.health_command:
+        own = visible | {VARIABLES["node"]: str(job.node)}
+        found["command"] = partial(programs.own_command, shlex.split(job.health_command), own)
+    return found
+
+
+def _uses_gpus(job: Job, environment: Mapping[str, str]) -> bool:
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not job.devices and not hidden and environment.get("JAX_PLATFORMS", "").split(",")[0] in ("", "cuda", "gpu")

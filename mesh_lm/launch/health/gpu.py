@@ -1,0 +1,184 @@
+"""Checks of a node's GPUs, from what nvidia-smi and the kernel report about them. Every driver comes with nvidia-smi."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from mesh_lm.launch.health.finding import Result
+
+_LIMIT = 30.0
+"""Seconds that nvidia-smi may take: without persistence mode it starts the driver first."""
+_RESET = "reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot the node"
+_LOST = ("GPU is lost", "fallen off the bus", "Unable to determine the device handle")
+XIDS = {
+    48: "an uncorrectable memory error",
+    62: "its microcontroller stopped",
+    64: "a memory row could not be remapped",
+    74: "an NVLink error",
+    79: "it has fallen off the bus",
+    95: "an uncontained memory error",
+    119: "its system processor does not respond",
+    120: "its system processor failed",
+    140: "an unrecovered memory error",
+    143: "it failed to initialize",
+}
+"""Errors of the hardware, from NVIDIA's list of Xids. Others, such as 13, 31 and 43, are errors of programs."""
+RECENT = 600.0
+"""Seconds for which an Xid makes a node unhealthy."""
+Ask = Callable[..., str]
+
+
+def nvidia_smi(tool: str, environment: Mapping[str, str]) -> Ask:
+    """Returns a function that runs nvidia-smi with the given words and returns what it prints. It raises RuntimeError if that fails."""
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(
+            [tool, *words], env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=_LIMIT,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"nvidia-smi ended with status {done.returncode}: {' '.join(done.stdout.split())}")
+        return done.stdout
+
+    return ask
+
+
+class Gpus:
+    """The GPUs of a node that its workers see."""
+
+    def __init__(self, ask: Ask, environment: Mapping[str, str]) -> None:
+        """ask: as `nvidia_smi` returns it. environment: CUDA_VISIBLE_DEVICES limits the GPUs that are checked."""
+        self._ask, self._visible = ask, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self._count, self._active = 0, dict[str, int]()
+
+    def memory(self) -> Result:
+        """Returns failed if a GPU is missing, has uncorrected ECC errors since the driver started, or must remap memory rows."""
+        try:
+            gpus = self._query("ecc.errors.uncorrected.volatile.total")
+            pending = self._remapped()
+        except RuntimeError as error:
+            lost = any(text in str(error) for text in _LOST)
+            return ("failed" if lost else "unknown"), f"{error}{'; reboot the node' if lost else ''}"
+        before, self._count = self._count, max(self._count, len(gpus))
+        if len(gpus) < before:
+            return "failed", f"{len(gpus)} of {before} GPUs are left: reboot the node"
+        wrong = []
+        for index, bus, errors in gpus:
+            if errors.isdigit() and int(errors):
+                wrong.append(f"GPU {index} has {errors} uncorrected ECC errors: {_RESET.format(index)}")
+            if how := pending.get(bus):
+                wrong.append(f"GPU {index} {how.format(_RESET.format(index))}")
+        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{len(gpus)} GPUs")
+
+    def clocks(self) -> Result:
+        """Returns failed if the hardware slows a GPU down because it is too hot, or because its power supply asks for it."""
+        reasons = ("hw_thermal_slowdown", "hw_power_brake_slowdown")
+        try:
+            gpus = self._query(*(f"clocks_event_reasons.{reason}" for reason in reasons))
+        except RuntimeError:  # the name in older drivers
+            gpus = self._query(*(f"clocks_throttle_reasons.{reason}" for reason in reasons))
+        wrong = [
+            f"GPU {index} is slowed down {why}"
+            for index, _, hot, brake in gpus
+            for state, why in ((hot, "because it is too hot: check the cooling"), (brake, "by its power brake: check the power supply"))
+            if state == "Active"
+        ]
+        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{len(gpus)} GPUs")
+
+    def nvlink(self) -> Result:
+        """Returns failed if a GPU has fewer active NVLinks than before, or than most of at least four GPUs."""
+        active: dict[str, int] = {}
+        visible = {index for index, *_ in self._query()}
+        for line in self._ask("nvlink", "--status").splitlines():
+            if found := re.match(r"GPU (\d+):", line):
+                index = found[1]
+            elif re.match(r"\s*Link \d+: [\d.]+ GB/s", line):
+                active[index] = active.get(index, 0) + 1
+            elif re.match(r"\s*Link \d+:", line):
+                active.setdefault(index, 0)
+        active = {index: count for index, count in active.items() if index in visible}
+        usual, often = Counter(active.values()).most_common(1)[0] if active else (0, 0)
+        expected = usual if len(active) >= 4 and often > len(active) / 2 else 0
+        wrong = []
+        for index, count in active.items():
+            if count < (wanted := max(expected, self._active.get(index, 0))):
+                wrong.append(f"GPU {index} has {count} of {wanted} NVLinks: {_RESET.format(index)}")
+        self._active = {index: max(count, self._active.get(index, 0)) for index, count in active.items()}
+        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{sum(active.values())} links")
+
+    def xids(self, lines: Iterable[str], now: float) -> Result:
+        """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as in /dev/kmsg. now: seconds since the boot."""
+        try:
+            visible = {_slot(bus) for _, bus in self._query()}
+        except RuntimeError:  # a GPU that is lost
+            visible = set()
+        wrong = {}
+        for line in lines:
+            head, _, text = line.partition(";")
+            found = re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", text)
+            if not found or int(found[2]) not in XIDS or (visible and _slot(found[1]) not in visible):
+                continue
+            if (age := now - int(head.split(",")[2]) / 1e6) < RECENT:
+                wrong[found[1], found[2]] = f"GPU at {found[1]}: Xid {found[2]} {age:.0f} s ago ({XIDS[int(found[2])]})"
+        return ("failed", f"{'; '.join(wrong.values())}: reset the GPU, or reboot the node") if wrong else ("ok", "no Xid")
+
+    def kernel_log(self, path: Path = Path("/dev/kmsg")) -> Result:
+        """As `xids`, for this node. Raises PermissionError if this process may not read its log."""
+        lines, descriptor = [""], os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                try:
+                    if not (record := os.read(descriptor, 8192)):
+                        break
+                    lines.append(record.decode("utf-8", "replace"))
+                except BrokenPipeError:  # the oldest record was overwritten meanwhile
+                    continue
+                except BlockingIOError:
+                    break
+        finally:
+            os.close(descriptor)
+        return self.xids(lines, time.monotonic())
+
+    def _query(self, *fields: str) -> list[list[str]]:
+        """Returns [index, bus, *fields] of each visible GPU."""
+        lines = self._ask(f"--query-gpu={','.join(['index', 'uuid', 'pci.bus_id', *fields])}", "--format=csv,noheader,nounits").splitlines()
+        rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+        if any(len(row) != 3 + len(fields) for row in rows):
+            raise RuntimeError(f"nvidia-smi printed something else than was asked for: {lines[0]}")
+        return [[row[0], row[2].upper(), *row[3:]] for row in rows if self._sees(row[0], row[1])]
+
+    def _sees(self, index: str, uuid: str) -> bool:
+        if not all(re.fullmatch(r"\d+|GPU-[0-9a-f-]+", name) for name in self._visible):  # unset, or parts of a GPU
+            return True
+        return any(name == index or (name.startswith("GPU-") and uuid.startswith(name)) for name in self._visible)
+
+    def _remapped(self) -> dict[str, str]:
+        """Returns, for the bus of each GPU whose memory rows are or must be remapped, a phrase with room for what to do."""
+        fields = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+        try:
+            lines = self._ask(f"--query-remapped-rows={fields}", "--format=csv,noheader").splitlines()
+        except RuntimeError:  # GPUs before Ampere do not remap rows
+            return {}
+        found = {}
+        for bus, pending, failure in (line.split(",") for line in lines if line.count(",") == 2):
+            if _yes(failure):
+                found[bus.strip().upper()] = "could not remap a bad memory row: replace it"
+            elif _yes(pending):
+                found[bus.strip().upper()] = "has memory rows to remap: {}"
+        return found
+
+
+def _yes(text: str) -> bool:
+    text = text.strip()
+    return text == "Yes" or (text.isdigit() and text != "0")
+
+
+def _slot(bus: str) -> tuple[int, ...]:
+    """Returns domain, bus and device of 0000:1a:00 or 00000000:1A:00.0."""
+    return tuple(int(part, 16) for part in bus.partition(".")[0].split(":"))

@@ -1,0 +1,98 @@
+"""Checks of a node's network links and disks, from what Linux reports about them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from mesh_lm.launch.health.finding import Result
+
+FREE = 100 * 10**6
+"""Bytes that must be free on a directory of this node alone."""
+_SIZE = 4096
+_DEAD = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EROFS}
+"""Errors of a disk or mount that does not work. Others, such as a missing permission, are mistakes of the whole run, which reports them."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Network:
+    """The links of a node: InfiniBand ports and network cards. Those that were up at the first check must stay up."""
+
+    def __init__(self, root: Path = Path("/sys/class")) -> None:
+        self._root, self._up = root, set[str]()
+
+    def __call__(self) -> Result:
+        """Returns failed if a link that was up is down."""
+        states = {f"{path.parts[-4]} port {path.parts[-2]}": _text(path) for path in self._root.glob("infiniband/*/ports/*/state")}
+        # What is not hardware, such as a bridge of containers, comes and goes.
+        states |= {path.parent.name: _text(path) for path in self._root.glob("net/*/operstate") if (path.parent / "device").exists()}
+        down = [f"{name} is {states.get(name, 'gone')}" for name in sorted(self._up) if states.get(name) not in ("up", "4: ACTIVE")]
+        self._up |= {name for name, state in states.items() if state in ("up", "4: ACTIVE")}
+        if down:
+            return "failed", f"{', '.join(down)}, but was up before: check the cable, the switch and the driver"
+        return "ok", f"{len(self._up)} links are up"
+
+
+class Disk:
+    """A directory to which the run writes."""
+
+    def __init__(self, directory: Path, *, shared: bool = False) -> None:
+        """shared: other nodes write there, too: a full disk is no fault of this node."""
+        self._directory, self._shared, self._worked = directory, shared, False
+
+    def __call__(self) -> Result:
+        """Returns failed if a small file cannot be written there and read back, or a directory of this node alone is almost full."""
+        place = self._directory.expanduser().absolute()
+        try:
+            while not place.exists() and place != place.parent:
+                place = place.parent
+            self._write(place)
+            about = os.statvfs(place)
+        except OSError as error:
+            failed = (error.errno in _FULL and not self._shared) or (error.errno in _DEAD and (error.errno != errno.EROFS or self._worked))
+            fix = "free disk space" if error.errno in _FULL else "repair the disk or the mount"
+            return "failed" if failed else "unknown", f"{place} cannot be written: {error.strerror}; {fix}"
+        except ValueError as error:
+            return "failed", f"{place}: {error}; replace the disk"
+        self._worked = True
+        free = about.f_bavail * about.f_frsize
+        if free < FREE and not self._shared:
+            return "failed", f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free disk space"
+        return "ok", f"{place} can be written, {free / 1e9:.3g} GB are free"
+
+    def _write(self, place: Path) -> None:
+        """Writes a file and reads it back. Raises OSError, and ValueError if it has other contents."""
+        own, data = place / f".mesh_lm-health-{secrets.token_hex(8)}", secrets.token_bytes(_SIZE)
+        try:
+            with open(own, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
+            if own.read_bytes() != data:
+                raise ValueError("a file that was written has other contents when it is read")
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink()
+
+
+def named_in(command: Sequence[str], option: str) -> str:
+    """Returns the last value of --option or --config.option in a command line; empty: it has none."""
+    found = ""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, given, value = word.partition("=")
+        if name in (f"--{option}", f"--config.{option}"):
+            found = value if given else following
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unreadable"
