@@ -164,6 +164,8 @@ class DataConfig:
     """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order; empty: the text of `path`."""
     split: str = "969,30,1"
     """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
+    max_epochs: float = 4.0
+    """Refuse a run that would read the training text more often than this, or any one prefix of a weighted blend; 0: no limit."""
     documents: Literal["joined", "separate", "packed"] = "joined"
     """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
     packed: as separate, and each sequence is filled with complete documents."""

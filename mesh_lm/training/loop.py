@@ -21,8 +21,10 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.dataset import Dataset
+from mesh_lm.data.epochs import epochs_problems
 from mesh_lm.data.loader import Batch
 from mesh_lm.distributed.phases import Phases
+from mesh_lm.errors import ConfigError, listed
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
 from mesh_lm.optim import Optimizer, Rule, own_rule
 from mesh_lm.parallel.engine import batch_sharding, evaluate
@@ -68,7 +70,7 @@ def _train(
     stop: distributed.StopOnSigterm,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
-    require_ready(config, has_data=data is not None)
+    require_ready(config, data, count=True)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
@@ -120,6 +122,8 @@ def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
         corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        if (saved.step if saved else 0) < config.train.steps and (problems := epochs_problems(config, corpus.sources())):
+            raise ConfigError(listed("this run cannot start", problems))
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"
