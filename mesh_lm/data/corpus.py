@@ -23,8 +23,8 @@ from mesh_lm.data import sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, padded_order
 from mesh_lm.data.encoding import encode, pieces
-from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.epochs import Sources
+from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
 from mesh_lm.data.megatron_corpus import MegatronCorpus, stored_sources
 from mesh_lm.data.packing import PackedSequences

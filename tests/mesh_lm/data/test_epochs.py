@@ -74,7 +74,7 @@ def test_what_is_known_before_anything_is_prepared(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"^this run cannot start\n  - train.steps=1000 x 80 tokens a step are 80,000 from corpus text-"):
         require_ready(text, count=True)
     require_ready(dataclasses.replace(text, data=dataclasses.replace(text.data, max_epochs=0)), count=True)
-    with pytest.raises(ConfigError, match="cannot start\n  - .* are 80,000 from data.blend=a: 80.0 epochs of its 1,000 tokens, "):
+    with pytest.raises(ConfigError, match=r"cannot start\n  - .* are 80,000 from data.blend=a: 80.0 epochs of its 1,000 tokens, "):
         require_ready(config(1000, blend=("a",)), count=True)
 
 
@@ -88,4 +88,4 @@ def test_text_of_less_than_a_step(here: Path) -> None:
     """There is no number of steps to suggest."""
     write_documents("tiny", [np.arange(1)] * 10, vocab=1000)
     (problem,) = refused(config(1, blend=("tiny",)))
-    assert problem.endswith("8.9 epochs of its 9 tokens, more than data.max_epochs=4; give it more text, or set data.max_epochs=0 for no limit")
+    assert " 8.9 epochs of its 9 tokens, " in problem and problem.endswith("; give it more text, or set data.max_epochs=0 for no limit")
