@@ -100,7 +100,7 @@ def commands(reader: Newcomer) -> None:
     assert str(reader.venv) in found, found
     reader.does("mesh-lm --version", "mesh-lm", "--version", says="mesh")
     reader.does("mesh-lm train", "mesh-lm", "train", "--config=gpt_tiny", *SMALL, says="step 3/3")
-    reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="step 3 of train.steps=3 is done")
+    reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="already finished (step 3 of 3)")
     reader.does("mesh-lm generate", "mesh-lm", "generate", "--checkpoint=runs/gpt_tiny", "--prompt=def ", "--tokens=8", says="def ")
     reader.does("mesh-lm export", "mesh-lm", "export", "--checkpoint=runs/gpt_tiny", "--output=tiny-llama", says="to tiny-llama")
     reader.does("mesh-lm plan", "mesh-lm", "plan", "gpt2_124m", "--devices=8", says="fits")
