@@ -88,7 +88,7 @@ def without(*path: str) -> Any:
         (lambda plain: plain["model"].update(module="no.such"), "the module of its model: 'no.such' cannot be imported"),
         (lambda plain: plain["mesh"].update(extra=["no"]), "mesh.extra='no' is not an axis and its size"),
         (without("model", "class"), "its model has no class and module"),
-        (without("rules", "params"), "rules: expected a name, and a column each for params, activations, "),
+        (without("rules", "params"), "rules: expected a name, and a column each for params, gathered, "),
         (without("model"), "expected a config.json from the output of a run"),
         (lambda plain: plain.update(train=[]), "train: expected an object"),
     ],
