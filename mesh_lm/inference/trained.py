@@ -205,8 +205,8 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
     if model is None:
         if (name := plain["model"]["class"]) != "DecoderConfig":
             raise ConfigError(
-                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that creates it: --config=FILE.py, or config= in "
-                "Python"
+                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that creates it: --config=FILE.py "
+                "(config= in Python)"
             )
         fields = {f.name for f in dataclasses.fields(DecoderConfig)}
         if unknown := plain["model"].keys() - fields - {"class"}:

@@ -6,11 +6,11 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import mesh_lm
 from mesh_lm.errors import ConfigError
 
 _KEPT = 2**20
@@ -31,7 +31,7 @@ class RunLog:
         self._waiting = b""
         self._failed = False
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-        self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}, mesh_lm {mesh_lm.__version__}\n")
+        self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}, mesh_lm {version('mesh_lm')}\n")
 
     def open(self, output: Path) -> None:
         """Appends to log.txt in this directory from here on. Call it when no other run writes there."""

@@ -15,10 +15,18 @@ from mesh_lm.commands import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel
 
-OPTIONS = {
-    command: {field.name for field in dataclasses.fields(cls)}
-    for command, cls in (("export", huggingface.Export), ("import", huggingface.Import))
-}
+CLASSES = {"export": huggingface.Export, "import": huggingface.Import}
+OPTIONS = {command: {field.name for field in dataclasses.fields(cls)} for command, cls in CLASSES.items()}
+MINE = """
+from mesh_lm.config import TrainConfig
+from mesh_lm.model import DecoderConfig
+
+class Mine(DecoderConfig):
+    BODY
+
+def get_config():
+    return TrainConfig(model=Mine(positions="rotary", norm="rmsnorm", activation="swiglu", biases=False), output="run")
+"""
 
 
 @pytest.fixture
@@ -60,12 +68,10 @@ def test_a_model_of_the_users_own(run: Path) -> None:
     assert error.startswith(
         "run is a Mine, a model of your own: no supported class of transformers can express it, unless Mine is a Decoder"
     )
-    mine = "from mesh_lm.config import TrainConfig\nfrom mesh_lm.model import DecoderConfig\nclass Mine(DecoderConfig):\n{}\n"
-    mine += "def get_config():\n    return TrainConfig(model=Mine(positions='rotary', norm='rmsnorm', activation='swiglu', biases=False), output='run')"
-    Path("mine.py").write_text(mine.format("    def make(self, shard, rngs): ..."))
+    Path("mine.py").write_text(MINE.replace("BODY", "def make(self, shard, rngs): ..."))
     error = refused("export", "run", "--output=out", "--config=mine.py")
     assert error.startswith("model is a Mine, which makes a model of its own: no supported class of transformers can express it, only")
-    Path("mine.py").write_text(mine.format("    pass"))
+    Path("mine.py").write_text(MINE.replace("BODY", "pass"))
     with pytest.raises(pytest.fail.Exception, match="weights are read"):
         huggingface.main(["export", "run", "--output=out", "--config=mine.py"])
 
