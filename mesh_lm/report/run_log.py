@@ -6,7 +6,6 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +30,7 @@ class RunLog:
         self._waiting = b""
         self._failed = False
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-        self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}, mesh_lm {version('mesh_lm')}\n")
+        self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}\n")
 
     def open(self, output: Path) -> None:
         """Appends to log.txt in this directory from here on. Call it when no other run writes there."""

@@ -8,7 +8,7 @@ import pytest
 from mesh_lm.errors import ConfigError
 from mesh_lm.report.run_log import RunLog
 
-HEAD = r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d, process \d+ on \S+, mesh_lm \S+\n"
+HEAD = r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d, process \d+ on \S+\n"
 
 
 def test_each_start_appends(tmp_path: Path) -> None:
