@@ -62,7 +62,7 @@ class Checkpoints:
     def __init__(
         self, config: TrainConfig, phases: Phases | None = None, say: Callable[[str], None] = distributed.print_on_process0
     ) -> None:  # fmt: skip
-        """Takes the function that tells of saves and damage.
+        """Takes the function that reports saves and damage.
 
         Raises ConfigError if another run writes there, the directory is not writable, or it conflicts with `checkpoint.resume`.
         """

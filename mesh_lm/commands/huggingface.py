@@ -121,7 +121,7 @@ def run_import(options: Import) -> int:
 
 
 def _require_exportable(options: Export) -> None:
-    """Raises ConfigError with what stands in the way of an export, before a weight is read or a device is used."""
+    """Raises ConfigError with what prevents an export, before a weight is read or a device is used."""
     from mesh_lm.checkpoint import config_in
     from mesh_lm.config import load
     from mesh_lm.huggingface.configs import family_for
