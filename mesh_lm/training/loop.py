@@ -71,7 +71,7 @@ def _train(
     stop: distributed.StopOnSigterm,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
-    require_ready(config, data, count=True)
+    require_ready(config, data, thorough=True)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)

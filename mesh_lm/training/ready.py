@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,30 +27,30 @@ _STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
 """Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are counted."""
 
 
-def require_ready(config: TrainConfig, data: Dataset | None = None, *, count: bool = False) -> None:
-    """Raises ConfigError that lists what is missing: text to train on, a writable output with room, a login to Weights & Biases.
+def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough: bool = False) -> None:
+    """Raises ConfigError that lists what is missing: text to train on, a writable output, a login to Weights & Biases.
 
     Raises StorageError if nothing but a full or failing disk is in the way.
 
     Args:
       data: what the run was given to train on, instead of what the config names.
-      count: also refuse a run of too many epochs (data.max_epochs), if its tokens were counted before.
+      thorough: also whether the output has room for a checkpoint and, if the text was counted before, data.max_epochs. It imports Flax.
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
-    problems = list(_data(config)) if data is None else []
+    problems: list[str] = list(_data(config)) if data is None else []
+    counted = thorough and is_first and not problems
     full = False
-    try:
-        _require_output(config)
-    except ConfigError as error:
-        problems.append(str(error))
-        full = storage_failed(error)
+    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)]
     if config.wandb and is_first:  # the process that writes the metrics
+        checks.append(lambda: require_login(config.wandb))
+    for check in checks:
         try:
-            require_login(config.wandb)
+            check()
         except ConfigError as error:
             problems.append(str(error))
-    if not problems and count and is_first:
+            full = full or storage_failed(error)
+    if counted:
         problems += _epochs(config, data)
     if problems:
         message = listed("this run cannot start", problems)
@@ -83,8 +83,8 @@ def _data(config: TrainConfig) -> Iterator[str]:
             yield str(error)
 
 
-def _require_output(config: TrainConfig) -> None:
-    """Raises ConfigError unless the output is a directory, or can become one, in which files can be written, with room for a checkpoint."""
+def _require_output(config: TrainConfig, *, with_room: bool) -> None:
+    """Raises ConfigError unless the output is, or can become, a directory that can be written, with_room: and that has room."""
     output = config.output
     if not output or "://" in output:
         raise ConfigError(f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
@@ -98,15 +98,19 @@ def _require_output(config: TrainConfig) -> None:
     except OSError as error:
         what = f"output={output} cannot be written: {error.strerror}" + (f" ({where})" if where != path else "")
         raise ConfigError(f"{what}; set another output, or make room on that disk and make it writable") from error
-    model, per_parameter = config.model, _STATE_BYTES.get(config.optimizer.name, 4)
-    n_weights = 0.0 if model.problems() else (model.flops_per_token() - model.attention_flops_per_token()) / 6
-    needed = n_weights * per_parameter
-    if free < needed:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if with_room and free < (needed := _state_bytes(config)):
         raise ConfigError(
             f"output={output}: its disk has {_size(free)} left, and one checkpoint of this model needs {_size(needed)} or more; make room "
             "there, or set another output"
-        ) from full
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _state_bytes(config: TrainConfig) -> float:
+    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not known."""
+    model = config.model
+    if model.problems():  # which `check` reports
+        return 0.0
+    return (model.flops_per_token() - model.attention_flops_per_token()) / 6 * _STATE_BYTES.get(config.optimizer.name, 4)
 
 
 def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:

@@ -69,19 +69,19 @@ def test_what_is_known_before_anything_is_prepared(here: Path) -> None:
     (here / "text.txt").write_text("one two three four\n" * 50)
     text = config(1000, path="text.txt")
     assert known_sources(text.data) == {} and refused(text, known=True) == []
-    require_ready(text, count=True)
+    require_ready(text, thorough=True)
     prepare(text.data, vocab=text.data.tokenizer_vocab)
     with pytest.raises(ConfigError, match=r"^this run cannot start\n  - train.steps=1000 x 80 tokens a step are 80,000 from corpus text-"):
-        require_ready(text, count=True)
-    require_ready(dataclasses.replace(text, data=dataclasses.replace(text.data, max_epochs=0)), count=True)
+        require_ready(text, thorough=True)
+    require_ready(dataclasses.replace(text, data=dataclasses.replace(text.data, max_epochs=0)), thorough=True)
     with pytest.raises(ConfigError, match=r"cannot start\n  - .* are 80,000 from data.blend=a: 80.0 epochs of its 1,000 tokens, "):
-        require_ready(config(1000, blend=("a",)), count=True)
+        require_ready(config(1000, blend=("a",)), thorough=True)
 
 
 def test_tokens_that_a_run_is_given(here: Path) -> None:
-    require_ready(config(5), dataset_of([1] * 106), count=True)
+    require_ready(config(5), dataset_of([1] * 106), thorough=True)
     with pytest.raises(ConfigError, match=r"from corpus tokens-\w+: 4.8 epochs of its 101 tokens, more than data.max_epochs=4"):
-        require_ready(config(6), dataset_of([1] * 106), count=True)
+        require_ready(config(6), dataset_of([1] * 106), thorough=True)
 
 
 def test_text_of_less_than_a_step(here: Path) -> None:
