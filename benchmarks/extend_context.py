@@ -63,7 +63,7 @@ def main() -> int:
 def train(output: str, length: int, steps: int, arguments: Sequence[str]) -> list[str]:
     """Returns the words of the command that trains on sequences of this length."""
     batch = [f"--model.seq-len={length}", f"--train.global-batch={TOKENS // length}", f"--train.steps={steps}"]
-    quiet = ["--train.eval-every=0", "--train.eval-sequences=8", "--train.sample-tokens=0", "--data.max-epochs=0"]
+    quiet = ["--train.eval-every=0", "--train.eval-sequences=8", "--train.sample-tokens=0"]
     return ["train", "gpt_tiny", f"--output={output}", "--data.documents=packed", *batch, *quiet, *arguments]
 
 
