@@ -111,7 +111,7 @@ def training(lab: Lab) -> Iterator[Table]:
     options = {f"{section}.{name}": value for section, values in fields.items() for name, value in values.items()}
     options |= {"train.steps": steps, "train.log_every": 1, "train.sample_tokens": 0, "train.eval_every": 0, "train.eval_sequences": 8}
     options |= {"checkpoint.every": every, "data.blend": prefix, "output": output, "launch.compile_cache": lab.directory / "train-cache"}
-    options |= {"data.cache": lab.directory / "data-cache"}
+    options |= {"data.cache": lab.directory / "data-cache", "data.max_epochs": 0}
     command = [sys.executable, "train.py", "--config=configs/gpt2_124m.py"]
     command += [f"--config.{name}={value}" for name, value in options.items()]
     saved = output / "checkpoints" / str(every)

@@ -53,7 +53,7 @@ def main() -> int:
 
 def trained(sums: str, seed: int, rate: float, steps: int) -> Row:
     """Returns the losses of one run. Raises RuntimeError with its last output if it fails."""
-    words = [f"--model.{field}={value}" for field, value in MODEL.items()] + ["--data.tokenizer-vocab=1024"]
+    words = [f"--model.{field}={value}" for field, value in MODEL.items()] + ["--data.tokenizer-vocab=1024", "--data.max-epochs=0"]
     loop = [f"--train.steps={steps}", f"--train.eval-every={steps}", "--train.eval-sequences=256", "--train.log-every=1"]
     quiet = ["--train.sample-tokens=0", "--checkpoint.every=0", "--optimizer.warmup-steps=30"]
     where = [f"--launch.cpu-devices={DEVICES}", *RULES[sums], f"--seed={seed}", f"--optimizer.learning-rate={rate}"]

@@ -30,7 +30,8 @@ EVERY = 25
 FIELDS = {
     "model.n_layers": 2, "model.d_model": 64, "model.n_heads": 4, "model.seq_len": 64, "model.dropout": 0.1, "train.global_batch": 16,
     "train.log_every": 20, "train.eval_every": 0, "train.eval_sequences": 16, "train.sample_tokens": 0, "checkpoint.every": EVERY,
-    "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp", "health.stall": 20, "health.heartbeat": 10, "health.replicas": EVERY,
+    "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp", "data.max_epochs": 0,
+    "health.stall": 20, "health.heartbeat": 10, "health.replicas": EVERY,
 }  # fmt: skip
 PACE = 0.25
 """The least seconds per step of the disturbed run."""

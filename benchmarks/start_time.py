@@ -102,7 +102,7 @@ def child(began: float, argv: list[str]) -> int:
 def command(directory: Path, fields: dict[str, Any], output: str, data: str, programs: str) -> list[str]:
     """Returns train.py's arguments, with its output and its two caches in `directory`."""
     places = {"output": output, "data.cache": data, "launch.compile_cache": programs}
-    fields = fields | {name: directory / place for name, place in places.items()}
+    fields = fields | {"data.max_epochs": 0} | {name: directory / place for name, place in places.items()}
     return ["--config=configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in fields.items())]
 
 

@@ -9,4 +9,5 @@ or pipeline stages. Orbax silently restores flipped bits, so the metadata has a 
 from mesh_lm.checkpoint.manager import Checkpoints as Checkpoints
 from mesh_lm.checkpoint.reader import DamagedCheckpoint as DamagedCheckpoint
 from mesh_lm.checkpoint.reader import SavedCheckpoint as SavedCheckpoint
+from mesh_lm.checkpoint.reader import config_in as config_in
 from mesh_lm.checkpoint.reader import find as find

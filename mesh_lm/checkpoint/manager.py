@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,9 +59,14 @@ class Checkpoints:
     only while it does; until then the save is in `N.saving-LIFE`, which no other run uses.
     """
 
-    def __init__(self, config: TrainConfig, phases: Phases | None = None) -> None:
-        """Raises ConfigError if another run writes there, the directory is not writable, or it conflicts with `checkpoint.resume`."""
-        self.config, self.policy, self._phases = config, config.checkpoint, phases or Phases()
+    def __init__(
+        self, config: TrainConfig, phases: Phases | None = None, say: Callable[[str], None] = distributed.print_on_process0
+    ) -> None:  # fmt: skip
+        """Takes the function that reports saves and damage.
+
+        Raises ConfigError if another run writes there, the directory is not writable, or it conflicts with `checkpoint.resume`.
+        """
+        self.config, self.policy, self._phases, self._say = config, config.checkpoint, phases or Phases(), say
         if self.policy.resume == "never" and int(os.environ.get(BEGUN, 0)):
             self.policy = dataclasses.replace(self.policy, resume="auto")  # a restart: existing checkpoints are this run's own
         try:
@@ -127,7 +133,7 @@ class Checkpoints:
         self._phases.at("restore")
         if before is None and jax.process_index() == 0:
             for name in misnamed_in(self.directory):
-                distributed.print_on_process0(f"warning: {self.directory / name} is not a step (that would be {int(name)}); it is ignored")
+                self._say(f"warning: {self.directory / name} is not a step (that would be {int(name)}); it is ignored")
         steps = [step for step in self._steps() if before is None or step < before]
         if before is None and (local := self._local.restore(max(steps, default=-1), layout, optimizer)):
             if steps:
@@ -139,7 +145,7 @@ class Checkpoints:
                 saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
             except DamagedCheckpoint as damage:
-                distributed.print_on_process0(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
+                self._say(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
                 self._put_aside(step, "damaged")
                 continue
             self._committed(max(self._steps()))
@@ -224,7 +230,7 @@ class Checkpoints:
             self._conclude(step, failed=_FAILED in outcomes)
 
     def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
-        distributed.print_on_process0(f"saving step {step} ({certificate(metadata, data)})")
+        self._say(f"saving step {step} ({certificate(metadata, data)})")
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
@@ -284,7 +290,7 @@ class Checkpoints:
         reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
-        distributed.print_on_process0(
+        self._say(
             f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
             f"{reason}" + ("" if last else f"; training continues, and saving is retried after step {self._retry}")
         )

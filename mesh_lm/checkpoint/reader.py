@@ -223,14 +223,31 @@ def find(path: Path | str) -> SavedCheckpoint | None:
 
     Raises ConfigError if a run has no complete checkpoint, and DamagedCheckpoint for a damaged one.
     """
-    path = Path(path).expanduser().absolute()
-    step = int(path.name) if names_a_step(path.name) and path.parent.name == "checkpoints" and path.is_dir() else None
-    directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if directory.name != "checkpoints" or not directory.is_dir():
+    directory, step = _located(path)
+    if directory is None:
         return None
     if step is None and (step := distributed.broadcast_from_process0(max(steps_in(directory), default=None))) is None:
         raise ConfigError(f"no complete checkpoint in {directory}")
     return SavedCheckpoint.read(directory, step)
+
+
+def config_in(path: Path | str) -> dict[str, Any] | None:
+    """Returns the config, as JSON, of the checkpoint that `find` would return if no save ends meanwhile; None for any other path.
+
+    It needs no JAX backend. Raises as `find`.
+    """
+    directory, step = _located(path)
+    if directory is None or (step is None and (step := max(steps_in(directory), default=None)) is None):
+        return None
+    return descriptions(directory / str(step))["metadata"]["config"]
+
+
+def _located(path: Path | str) -> tuple[Path | None, int | None]:
+    """Returns the directory of checkpoints that a path names or is in, and the step if it names one."""
+    path = Path(path).expanduser().absolute()
+    step = int(path.name) if names_a_step(path.name) and path.parent.name == "checkpoints" and path.is_dir() else None
+    directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return (directory, step) if directory.name == "checkpoints" and directory.is_dir() else (None, None)
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mesh_lm.commands.model_arguments import ModelArguments
 from mesh_lm.commands.options import command
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, hub_hint
 
 if TYPE_CHECKING:
     from mesh_lm.inference.trained import TrainedModel
@@ -85,6 +85,7 @@ def run_export(options: Export) -> int:
     from mesh_lm import distributed  # here, so that --help needs no JAX
     from mesh_lm.huggingface import save
 
+    _require_exportable(options)
     trained = _load(options.checkpoint, options, options.config)
     save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
     distributed.print_on_process0(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
@@ -94,12 +95,18 @@ def run_export(options: Export) -> int:
 def run_import(options: Import) -> int:
     """Writes the run and returns 0. Raises ConfigError and ShardingRuleError."""
     from mesh_lm import distributed
-    from mesh_lm.checkpoint import Checkpoints
+    from mesh_lm.checkpoint import Checkpoints, config_in
     from mesh_lm.config import CheckpointConfig
+    from mesh_lm.huggingface import is_huggingface
     from mesh_lm.inference.trained import TOKENIZER
     from mesh_lm.optim import Optimizer
     from mesh_lm.state.initial import fresh_state
 
+    if not is_huggingface(options.input):
+        raise ConfigError(
+            f"--input={options.input} is not a Hugging Face model directory (config.json and .safetensors)"
+            + ("; it is a run's own, which needs no import: --init_from takes it" if config_in(options.input) else hub_hint(options.input))
+        )
     trained = _load(options.input, options)
     config = dataclasses.replace(trained.config, output=options.output, checkpoint=CheckpointConfig(resume="never"))
     with Checkpoints(config) as checkpoints:
@@ -111,6 +118,27 @@ def run_import(options: Import) -> int:
         checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
     distributed.print_on_process0(f"wrote the weights of {options.input} to {options.output} as step 0")
     return 0
+
+
+def _require_exportable(options: Export) -> None:
+    """Raises ConfigError with what prevents an export, before a weight is read or a device is used."""
+    from mesh_lm.checkpoint import config_in
+    from mesh_lm.config import load
+    from mesh_lm.huggingface.configs import family_for
+    from mesh_lm.inference.trained import config_from
+    from mesh_lm.model import DecoderConfig
+
+    saved, output = config_in(options.checkpoint), Path(options.output).expanduser()
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"--output={options.output} exists and is not empty; name another directory")
+    if saved is None:
+        return
+    if not options.config and (name := saved["model"]["class"]) != DecoderConfig.__name__:
+        raise ConfigError(
+            f"{options.checkpoint} is a {name}, a model of your own: no supported class of transformers can express it, unless {name} is a "
+            "DecoderConfig that only has other defaults; then name the config file that creates it: --config=FILE.py"
+        )
+    family_for(load(options.config).model if options.config else config_from(saved, None, options.checkpoint).model)
 
 
 def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:

@@ -1,4 +1,4 @@
-"""Reads a config file: Python with a function get_config() -> TrainConfig."""
+"""Reads a config file: Python with a function get_config() -> TrainConfig, or the config.json of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from mesh_lm.config import resolved
 from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError, did_you_mean
 
@@ -23,7 +24,7 @@ _NAME = re.compile(r"\w+")
 
 
 def load(file: str) -> TrainConfig:
-    """What get_config() of a Python file returns.
+    """What get_config() of a Python file returns, or what the config.json in the output of a run says.
 
     file: a path, or the name of a config that comes with mesh_lm, such as gpt_tiny. A relative path is looked for in the working
     directory, beside the package mesh_lm, and inside it, where an installed package has its configs.
@@ -31,8 +32,10 @@ def load(file: str) -> TrainConfig:
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
     """
     path = _find(file)
+    if path.suffix == ".json":
+        return resolved.read(path, file, imported)
     if path.suffix != ".py":
-        raise ConfigError(f"--config={file}: expected a .py file")
+        raise ConfigError(f"--config={file}: expected a .py file, or the config.json of a run")
     with _user_code(file, path):
         module = _executed(path)
     if not hasattr(module, "get_config"):

@@ -166,6 +166,8 @@ class DataConfig:
     """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
     valid_blend: tuple[str, ...] = ()
     """Prefixes that are the held-out text, as Megatron's --valid-data-path; all of `blend` is then for training, without `split`."""
+    max_epochs: float = 4.0
+    """Refuse a run that would read the training text more often than this, or any one prefix of a weighted blend; 0: no limit."""
     documents: Literal["joined", "separate", "megatron", "packed"] = "joined"
     """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
     megatron: as separate, but after the end-of-document token instead of at it, as Megatron's --reset-position-ids and

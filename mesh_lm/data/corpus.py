@@ -24,9 +24,10 @@ from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, padded_order
 from mesh_lm.data.digests import file_digest
 from mesh_lm.data.encoding import encode, pieces
+from mesh_lm.data.epochs import Sources
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
-from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus
+from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sources
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
@@ -111,6 +112,10 @@ class TextCorpus:
         """Implements `Dataset.heldout_order`."""
         return padded_order([TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod)
 
+    def sources(self) -> Sources:
+        """Implements `Dataset.sources`."""
+        return {f"corpus {self.name}": (self.train_tokens, 1.0)}
+
     def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
         """Returns {}: the position is the entire state."""
         return {}
@@ -149,13 +154,10 @@ def prepare(
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source = sources.find(config.path, config.text_field)
-    made_by = tokenizer.fingerprint if tokenizer else vocab
+    source, directory = _source(config, tokenizer, vocab)
     settings = {
         "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
     }  # fmt: skip
-    key = hashlib.sha256(f"{_FORMAT} {made_by} {source.digest()}".encode()).hexdigest()[:16]
-    directory = Path(config.cache).expanduser() / f"{source.name}-{key}"
     try:
         if not directory.exists():
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -175,6 +177,26 @@ def prepare(
     if not corpus.train().is_sealed:
         progress(NOT_SEALED.format(prefix=f"{directory / 'train'} {directory / 'heldout'}"))
     return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
+
+
+def known_sources(config: DataConfig) -> Sources:
+    """Returns `Dataset.sources` as far as they are known without preparing text; {} where it was never prepared. Uses no device.
+
+    Of Megatron prefixes all tokens are counted, those of the held-out documents too.
+    """
+    if config.blend:
+        return stored_sources(config)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    _, directory = _source(config, tokenizer, config.tokenizer_vocab)
+    return _load(directory).sources() if directory.exists() else {}
+
+
+def _source(config: DataConfig, tokenizer: Tokenizer | None, vocab: int) -> tuple[sources.Source, Path]:
+    """Returns the text of config.path, and the directory of its corpus, which may not exist yet."""
+    source = sources.find(config.path, config.text_field)
+    made_by = tokenizer.fingerprint if tokenizer else vocab
+    key = hashlib.sha256(f"{_FORMAT} {made_by} {source.digest()}".encode()).hexdigest()[:16]
+    return source, Path(config.cache).expanduser() / f"{source.name}-{key}"
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mesh_lm.config import TrainConfig
+from mesh_lm.data.epochs import Sources
 from mesh_lm.data.indexed import InMemory, TokenStream
 from mesh_lm.data.rows import ConcatOrder, SampleOrder
 from mesh_lm.data.sequences import Sequences
@@ -44,6 +45,10 @@ class Dataset(Protocol):
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""
         return None
+
+    def sources(self) -> Sources:
+        """Returns the texts that are repeated each by itself, for `data.max_epochs`: one, unless samples are drawn by weights."""
+        return {f"corpus {self.name}": (self.train_tokens, 1.0)}
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
         """Returns sequences of config.model.seq_len by global sample position, across epochs.

@@ -157,6 +157,13 @@ class Documents:
             file.write(content)
 
 
+def stored_tokens(prefix: Path | str) -> int:
+    """Returns the number of tokens under a prefix, from the header and the file sizes alone. Raises ConfigError as `Documents`."""
+    data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
+    _, _, code, *_ = _HEADER.unpack(index[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0"))
+    return len(data) // _DTYPES[code].itemsize if code in _DTYPES else len(Documents(prefix).tokens)
+
+
 class InMemory:
     """Documents in memory, for a `TokenStream`, with the attributes of `Documents`; sequences: their offsets, default: of one document."""
 

@@ -14,9 +14,10 @@ from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data.blend import Blend, normalized, parse
 from mesh_lm.data.blend_plan import make_plan
 from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.epochs import Sources
 from mesh_lm.data.gpt_dataset import SPLITS, EpochCount, GPTDataset, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
-from mesh_lm.data.indexed import Documents, TokenStream
+from mesh_lm.data.indexed import Documents, TokenStream, stored_tokens
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
@@ -72,7 +73,8 @@ class MegatronCorpus(Dataset):
         self.name = f"Megatron prefixes, {'all documents' if config.valid_blend else f'split {config.split}'}"
         self.name += "" if config.add_extra_token else ", no extra token"
         training, heldout = self.train(), self.heldout()
-        self.train_tokens, self.heldout_tokens = (sum(text.n_tokens for text in texts) for texts in (training, heldout))
+        self._of_members = [text.n_tokens for text in training]
+        self.train_tokens, self.heldout_tokens = sum(self._of_members), sum(text.n_tokens for text in heldout)
         if self.heldout_tokens:
             self.heldout_bytes = self._bytes(self._held, heldout)
             self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
@@ -90,6 +92,10 @@ class MegatronCorpus(Dataset):
     def heldout(self, vocab: int | None = None) -> list[TokenStream]:
         """Returns the validation split of each member, or data.valid_blend."""
         return [self._text(member, "valid", vocab) for member in self._held]
+
+    def sources(self) -> Sources:
+        """Returns each prefix of a weighted blend; without weights they are one text."""
+        return _sources([member.prefix for member in self.members], self._of_members, self.weights)
 
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> BlendedOrder:
         """Implements `Dataset.training_order`."""
@@ -155,6 +161,18 @@ class MegatronCorpus(Dataset):
             n_tokens += len(ids)
             n_bytes += len(tokenizer.decode(ids[ids != tokenizer.eod]).encode())
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
+
+
+def stored_sources(config: DataConfig) -> Sources:
+    """Returns as `MegatronCorpus.sources`, from the sizes of the files alone, with the held-out documents counted too."""
+    prefixes, weights = parse(config.blend)
+    return _sources(prefixes, [stored_tokens(Path(prefix).expanduser()) for prefix in prefixes], normalized(weights) if weights else None)
+
+
+def _sources(prefixes: list[str], tokens: list[int], weights: list[float] | None) -> Sources:
+    if weights is None:
+        return {f"data.blend={','.join(prefixes)}": (sum(tokens), 1.0)}
+    return dict(zip(prefixes, zip(tokens, weights, strict=True), strict=True))
 
 
 def _tokenizer(config: DataConfig, first: MegatronPrefix) -> Tokenizer | None:

@@ -60,8 +60,11 @@ def family_of(directory: Path | str) -> Family:
 
 def family_for(config: ModelConfig) -> Family:
     """Returns the family that can express a config. Raises ConfigError with the obstacles of the closest family."""
-    if not isinstance(config, DecoderConfig):
-        raise ConfigError(f"a {type(config).__name__} cannot be exported to Hugging Face; only a DecoderConfig can")
+    if not isinstance(config, DecoderConfig) or type(config).make is not DecoderConfig.make:
+        raise ConfigError(
+            f"model is a {type(config).__name__}, which makes a model of its own: no supported class of transformers can express it, only "
+            "models of DecoderConfig (docs/huggingface.md)"
+        )
     obstacles = {family.architecture: (family, _obstacles(family, config)) for family in FAMILIES}
     nearest, (family, problems) = min(obstacles.items(), key=lambda item: len(item[1][1]))
     if problems:

@@ -7,12 +7,13 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints, overload
+from typing import Any, get_type_hints, overload
 
 import jax
 
 from mesh_lm import checkpoint, huggingface
 from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
+from mesh_lm.config.resolved import rules_from
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
 from mesh_lm.inference import Generator, Sampling, Scorer
@@ -21,7 +22,6 @@ from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.merge_stages import merged_layout
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
-from sharding_rules.rules import Kind
 
 TOKENIZER = "tokenizer"
 """The directory in a run's output that stores its tokenizer."""
@@ -205,7 +205,8 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
     if model is None:
         if (name := plain["model"]["class"]) != "DecoderConfig":
             raise ConfigError(
-                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that creates it: --config=FILE.py"
+                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that creates it: --config=FILE.py "
+                "(config= in Python)"
             )
         fields = {f.name for f in dataclasses.fields(DecoderConfig)}
         if unknown := plain["model"].keys() - fields - {"class"}:
@@ -217,15 +218,7 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
     sections = {name: hints[name] for name in plain if dataclasses.is_dataclass(hints.get(name)) and name not in ("model", "rules")}
     built = {name: section(**_known(section, plain[name])) for name, section in sections.items()}
     rest = {name: value for name, value in _known(TrainConfig, plain).items() if not isinstance(value, dict)}
-    return TrainConfig(**rest, **built, model=model, rules=_rules(plain["rules"]))
-
-
-def _rules(plain: dict[str, Any]) -> Rules:
-    """Inverse of `Rules.as_dict`."""
-    given = {kind: plain[kind] for kind in get_args(Kind)}
-    columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
-    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain}
-    return Rules(plain["name"], **columns, **named)
+    return TrainConfig(**rest, **built, model=model, rules=rules_from(plain["rules"]))
 
 
 def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 from mesh_lm.launch.job import Job, Options
 
-_DEFAULT = ["train.py", "--config=configs/llama3_8b.py"]
+_DEFAULT = ["train.py", "--config=configs/llama3_8b.py", "--config.data.blend=data/web"]
 _SLURM = """\
 #!/bin/bash
 #SBATCH --job-name=mesh_lm

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -49,7 +49,7 @@ class Progress:
         bits_per_byte: Callable[[float], float] | None = None,
         enabled: bool = True,
         file: TextIO | None = None,
-        log: TextIO | None = None,
+        log: Log | None = None,
         clock: Callable[[], float] = time.perf_counter,
         memory: Callable[[], Memory] = device_memory_gib,
     ) -> None:
@@ -192,10 +192,22 @@ class _Both(_Silent):
             view.note(text)
 
 
+class Log(Protocol):
+    """What `print(..., file=log)` needs."""
+
+    def write(self, text: str, /) -> object:
+        """Takes text."""
+        ...
+
+    def flush(self) -> None:
+        """Called after each line."""
+        ...
+
+
 class _Lines(_Silent):
     """For files and pipes: one line per row, no control characters."""
 
-    def __init__(self, file: TextIO, total: int) -> None:
+    def __init__(self, file: Log, total: int) -> None:
         self._file, self._total = file, total
 
     def show(self, step: int, text: str, tail: str) -> None:

@@ -21,12 +21,15 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.dataset import Dataset
+from mesh_lm.data.epochs import epochs_problems
 from mesh_lm.data.loader import Batch
 from mesh_lm.distributed.phases import Phases
+from mesh_lm.errors import ConfigError, listed
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
 from mesh_lm.optim import Optimizer, Rule, own_rule
 from mesh_lm.parallel.engine import batch_sharding, evaluate
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.report.run_log import RunLog
 from mesh_lm.state import State, weights_of
 from mesh_lm.state.disk_form import complete_weights
 from mesh_lm.state.initial import fresh_state, init_state
@@ -68,7 +71,7 @@ def _train(
     stop: distributed.StopOnSigterm,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
-    require_ready(config, has_data=data is not None)
+    require_ready(config, data, thorough=True)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
     distributed.start(config, phases=phases)
@@ -83,13 +86,14 @@ def _train(
 
     with (
         Watchdog(config.health, phases, distributed.log_prefix()),
-        Checkpoints(config, phases) as checkpoints,
+        RunLog(distributed.print_on_process0, speaks=jax.process_index() == 0) as log,
+        Checkpoints(config, phases, log.say) as checkpoints,
     ):
         # 3. State and data: the newest intact checkpoint, restored onto this run's mesh, if there is one.
         saved, restored = checkpoints.restore(layout, update)
         read = weights(config.init_from, layout) if config.init_from and not saved else None
         phases.at("data")
-        corpus, batches = _data(config, data, layout, saved)
+        corpus, batches = _data(config, data, layout, saved, log)
         if read and (tokenizer := corpus.tokenizer()):
             require_tokenizer(config.init_from, tokenizer)
         if restored is None:
@@ -99,7 +103,8 @@ def _train(
         # 4. The loop, and then the held-out loss, a plot and a text.
         with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
-            monitor = Monitor(config, layout, corpus, phases, run.step)
+            log.open(checkpoints.directory.parent)
+            monitor = Monitor(config, layout, corpus, phases, run.step, log)
         with monitor, closing(batches.train()) as training:
             if saved:
                 monitor.note(_resumed(saved, run, batches))
@@ -107,21 +112,26 @@ def _train(
             if not batches.has_heldout:
                 monitor.note("the data has no held-out part: evaluation is off")
             between.call("on_start")
+            begun = run.step
             loop(run, step, outer, phases.steps(training), between)
             if not run.preempted and between.last_evaluation():
-                n_tokens = config.train.sample_tokens
                 n_tokens = config.train.sample_tokens if tokenizer else 0
-                final = complete_weights(layout, run.state) if n_tokens else {}
-                monitor.finish(sample(layout, final, tokenizer, n_tokens, config.seed) if tokenizer and n_tokens else None)
+                if run.step > begun or not distributed.broadcast_from_process0(monitor.has_finished(with_sample=n_tokens > 0)):
+                    final = complete_weights(layout, run.state) if n_tokens else {}
+                    monitor.finish(sample(layout, final, tokenizer, n_tokens, config.seed) if tokenizer and n_tokens else None)
                 between.call("on_end")
     return run
 
 
-def _data(config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None) -> tuple[Dataset, Batches]:
+def _data(
+    config: TrainConfig, given: Dataset | None, layout: ModelLayout, saved: SavedCheckpoint | None, log: RunLog
+) -> tuple[Dataset, Batches]:  # fmt: skip
     """Returns the data and its batches, from the checkpoint's data position, which is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=distributed.print_on_process0)
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say)
+        if (saved.step if saved else 0) < config.train.steps and (problems := epochs_problems(config, corpus.sources())):
+            raise ConfigError(listed("this run cannot start", problems))
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"
@@ -134,7 +144,8 @@ def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
     changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
     if run.unfinished:
         return f"resumed at step {run.step} ({saved.certificate}){changes}"
-    return f"step {run.step} of train.steps={run.config.train.steps} is done; raise train.steps to train on ({saved.certificate}){changes}"
+    done = f"already finished (step {run.step} of {run.config.train.steps}): nothing to do; raise train.steps to train on"
+    return f"{done} ({saved.certificate}){changes}"
 
 
 class Between:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 import jax
 
 from mesh_lm import strict_json
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
+from mesh_lm.config.resolved import to_json
+from mesh_lm.data.atomic import atomic_write
 from mesh_lm.data.dataset import Dataset
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
@@ -20,6 +20,7 @@ from mesh_lm.inference.perplexity import bits_per_byte
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.report.plot import loss_curve
 from mesh_lm.report.progress import Progress
+from mesh_lm.report.run_log import RunLog
 from mesh_lm.report.weights_and_biases import WeightsAndBiases
 from mesh_lm.report.writer import Writer
 from mesh_lm.training.goodput import Goodput, describe
@@ -29,10 +30,14 @@ from mesh_lm.training.opening import opening
 class Monitor:
     """Progress on the terminal, metrics in `<output>`, traces on request. Prints on process 0 only. A context manager."""
 
-    def __init__(self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int) -> None:
+    def __init__(
+        self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int, log: RunLog | None = None
+    ) -> None:  # fmt: skip
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
-        device, self._log = jax.devices()[0], self._begin_output() if self.speaks else None
+        device = jax.devices()[0]
+        if self.speaks:
+            self._keep_config()
         self._progress = Progress(
             config.train.steps,
             first_step,
@@ -42,7 +47,7 @@ class Monitor:
             n_devices=jax.device_count(),
             device_kind=device.device_kind,
             enabled=self.speaks,
-            log=self._log,
+            log=log,
             bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
         )
         wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
@@ -58,12 +63,12 @@ class Monitor:
         self._opening = opening(config, layout, corpus)
         self._waited, self._row_step = 0.0, first_step
 
-    def _begin_output(self) -> TextIO:
-        """Writes down the config as it is run, and opens the log that a terminal's bar would leave no trace of."""
+    def _keep_config(self) -> None:
+        """Writes down the config as it is run, for `--config`."""
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-            (self.output / "config.json").write_text(json.dumps(as_dict(self.config), indent=1) + "\n")
-            return (self.output / "log.txt").open("a", encoding="utf-8")
+            with atomic_write(self.output / "config.json") as (file,):
+                file.write(to_json(self.config).encode())
         except OSError as error:
             raise _unwritable(self.output, error) from error
 
@@ -147,6 +152,11 @@ class Monitor:
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
+    def has_finished(self, *, with_sample: bool) -> bool:
+        """Returns whether an earlier process has written what `finish` writes. False off process 0."""
+        names = ["loss.png", *(["sample.txt"] if with_sample else [])]
+        return self.speaks and all((self.output / name).exists() for name in names)
+
     def flush(self) -> None:
         """Waits for the newest step, and writes its metrics."""
         late, self._late = self._late, None
@@ -195,9 +205,6 @@ class Monitor:
         self._progress.__exit__(kind, value, trace)
         with contextlib.suppress(OSError):  # was reported when it happened
             self._writer.close()
-        if self._log:
-            with contextlib.suppress(OSError):
-                self._log.close()
 
 
 def _unwritable(output: Path, error: OSError) -> ConfigError:

@@ -2,29 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mesh_lm.config import TrainConfig
-from mesh_lm.errors import ConfigError, listed
+from mesh_lm.data import blend, sources
+from mesh_lm.data.epochs import epochs_problems
+from mesh_lm.data.indexed import bin_path, idx_path
+from mesh_lm.errors import ConfigError, StorageError, listed, storage_failed
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.report.weights_and_biases import require_login
 
+if TYPE_CHECKING:
+    from mesh_lm.data.dataset import Dataset
 
-def require_ready(config: TrainConfig, *, has_data: bool = False) -> None:
-    """Raises ConfigError that lists what is missing: data, unless the run was given some; a login to Weights & Biases."""
-    if problems := list(_problems(config, has_data)):
-        raise ConfigError(listed("this run cannot start", problems))
+_PROBE = 4096
+"""Bytes that are written to find out whether the output's disk takes any."""
+_STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
+"""Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are counted."""
 
 
-def _problems(config: TrainConfig, has_data: bool) -> Iterator[str]:
-    if not (config.data.path or config.data.blend or has_data):
-        yield (
-            "it has no data: set data.path to a text, such as my_text.jsonl, or data.blend to tokenized files. To try a config, "
-            "data.path=stdlib gives it 10 MB of Python source code, which a large model would soon know by heart"
-        )
+def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough: bool = False) -> None:
+    """Raises ConfigError that lists what is missing: text to train on, a writable output, a login to Weights & Biases.
+
+    Raises StorageError if nothing but a full or failing disk is in the way.
+
+    Args:
+      data: what the run was given to train on, instead of what the config names.
+      thorough: also whether the output has room for a checkpoint and, if the text was counted before, data.max_epochs. It imports Flax.
+    """
     slot = ProcessSlot.of(config.launch)
-    if config.wandb and (slot is None or slot.index == 0):  # the process that writes the metrics
+    is_first = slot is None or slot.index == 0
+    problems: list[str] = list(_data(config)) if data is None else []
+    counted = thorough and is_first and not problems
+    full = False
+    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)]
+    if config.wandb and is_first:  # the process that writes the metrics
+        checks.append(lambda: require_login(config.wandb))
+    for check in checks:
         try:
-            require_login(config.wandb)
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+            full = full or storage_failed(error)
+    if counted:
+        problems += _epochs(config, data)
+    if problems:
+        message = listed("this run cannot start", problems)
+        raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    """Whether there is something to train on, without reading it."""
+    data = config.data
+    if not (data.path or data.blend):
+        yield (
+            "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files), or data.blend to what "
+            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/hub.md). To try a "
+            "config, data.path=stdlib gives it 10 MB of Python source code, enough for a few steps of a large model"
+        )
+    try:
+        prefixes = blend.parse(data.blend)[0] if data.blend else []
+        heldout = blend.parse(data.valid_blend, "data.valid_blend")[0] if data.valid_blend else []
+    except ConfigError as error:
+        yield str(error)
+        return
+    for field, prefix in [*(("blend", prefix) for prefix in prefixes), *(("valid_blend", prefix) for prefix in heldout)]:
+        lacking = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.expanduser().is_file()]
+        if lacking:
+            fix = "leave out .bin" if prefix.endswith((".bin", ".idx")) else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
+            yield f"data.{field}={prefix}: no such file: {' and '.join(lacking)}; {fix}"
+    if data.path and not (prefixes or Path(data.path).expanduser().is_dir()):
+        try:
+            sources.find(data.path, data.text_field)
         except ConfigError as error:
             yield str(error)
+
+
+def _require_output(config: TrainConfig, *, with_room: bool) -> None:
+    """Raises ConfigError unless the output is, or can become, a directory that can be written, with_room: and that has room."""
+    output = config.output
+    if not output or "://" in output:
+        raise ConfigError(f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
+    where = path = Path(output).expanduser().absolute()
+    try:
+        while not where.exists():
+            where = where.parent
+        with tempfile.TemporaryFile(dir=where, prefix=".mesh_lm-") as probe:
+            probe.write(bytes(_PROBE))
+        free = shutil.disk_usage(where).free
+    except OSError as error:
+        what = f"output={output} cannot be written: {error.strerror}" + (f" ({where})" if where != path else "")
+        raise ConfigError(f"{what}; set another output, or make room on that disk and make it writable") from error
+    if with_room and free < (needed := _state_bytes(config)):
+        raise ConfigError(
+            f"output={output}: its disk has {_size(free)} left, and one checkpoint of this model needs {_size(needed)} or more; make room "
+            "there, or set another output"
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _state_bytes(config: TrainConfig) -> float:
+    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not known."""
+    model = config.model
+    if model.problems():  # which `check` reports
+        return 0.0
+    return (model.flops_per_token() - model.attention_flops_per_token()) / 6 * _STATE_BYTES.get(config.optimizer.name, 4)
+
+
+def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
+    """Whether the text would be repeated too often, as far as it was counted before."""
+    if not config.data.max_epochs:
+        return []
+    from mesh_lm.data.corpus import known_sources  # here, so that other problems are answered before JAX is imported
+
+    try:
+        return epochs_problems(config, known_sources(config.data) if data is None else data.sources())
+    except ConfigError as error:
+        return [str(error)]
+
+
+def _size(n_bytes: float) -> str:
+    """A number of bytes as 3.1 GiB, or as 0.4 MiB."""
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -55,7 +55,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options that keep a run on this process's devices and in a temporary directory."""
     directory = tmp_path_factory.mktemp("text")
     (directory / "corpus.txt").write_text(inspect.getsource(argparse))
-    fields = {"data.path": directory / "corpus.txt", "data.cache": directory, "launch.cpu_devices": 0, "launch.compile_cache": ""}
+    fields = {"data.path": directory / "corpus.txt", "data.cache": directory, "data.max_epochs": 0}
+    fields |= {"launch.cpu_devices": 0, "launch.compile_cache": ""}
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 

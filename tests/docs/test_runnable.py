@@ -30,7 +30,7 @@ COMMANDS = {
 TRAINING = {
     "train.steps": 2, "train.global_batch": 16, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 8,
     "train.sample_tokens": 2, "train.log_every": 1, "optimizer.warmup_steps": 1, "data.path": "my_text.jsonl",
-    "data.tokenizer_vocab": 300,
+    "data.tokenizer_vocab": 300, "data.max_epochs": 0,
 }  # fmt: skip
 SIZES = {"model.n_layers": 4, "model.d_model": 32, "model.seq_len": 32, "model.vocab_size": 512}
 DECODER = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.head_dim": 8, "model.d_ff": 64}
@@ -50,7 +50,7 @@ def shrunk(command: Command) -> list[str]:
     if "plan" in words[:2]:
         options = HERE
     elif command.answer:
-        options = HERE | {"data.path": "my_text.jsonl", "output": "runs/refused"}
+        options = HERE | {"data.path": "my_text.jsonl", "data.max_epochs": 0, "output": "runs/refused"}
     elif "train" in words:
         config = [*words[words.index("train") + 1 :], "--"][0]
         fresh = {"output": f"runs/{zlib.crc32(command.text.encode())}"}  # another run's checkpoints are of another model

@@ -93,7 +93,12 @@ def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("arguments", "answer"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
 def test_commands_are_answered_as_the_page_says(arguments: list[str], answer: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text(inspect.getsource(argparse))
-    here = [f"--config.data.path={tmp_path}/corpus.txt", f"--config.output={tmp_path}", "--config.launch.compile_cache="]
+    here = [
+        "--config.data.max_epochs=0",
+        f"--config.data.path={tmp_path}/corpus.txt",
+        f"--config.output={tmp_path}",
+        "--config.launch.compile_cache=",
+    ]
     with pytest.raises((ConfigError, ShardingRuleError)) as caught:
         train.main([*here, *arguments])
     assert f"error: {caught.value}\n" == answer

@@ -24,7 +24,7 @@ FIELDS: dict[str, object] = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
     "data.tokenizer_vocab": 512, "data.threads": 1, "train.global_batch": 16, "train.steps": STEPS, "train.log_every": 1,
     "train.eval_every": 0, "train.eval_sequences": 16, "train.sample_tokens": 0, "optimizer.warmup_steps": 2,
-    "optimizer.learning_rate": 3e-4,
+    "optimizer.learning_rate": 3e-4, "data.max_epochs": 0,
     "checkpoint.every": EVERY, "health.stall": STALL, "health.patience": 60, "health.heartbeat": HEARTBEAT,
     "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp",
 }  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mesh_lm
-from mesh_lm.config import CheckpointConfig, DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.config import CheckpointConfig, DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop, as_dict, load
 from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.rows import TokenWindows
 from mesh_lm.errors import ConfigError
@@ -99,6 +99,7 @@ def test_a_run_tells_what_it_measured(trained: mesh_lm.Run) -> None:
     assert json.loads((trained.output / "config.json").read_text())["model"]["d_model"] == 32
     log = (trained.output / "log.txt").read_text()
     assert "attention: xla (model.attention=auto)" in log and "k parameters, 256 tokens a step, rules ddp" in log
+    assert log.startswith("--- ") and "training a byte-level BPE" in log and "saving step 4 (state " in log
     assert "0.03 epochs\n" in log and "step 4/4  loss" in log and "step 4: held-out" in log and "wall time" in log
 
 
@@ -112,7 +113,16 @@ def test_the_same_run_again_and_in_two_halves(config: TrainConfig, trained: mesh
     whole = mesh_lm.train(to(tmp_path, config), callbacks=[noted])
     assert whole.losses == trained.losses
     assert noted.order == [("start", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("end", 4)]
+    before = (tmp_path / "loss.png").stat().st_mtime_ns
     assert mesh_lm.train(to(tmp_path, config)).losses == trained.losses
+    last = (tmp_path / "log.txt").read_text().rpartition("--- ")[2]
+    assert "already finished (step 4 of 4): nothing to do; raise train.steps to train on (" in last and "loss curve" not in last
+    assert (tmp_path / "loss.png").stat().st_mtime_ns == before and "resumed at step 2" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_kept_config_repeats_the_run(config: TrainConfig, trained: mesh_lm.Run, tmp_path: Path) -> None:
+    again = mesh_lm.train(to(tmp_path, load(str(trained.output / "config.json"))))
+    assert again.losses == trained.losses and as_dict(again.config) == as_dict(to(tmp_path, trained.config))
 
 
 def test_callbacks_are_told_of_every_step_and_evaluation(config: TrainConfig, tmp_path: Path) -> None:

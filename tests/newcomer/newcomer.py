@@ -11,6 +11,7 @@ tests that run them (MESH_LM_READER is that environment's Python).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,10 @@ import tempfile
 import time
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import first_hour
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = "[aot,data]"
@@ -38,16 +42,26 @@ class Newcomer:
 
     def does(self, what: str, *words: str, here: Path | None = None, says: str = "") -> str:
         """Runs a command; ends the script where it fails, where it does not say what it should, or where it speaks of an error."""
+        return self._answer(what, words, here, 0, [says], {})
+
+    def is_refused(self, what: str, *words: str, says: Sequence[str], **variables: str) -> str:
+        """Runs a command; ends the script unless it has status 1 and says all that it should, without a traceback."""
+        return self._answer(what, words, None, 1, says, variables)
+
+    def _answer(
+        self, what: str, words: Sequence[str], here: Path | None, status: int, says: Sequence[str], variables: dict[str, str]
+    ) -> str:  # fmt: skip
         began = time.monotonic()
         kept = {
             name: os.environ[name] for name in ("LANG", "TMPDIR", "PIP_INDEX_URL", "PIP_CACHE_DIR", "SSL_CERT_FILE") if name in os.environ
         }
-        environment = kept | {"PATH": f"{self.venv / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home)}
+        environment = kept | {"PATH": f"{self.venv / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home)} | variables
         done = subprocess.run(words, cwd=here or self.home, env=environment, capture_output=True, text=True)
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
         said = done.stdout + done.stderr
-        if done.returncode or says not in said or re.search(r"\bERROR\b|Traceback", said):
-            sys.exit(f"{' '.join(words)}: status {done.returncode}, expected {says!r}\n{said[-6000:]}")
+        if done.returncode != status or any(each not in said for each in says) or re.search(r"\bERROR\b|Traceback", said):
+            expected = f"status {status} and {', '.join(map(repr, says))}"
+            sys.exit(f"{' '.join(words)}: status {done.returncode}, expected {expected}\n{said[-6000:]}")
         return said
 
 
@@ -100,9 +114,10 @@ def commands(reader: Newcomer) -> None:
     assert str(reader.venv) in found, found
     reader.does("mesh-lm --version", "mesh-lm", "--version", says="mesh")
     reader.does("mesh-lm train", "mesh-lm", "train", "--config=gpt_tiny", *SMALL, says="step 3/3")
-    reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="step 3 of train.steps=3 is done")
+    reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="already finished (step 3 of 3)")
     reader.does("mesh-lm generate", "mesh-lm", "generate", "--checkpoint=runs/gpt_tiny", "--prompt=def ", "--tokens=8", says="def ")
     reader.does("mesh-lm export", "mesh-lm", "export", "--checkpoint=runs/gpt_tiny", "--output=tiny-llama", says="to tiny-llama")
+    assert json.loads((reader.home / "tiny-llama" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     reader.does("mesh-lm plan", "mesh-lm", "plan", "gpt2_124m", "--devices=8", says="fits")
     code = "import mesh_lm\nprint(mesh_lm.load('runs/gpt_tiny').generate('def ', 8))\nprint(mesh_lm.plan('gpt_tiny', devices=8).fits)"
     (reader.home / "script.py").write_text(code)
@@ -142,6 +157,7 @@ def main() -> None:
         reader = Newcomer(install(made, Path(asked.venv or temporary / "venv").absolute(), asked.dependencies), home)
         print(f"{time.monotonic() - began:6.1f} s  {made.name} is built and installed", flush=True)
         commands(reader)
+        first_hour.items(reader)
         experiment(reader)
         if asked.pages:
             pages(reader)

@@ -22,7 +22,7 @@ FIELDS = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
     "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.microbatches": 2, "train.steps": 8, "train.log_every": 1,
     "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.timeout": PATIENCE,
-    "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
+    "data.max_epochs": 0, "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
 }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def test_a_model_without_a_family() -> None:
     ):
         to_json(dataclasses.replace(GPT, n_kv_heads=2, head_dim=4), "float32")
     assert to_json(dataclasses.replace(GPT, window=(0,)), "float32")["n_layer"] == 2
-    with pytest.raises(ConfigError, match="a RecurrentConfig cannot be exported to Hugging Face"):
+    with pytest.raises(ConfigError, match="model is a RecurrentConfig, which makes a model of its own: no supported class"):
         to_json(OtherConfig(), "float32")  # type: ignore[arg-type]
 
 

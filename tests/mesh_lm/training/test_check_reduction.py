@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from mesh_lm.config import TrainConfig, load
+from mesh_lm.config.resolved import rules_from
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference import trained
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, Rules, preset
 
@@ -78,5 +78,5 @@ def test_one_problem(rules: Rules | str, mesh: dict, problem: str) -> None:
 
 def test_a_checkpoint_knows_its_rules() -> None:
     for name in ("by_node+distributed", "ddp+reduce_int8"):
-        assert trained._rules(preset(name).as_dict()).as_dict() == preset(name).as_dict()
+        assert rules_from(preset(name).as_dict()).as_dict() == preset(name).as_dict()
     assert "node_axis" not in preset("ddp").as_dict(), "older checkpoints and cached reports stay as they are"

@@ -2,44 +2,116 @@
 
 import dataclasses
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from mesh_lm.config import DataConfig, TrainConfig, load
-from mesh_lm.errors import ConfigError
+from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, load
+from mesh_lm.data.dataset import dataset_of
+from mesh_lm.data.indexed import write_documents
+from mesh_lm.errors import ConfigError, StorageError, storage_failed
 from mesh_lm.report import weights_and_biases
 from mesh_lm.training.ready import require_ready
 
 ROOT = Path(__file__).parents[3]
 SIZES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "gpt_tiny")
-NO_DATA = "it has no data: set data.path to a text, such as my_text.jsonl, or data.blend to tokenized files."
+NO_DATA = (
+    "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files), or data.blend to what "
+    "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/hub.md)."
+)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_config_of_a_size_has_no_data_of_its_own(name: str) -> None:
     """10 MB of the standard library would be repeated hundreds of thousands of times."""
-    with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {NO_DATA}"):
+    with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {re.escape(NO_DATA)}"):
         require_ready(load(name))
 
 
-def test_data_by_path_or_blend() -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a text of two documents, and the same text as Megatron's files."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("one\ntwo\n")
+    Path("empty.jsonl").touch()
+    Path("data").mkdir()
+    write_documents("data/web", [np.arange(1000)] * 2, vocab=1000)
+    return tmp_path
+
+
+def given(data: DataConfig, name: str = "gpt2_124m", **changes: Any) -> TrainConfig:
+    return dataclasses.replace(load(name), data=data, **changes)
+
+
+def test_data_by_path_or_blend(here: Path) -> None:
     require_ready(load("gpt_tiny"))
-    for data in (DataConfig(path="text.txt"), DataConfig(blend=("data/web",))):
-        require_ready(dataclasses.replace(load("gpt2_124m"), data=data))
-    require_ready(load("gpt2_124m"), has_data=True)
+    for data in (DataConfig(path="text.txt"), DataConfig(path="."), DataConfig(blend=("0.7", "data/web"))):
+        require_ready(given(data))
+    require_ready(load("gpt2_124m"), dataset_of([1] * 100))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataConfig(path="txet.txt"), "data.path=txet.txt: no such file or directory; give one of .txt, "),
+        (DataConfig(path="empty.jsonl"), "data.path=empty.jsonl is empty; give one of .txt, "),
+        (
+            DataConfig(blend=("data/web", "data/code")),
+            "data.blend=data/code: no such file: data/code.bin and data/code.idx; mesh-lm prepare --input=TEXT --output=data/code writes",
+        ),
+        (DataConfig(blend=("data/web.bin",)), "data.blend=data/web.bin: no such file: .* leave out .bin$"),
+        (DataConfig(blend=("1", "data/web", "data/code")), "data.blend=1 data/web data/code: give prefixes only"),
+    ],
+)
+def test_data_that_is_not_there(here: Path, data: DataConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {message}"):
+        require_ready(given(data))
+
+
+def test_an_output_that_cannot_be_written(here: Path) -> None:
+    """A file in its place, a bucket, and a disk without room; nothing is left behind where it can."""
+    data = DataConfig(path="text.txt")
+    require_ready(given(data, output="new/run"))
+    assert not Path("new").exists() and not [*here.glob(".mesh_lm*")]
+    for output, message in (
+        ("text.txt/run", r"output=text.txt/run cannot be written: Not a directory \(.*text.txt\); set another output"),
+        ("text.txt", "output=text.txt cannot be written: Not a directory; set another output"),
+        ("gs://bucket", "output=gs://bucket must be a directory; mount a bucket as one"),
+        ("/proc/run", r"output=/proc/run cannot be written: .* \(/proc\); set another output"),
+    ):
+        with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {message}") as caught:
+            require_ready(given(data, output=output))
+        assert not storage_failed(caught.value)
+
+
+def test_a_disk_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have some later, so that the launcher tries again; but not if the config has mistakes as well."""
+    free = 2**30
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40 - free, free))  # pyright: ignore
+    room = "output=runs/gpt2_124m: its disk has 1.0 GiB left, and one checkpoint of this model needs 1.4 GiB or more; make room there, or"
+    with pytest.raises(StorageError, match=f"^this run cannot start\n  - {room} set another output$"):
+        require_ready(given(DataConfig(path="text.txt")), thorough=True)
+    with pytest.raises(ConfigError, match=f"  - {re.escape(NO_DATA)}.*\n  - {room}") as caught:
+        require_ready(load("gpt2_124m"), thorough=True)
+    assert not storage_failed(caught.value)
+    require_ready(given(DataConfig(path="text.txt"), optimizer=OptimizerConfig("adafactor")), thorough=True)
 
 
 def test_all_that_is_missing_at_once_and_no_device_is_used() -> None:
     """Reported by the command, in a process in which JAX would find no device."""
     code = "import sys; sys.modules['wandb'] = None; import train; train.main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "--config=gpt2_124m", "--config.wandb=mine"]
+    command = [sys.executable, "-c", code, "--config=gpt2_124m", "--config.wandb=mine", "--output=/proc/run"]
     environment = os.environ | {"JAX_PLATFORMS": "nonesuch"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     needs = "wandb=mine needs the package wandb: pip install 'mesh_lm[wandb]'"
     assert f"this run cannot start\n  - {NO_DATA}" in done.stderr and done.stderr.endswith(f"  - {needs}\n"), done.stderr
+    assert "  - output=/proc/run cannot be written" in done.stderr, done.stderr
 
 
 def test_only_the_process_that_writes_metrics_must_be_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:

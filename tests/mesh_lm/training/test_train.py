@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 SHRUNK = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dtype": "float32",
     "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 0,
-    "train.sample_tokens": 0,
+    "train.sample_tokens": 0, "data.max_epochs": 0,
     "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.cpu_devices": 0, "checkpoint.every": 0,
 }  # fmt: skip
 
@@ -283,7 +283,8 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ({"data__path": "/no/such/text"}, "data.path=/no/such/text"),
         ({"train__global_batch": 4000}, "fewer than train.global_batch=4000"),
         ({"checkpoint__resume": "required"}, "no checkpoint in "),
-        ({"output": "/proc/no"}, "cannot write checkpoints to /proc/no: No such"),
+        ({"output": "/proc/no"}, "output=/proc/no cannot be written: No such file or directory (/proc); set another output"),
+        ({"data__max_epochs": 0.1, "train__steps": 16}, " tokens, more than data.max_epochs=0.1; give it more text, set train.steps="),
         ({"model__d_mode": 3}, "--config.model.d_mode: no such field; did you mean --config.model.d_model?"),
     ],
 )
@@ -292,6 +293,13 @@ def test_bad_input_is_one_clear_error(arguments, tmp_path: Path, changes: dict, 
     out = capsys.readouterr().err
     assert out.startswith("error: ") and message in out and "Traceback" not in out
     assert not tmp_path.exists() or not list(tmp_path.iterdir()), "something half-made is left"
+
+
+def test_text_that_is_new_is_counted_before_the_state_is_made(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "init_state", lambda *about: pytest.fail("the first compilation came first"))
+    fields = {"data__tokenizer_vocab": 300, "data__cache": tmp_path / "cache", "data__max_epochs": 4, "train__steps": 10_000}
+    with pytest.raises(ConfigError, match=r"cannot start\n  - train.steps=10000 x 512 tokens a step are 5,120,000 from corpus corpus-"):
+        train.main(arguments(tmp_path / "run", **fields))
 
 
 def test_attention_that_cannot_serve_is_the_users_mistake(arguments, tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The config of a run as a file: `config.json` in its output, which `--config` reads again.
+
+Each section and each list has the names of its fields, as in Python. `model` also has the module of its class, which is imported to read
+the file, as a config file in Python would import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mesh_lm import strict_json
+from mesh_lm.config.run import ModelConfig, TrainConfig, as_dict
+from mesh_lm.errors import ConfigError
+from sharding_rules import Rules
+from sharding_rules.rules import Kind
+
+_SIMPLE: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,), None: (types.NoneType,)}
+
+
+def to_json(config: TrainConfig) -> str:
+    """Returns the contents of the file."""
+    plain = as_dict(config)
+    cls = type(config.model)
+    plain["model"] = {"class": cls.__qualname__, "module": cls.__module__} | {
+        name: value for name, value in plain["model"].items() if name != "class"
+    }
+    return json.dumps(plain, indent=1) + "\n"
+
+
+def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType]) -> TrainConfig:
+    """Returns the config that `to_json` wrote; fields that the file lacks have their defaults.
+
+    Args:
+      shown: how the user names the file, for errors.
+      imported: `mesh_lm.config.files.imported`, which imports the module of the model's class.
+
+    Raises ConfigError if it is no such file, if a field is unknown or of another type, or
+    if the class of its model cannot be imported.
+    """
+    try:
+        plain = strict_json.read(path)
+        described = plain.pop("model", None)
+        if plain.get("class") != TrainConfig.__name__ or not isinstance(described, dict):
+            raise ValueError("expected a config.json from the output of a run")
+        name, module = described.get("class"), described.pop("module", None)
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("its model has no class and module")
+        cls = getattr(imported(module, f"--config={shown}: the module of its model"), name, None)
+        if not isinstance(cls, type) or not issubclass(cls, ModelConfig):
+            raise ValueError(f"its model is a {name}, which {module} does not have; name the config file that creates it instead")
+        model = _section(cls, described, "model.")
+        return _section(TrainConfig, plain | {"model": model}, "")
+    except OSError as error:
+        raise ConfigError(f"--config={shown}: {error.strerror}") from error
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, LookupError) as error:  # also what a __post_init__ raises
+        raise ConfigError(f"--config={shown}: {error}") from error
+
+
+def rules_from(plain: Mapping[str, Any]) -> Rules:
+    """Inverse of `Rules.as_dict`."""
+    given = {kind: plain[kind] for kind in get_args(Kind)}
+    columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
+    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain}
+    return Rules(plain["name"], **columns, **named)
+
+
+def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
+    """Returns the dataclass of a section. Raises ValueError for the first field that is unknown or of another type."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{where.removesuffix('.')}: expected an object")
+    if (name := plain.get("class")) != cls.__qualname__:
+        raise ValueError(f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in Python again")
+    fields, hints = {field.name for field in dataclasses.fields(cls) if field.init}, get_type_hints(cls)
+    if unknown := plain.keys() - fields - {"class"}:
+        raise ValueError(f"{where}{min(unknown)}: this version has no such field; remove it")
+    values = {field: _value(hints[field], plain[field], f"{where}{field}") for field in plain if field != "class"}
+    return cls(**values)
+
+
+def _value(hint: Any, plain: Any, where: str) -> Any:
+    """Returns a value as the type that its field has."""
+    if isinstance(plain, ModelConfig):  # which was read before
+        return plain
+    if hint is Rules:
+        try:
+            return rules_from(plain)
+        except (LookupError, AttributeError, TypeError):
+            raise ValueError(f"{where}: expected a name, and a column each for {', '.join(get_args(Kind))}") from None
+    if dataclasses.is_dataclass(hint):
+        return _section(hint, plain, f"{where}.")  # pyright: ignore[reportArgumentType]
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        for each in arguments:
+            try:
+                return _value(each, plain, where)
+            except ValueError:
+                continue
+    elif kind is Literal:
+        if plain in arguments:
+            return plain
+    elif kind is tuple and isinstance(plain, list):
+        return tuple(_value(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(plain))
+    elif hint is types.NoneType or hint in _SIMPLE:
+        if type(plain) in _SIMPLE.get(hint, (types.NoneType,)):
+            return plain
+    elif kind is not tuple:
+        return plain
+    raise ValueError(f"{where}={plain!r}: expected {getattr(hint, '__name__', hint) if kind is None else hint}")
