@@ -30,6 +30,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
 from mesh_lm.state.digest import digests, host_digest, leaf_name
 from mesh_lm.state.disk_form import with_used, without_used
+from mesh_lm.state.host_copy import Shards, assembled, copied
 
 _KEEP = 2
 """Steps to keep: at a crash, processes may be one save apart, and then have only the previous one in common."""
@@ -74,7 +75,7 @@ class NodeLocalCheckpoints:
         # Comes before metadata, which synchronizes processes: so none is more than one save ahead of a slow disk.
         ready, state = self._finish(), without_used(layout, state)
         described = metadata(state)
-        parts = _held(state)
+        parts = copied(state)
         if ready:
             sealed = described | {"seal": seal(data, described)}
             about = {"step": step, "layout": _layout(state, layout), "data": data, "metadata": sealed}
@@ -144,7 +145,7 @@ class NodeLocalCheckpoints:
             self._thread = None
         return True
 
-    def _write(self, step: int, parts: dict[str, dict[str, np.ndarray]], about: dict[str, Any]) -> None:
+    def _write(self, step: int, parts: Shards, about: dict[str, Any]) -> None:
         place = self.directory / str(step) / self._place
         try:
             shutil.rmtree(place, ignore_errors=True)  # from before a restart
@@ -220,39 +221,18 @@ class _Unusable(ValueError):
     """A local step cannot be used."""
 
 
-def _held(state: State) -> dict[str, dict[str, np.ndarray]]:
-    """Returns {leaf: {index: shard}} of this process in host memory; replicated shards are copied once."""
-    shards: dict[str, dict[str, jax.Array]] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = shards[leaf_name(path)] = {}
-        for shard in x.addressable_shards:
-            if (index := _index(shard.index, x.shape)) not in parts:
-                shard.data.copy_to_host_async()
-                parts[index] = shard.data
-
-    # Copied, because on CPU NumPy would share memory with the array, which the next step donates.
-    def copied(x: jax.Array) -> np.ndarray:
-        return np.array(x) if next(iter(x.devices())).platform == "cpu" else np.asarray(x)
-
-    return {leaf: {index: copied(x) for index, x in parts.items()} for leaf, parts in shards.items()}
-
-
 def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    where: Any = abstract.sharding
-    read: dict[str, np.ndarray] = {}
-    arrays = []
-    for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
-        if (index := _index(slices, abstract.shape)) not in read:
-            if index not in parts:
-                raise _Unusable(f"{name} is sharded differently")
-            offset, *shape, proof = parts[index]
-            file.seek(offset)
-            raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
-            if raw.size != np.prod(shape) or host_digest(part := raw.reshape(shape)) != proof:
-                raise _Unusable(f"{name} is damaged in {_ARRAYS}")
-            read[index] = part
-        arrays.append(jax.device_put(read[index], device, may_alias=False))
-    return jax.make_array_from_single_device_arrays(abstract.shape, where, arrays)
+    def part(index: str) -> np.ndarray:
+        if index not in parts:
+            raise _Unusable(f"{name} is sharded differently")
+        offset, *shape, proof = parts[index]
+        file.seek(offset)
+        raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
+        if raw.size != np.prod(shape) or host_digest(found := raw.reshape(shape)) != proof:
+            raise _Unusable(f"{name} is damaged in {_ARRAYS}")
+        return found
+
+    return assembled(abstract, part)
 
 
 def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
@@ -273,10 +253,6 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
 def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Returns the first key whose values differ, or ""."""
     return next((key for key in [*a, *b] if a.get(key) != b.get(key)), "")
-
-
-def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    return ",".join("{}:{}".format(*s.indices(size)[:2]) for s, size in zip(slices, shape, strict=True))
 
 
 def _sha256(about: dict[str, Any]) -> str:

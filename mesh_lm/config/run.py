@@ -215,6 +215,8 @@ class HealthConfig:
     """How often a run may roll back to the checkpoint before a streak of skipped steps; it then skips their batches."""
     replicas: int = 0
     """Check every N steps, and before each save, that replicated state is bit-identical on all devices; 0: never."""
+    replay_every: int = 0
+    """Make every N-th step twice and compare the bits, on any mesh and rules; needs launch.deterministic; 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)

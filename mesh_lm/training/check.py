@@ -17,6 +17,7 @@ from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_islands import island_problems
+from mesh_lm.training.check_recovery import recovery_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
 from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
@@ -57,7 +58,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
         "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0, "pipeline.chunks": 1,
         "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0, "health.skip_limit": 1, "health.rewinds": 0,
-        "health.replicas": 0,
+        "health.replicas": 0, "health.replay_every": 0,
     }  # fmt: skip
     for field, least in at_least.items():
         section, name = field.split(".")
@@ -65,11 +66,9 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
             yield f"{field}={value} must be at least {least}"
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
-    if config.health.rewinds and config.checkpoint.keep < 2:
-        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
     yield from _optimizer(config, rule)
     yield from _data(config)
-    yield from _local(config)
+    yield from recovery_problems(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
 
@@ -98,20 +97,6 @@ def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
             f"optimizer.name={optimizer.name} needs full matrices, but rules {rules.name!r} store its state as flat vectors "
             f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules without that row, such as zero2"
         )
-
-
-def _local(config: TrainConfig) -> Iterator[str]:
-    """Problems of node-local checkpoints."""
-    policy = config.checkpoint
-    if policy.local_every > 0 and not policy.local:
-        yield f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on each node's own disk"
-    if policy.local and policy.local_every == 0:
-        yield f"checkpoint.local={policy.local} is unused; set checkpoint.local_every to the steps between two saves"
-    if "://" in policy.local:
-        yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
-    if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
-        why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
-        yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
 
 
 def _data(config: TrainConfig) -> Iterator[str]:
