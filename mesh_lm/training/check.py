@@ -54,7 +54,7 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.outer_steps": 0,
         "data.threads": 0, "data.prefetch": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
-        "checkpoint.local_every": 0,
+        "checkpoint.local_every": 0, "checkpoint.local_copies": 0,
         "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0, "pipeline.chunks": 1,
         "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0, "health.skip_limit": 1, "health.rewinds": 0,

@@ -19,6 +19,8 @@ def recovery_problems(config: TrainConfig) -> Iterator[str]:
         yield f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on each node's own disk"
     if policy.local and policy.local_every == 0:
         yield f"checkpoint.local={policy.local} is unused; set checkpoint.local_every to the steps between two saves"
+    if policy.local_copies and not (policy.local and policy.local_every):
+        yield f"checkpoint.local_copies={policy.local_copies} copies local checkpoints; set checkpoint.local and checkpoint.local_every"
     if "://" in policy.local:
         yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
     if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
