@@ -55,6 +55,10 @@ FAULTS = {
         "a second run on the same output; a restart after kill -9; a suspended run that was replaced wakes up",
         "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
     ),
+    "F20": (
+        "a node is lost with its local checkpoints, and replaced by one with an empty disk",
+        "it fetches the copies from the other node, the run resumes from the newest local step; same bits",
+    ),
     "F21": (
         "one device computes one wrong bit in a replayed step, under DDP, FSDP and a distributed optimizer",
         "the device and the array are named, nothing is saved, the run restarts; same bits",
