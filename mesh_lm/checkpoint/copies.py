@@ -117,7 +117,10 @@ class Server:
             if oldest:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-            threading.Thread(target=self._serve, args=(connection, str(address[0])), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection, str(address[0])), daemon=True).start()
+            except RuntimeError:  # the system has no thread left
+                connection.close()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         with connection, contextlib.suppress(OSError, ValueError):  # the other end knows, and warns
