@@ -97,7 +97,7 @@ class Server:
         threading.Thread(target=self._accept, name="local copies", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening. Transfers in progress go on."""
+        """Stops listening. Transfers in progress continue."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()

@@ -16,7 +16,7 @@ MESHES = {
 
 @pytest.mark.parametrize("rules", MESHES)
 def test_f21_a_flipped_bit_in_a_replayed_step(rules: str, data: Path, tmp_path: Path) -> None:
-    """The replayed step 8 of 20 has one wrong bit on one device of process 1: it is named, nothing is saved, and the run goes on from 5."""
+    """The replayed step 8 of 20 has one wrong bit on one device of process 1: it is named, nothing is saved, and the run resumes from 5."""
     plain = arguments(data, tmp_path / "undisturbed", rules=rules, **MESHES[rules])
     with Job(tmp_path / "faults", plain) as job:
         assert job.ended() == 0, job.log

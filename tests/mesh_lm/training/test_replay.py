@@ -22,7 +22,7 @@ from mesh_lm.training.step import Step, train_step
 
 COMPILE_BUDGET = 60
 RULES = {"fsdp": {"fsdp": 4}, "distributed": {"data": 2, "tensor": 2}, "ddp": {"data": 4}, "zero2": {"data": 4}}
-MORE = [pytest.mark.slow, pytest.mark.exhaustive]
+MORE = pytest.mark.exhaustive
 EACH = ["fsdp", pytest.param("distributed", marks=pytest.mark.slow), pytest.param("ddp", marks=MORE), pytest.param("zero2", marks=MORE)]
 EVERY = 2
 UP = "params", "blocks.mlp.up.weight"
