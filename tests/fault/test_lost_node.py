@@ -21,13 +21,14 @@ def test_f20_a_lost_node(lost: int, hosts: tuple[str, str], data: Path, undistur
     """Killed after step 8, of which only local checkpoints exist, and replaced by a host with an empty disk: the bits are those of 8."""
     (disk := tmp_path / "disk").mkdir()
     settings = arguments(
-        data, tmp_path / "run", checkpoint__local=disk, checkpoint__local_every=LOCAL, checkpoint__local_copies=1, mesh__data=2
-    )
+        data, tmp_path / "run", checkpoint__local=disk, checkpoint__local_every=LOCAL, checkpoint__local_copies=1,
+        health__stall=60, health__heartbeat=60,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
 
         def node(i: int, name: str) -> Job:
             own_disk = ["sh", "-c", f'mount -t tmpfs tmpfs {disk} && exec "$@"', "sh"]
-            where = ["--nodes=2", f"--node={i}", "--rendezvous=10.77.0.1:9876", "--rejoin=120"]
+            where = ["--nodes=2", f"--node={i}", "--rendezvous=10.77.0.1:9876", "--rejoin=120", "--heartbeat=60"]
             prefix = ["ip", "netns", "exec", hosts[i], *own_disk]
             secret = {"MESH_LM_SECRET": "the secret of these two hosts", "MESH_LM_PACE": "1"}
             return stack.enter_context(Job(tmp_path / name, settings, workers=1, options=where, prefix=prefix, **secret))
