@@ -56,7 +56,7 @@ FAULTS = {
         "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
     ),
     "F20": (
-        "a node is lost with its local checkpoints, and replaced by one with an empty disk",
+        "first one node, then the other is lost with its local checkpoints, and replaced by one with an empty disk",
         "it fetches the copies from the other node, the run resumes from the newest local step; same bits",
     ),
     "F21": (
