@@ -60,8 +60,8 @@ FAULTS = {
         "it fetches the copies from the other node, the run resumes from the newest local step; same bits",
     ),
     "F21": (
-        "one device computes one wrong bit in a replayed step, under DDP, FSDP and a distributed optimizer",
-        "the device and the array are named, nothing is saved, the run restarts; same bits",
+        "one device computes one wrong bit in a replayed step: FSDP in two processes, DDP and a distributed optimizer in one",
+        "the device and the array are named; under FSDP nothing is saved, the run restarts; same bits",
     ),
 }  # fmt: skip
 _HEAD = """\
