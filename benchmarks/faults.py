@@ -59,6 +59,14 @@ FAULTS = {
         "flip, rewrite, zero, truncate, delete or replace prepared tokens, their indices and their digests, and cached corpora and indices",
         "never silent: the bits that were written, or one error that names the file; an index is computed again, with the same bits",
     ),
+    "F20": (
+        "first one node, then the other is lost with its local checkpoints, and replaced by one with an empty disk",
+        "it fetches the copies from the other node, the run resumes from the newest local step; same bits",
+    ),
+    "F21": (
+        "one device computes one wrong bit in a replayed step: FSDP in two processes, DDP and a distributed optimizer in one",
+        "the device and the array are named; under FSDP nothing is saved, the run restarts; same bits",
+    ),
     "F22": (
         "a node is killed, and does not return; node 0 is unhealthy",
         "a spare takes its place at once; process 0 runs on another node; same bits",

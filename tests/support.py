@@ -71,6 +71,17 @@ def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, j
     return {name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape))) for name, x in batch.items()}
 
 
+def with_flipped_bit(x: jax.Array, device: int, word: int = 0, bit: int = 0) -> jax.Array:
+    """Returns the array with one bit flipped in one word of one device's shard."""
+    blocks = []
+    for shard in x.addressable_shards:
+        block = np.array(shard.data)
+        if shard.device.id == device:
+            block.reshape(-1).view(f"u{block.itemsize}")[word] ^= 1 << bit
+        blocks.append(jax.device_put(block, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks)
+
+
 Outcome = tuple[dict[str, np.ndarray], dict[str, Any], dict[str, np.ndarray]]
 """(initial parameters, sums, gradients) in NumPy; scalar sums as floats."""
 

@@ -79,7 +79,7 @@ class Checkpoints:
         self._lease = held_by_process0(self.directory.parent)
         try:
             _open(self.directory)
-            self._local = NodeLocalCheckpoints(self.policy, self.directory)
+            self._local = NodeLocalCheckpoints(self.policy, self.directory, config.launch)
             self._life = distributed.broadcast_from_process0(self._lease and self._lease.life)
             self._saver = ocp.AsyncCheckpointer(
                 ocp.CompositeCheckpointHandler(

@@ -23,40 +23,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesh_lm import distributed, strict_json
+from mesh_lm.checkpoint.copies import Copies
 from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
-from mesh_lm.config import CheckpointConfig
+from mesh_lm.checkpoint.transfer import FILES, clear, sync
+from mesh_lm.config import CheckpointConfig, LaunchConfig
+from mesh_lm.launch.messages import number_ranges
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
 from mesh_lm.state.digest import digests, host_digest, leaf_name
 from mesh_lm.state.disk_form import with_used, without_used
+from mesh_lm.state.host_copy import Shards, assembled, copied
 
 _KEEP = 2
 """Steps to keep: at a crash, processes may be one save apart, and then have only the previous one in common."""
 _PATIENCE = 60.0
 """Seconds to wait for the previous save before a new one is skipped."""
-_ARRAYS, _DESCRIPTION = "state.raw", "description.json"
+_ARRAYS, _DESCRIPTION = FILES
 
 
 class NodeLocalCheckpoints:
     """The node-local checkpoints of one run; without `checkpoint.local` it does nothing. Disk errors only give a warning."""
 
-    def __init__(self, policy: CheckpointConfig, directory: Path) -> None:
+    def __init__(self, policy: CheckpointConfig, directory: Path, launch: LaunchConfig) -> None:
         """directory: the run's durable checkpoints. All processes must call it."""
         self._every = policy.local_every if policy.local else 0
         self._fresh = policy.resume == "never"
         self._thread: threading.Thread | None = None
         self._failed = False
+        self._copies: Copies | None = None
         if not self._every:
             return
         output, life = hashlib.sha256(str(directory).encode()).hexdigest()[:16], _identity(directory)
         output, life = distributed.broadcast_from_process0([output, life])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
-        self._place = f"{jax.process_index()}-of-{jax.process_count()}"
+        self._index, self._of = jax.process_index(), f"-of-{jax.process_count()}"
         with contextlib.suppress(OSError):  # remove those of runs whose output was deleted
             for old in self.directory.parent.glob(f"{output}-*"):
                 if old != self.directory:
                     shutil.rmtree(old, ignore_errors=True)
+        if policy.local_copies:
+            self._copies = Copies(policy.local_copies, self.directory, launch, self._place, self._prune)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step."""
@@ -74,7 +81,7 @@ class NodeLocalCheckpoints:
         # Comes before metadata, which synchronizes processes: so none is more than one save ahead of a slow disk.
         ready, state = self._finish(), without_used(layout, state)
         described = metadata(state)
-        parts = _held(state)
+        parts = copied(state)
         if ready:
             sealed = described | {"seal": seal(data, described)}
             about = {"step": step, "layout": _layout(state, layout), "data": data, "metadata": sealed}
@@ -89,22 +96,27 @@ class NodeLocalCheckpoints:
         """
         if not self._every:
             return None
-        complete = [] if self._fresh else self._complete()
-        by_process = distributed.gather_from_all([step for step in complete if step > newest])
-        candidates = sorted(set.intersection(*map(set, by_process)), reverse=True)
-        reasons = [] if candidates or not any(by_process) else ["no step is on the local disks of all processes"]
+        listing = [] if self._fresh else [[step, holds] for step, holds in self._complete().items() if step > newest]
+        listings = distributed.gather_from_all(listing)
+        held_by = _holders(listings)
+        candidates = sorted(held_by, reverse=True)
+        where = " or on those of other nodes" if self._copies else ""
+        reasons = [] if candidates or not any(listings) else [f"no step is on the local disks of all processes{where}"]
         with contextlib.suppress(OSError):
             for other in self.directory.glob("*/*-of-*"):
-                if not other.name.endswith(f"-of-{jax.process_count()}"):
+                if not other.name.endswith(self._of):
                     reasons = reasons or [f"step {other.parent.name} was saved by {other.name.rpartition('-')[2]} processes"]
                     shutil.rmtree(other, ignore_errors=True)
         for step in candidates:
             saved = state = None
+            lost = [process for process, holder in enumerate(held_by[step]) if holder != process]
             try:
+                if self._copies and self._index in lost:
+                    self._copies.fetch(step, held_by[step][self._index])
                 saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                outcome = [f"step {step} on process {jax.process_index()}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
+                outcome = [f"step {step} on process {self._index}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
             problems, proofs = zip(*distributed.gather_from_all(outcome), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
@@ -114,6 +126,7 @@ class NodeLocalCheckpoints:
             if not reason and saved and state:
                 distributed.print_on_process0(
                     f"step {step} is on the local disks of all processes ({self.directory}), newer than the output's checkpoints"
+                    + (f"; fetched from other nodes: {number_ranges(lost)}" if lost else "")
                 )
                 return saved, with_used(layout, state)
             reasons.append(reason)
@@ -123,16 +136,20 @@ class NodeLocalCheckpoints:
         return None
 
     def forget(self, after: int) -> None:
-        """Removes this process's steps after `after`, because the run was rolled back."""
+        """Removes the steps after `after` from this node, because the run was rolled back."""
         if self._every:
             self._finish()
-            for step in self._steps():
-                if step > after:
-                    self._remove(step)
+            if self._copies:
+                self._copies.cancel()
+            for step, processes in self._steps().items():
+                for process in processes if step > after else []:
+                    self._remove(step, process)
 
     def close(self) -> None:
-        """Waits for the current save."""
+        """Waits for the current save. A copy that is being sent is given up."""
         self._finish()
+        if self._copies:
+            self._copies.close()
 
     def _finish(self) -> bool:
         """Waits for the current write. Returns whether it ended in time."""
@@ -144,8 +161,8 @@ class NodeLocalCheckpoints:
             self._thread = None
         return True
 
-    def _write(self, step: int, parts: dict[str, dict[str, np.ndarray]], about: dict[str, Any]) -> None:
-        place = self.directory / str(step) / self._place
+    def _write(self, step: int, parts: Shards, about: dict[str, Any]) -> None:
+        place = self._place(step, self._index)
         try:
             shutil.rmtree(place, ignore_errors=True)  # from before a restart
             place.mkdir(parents=True)
@@ -161,16 +178,13 @@ class NodeLocalCheckpoints:
                 json.dump(about | {"sha256": _sha256(about)}, file)
                 _flush(file)
             (place / f"{_DESCRIPTION}.writing").rename(place / _DESCRIPTION)
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(place)
             self._failed = False
-            for old in self._complete()[:-_KEEP]:
-                self._remove(old)
+            self._prune(self._index)
+            if self._copies:
+                self._copies.send(step)
         except OSError as error:
-            self._remove(step)
+            self._remove(step, self._index)
             self._warn(f"{error.strerror or error}")
 
     def _warn(self, reason: str) -> None:
@@ -183,26 +197,38 @@ class NodeLocalCheckpoints:
                 )  # fmt: skip
         self._failed = True
 
-    def _steps(self) -> list[int]:
-        """Returns this process's steps, complete or not, ascending."""
-        try:
-            return sorted(int(path.parent.name) for path in self.directory.glob(f"*/{self._place}") if names_a_step(path.parent.name))
-        except OSError:
-            return []
+    def _place(self, step: int, process: int) -> Path:
+        return self.directory / str(step) / f"{process}{self._of}"
 
-    def _complete(self) -> list[int]:
-        return [step for step in self._steps() if (self.directory / str(step) / self._place / _DESCRIPTION).exists()]
-
-    def _remove(self, step: int) -> None:
-        place = self.directory / str(step) / self._place
+    def _steps(self) -> dict[int, list[int]]:
+        """Returns {step: processes whose files are here, complete or not}, ascending: this one's, with copies those of all others, too."""
+        found: dict[int, list[int]] = {}
         with contextlib.suppress(OSError):
-            (place / _DESCRIPTION).unlink(missing_ok=True)  # first, so that a half-removed step is not taken for complete
-            shutil.rmtree(place, ignore_errors=True)
+            for path in self.directory.glob(f"*/*{self._of}" if self._copies else f"*/{self._index}{self._of}"):
+                process = path.name.removesuffix(self._of)
+                if names_a_step(path.parent.name) and process.isdecimal():
+                    found.setdefault(int(path.parent.name), []).append(int(process))
+        return {step: sorted(found[step]) for step in sorted(found)}
+
+    def _complete(self) -> dict[int, list[int]]:
+        """Returns what of `_steps` is complete."""
+        found = {step: [i for i in holds if (self._place(step, i) / _DESCRIPTION).exists()] for step, holds in self._steps().items()}
+        return {step: holds for step, holds in found.items() if holds}
+
+    def _prune(self, process: int) -> None:
+        """Removes the older steps of a process from this node."""
+        for old in [step for step, holds in self._complete().items() if process in holds][:-_KEEP]:
+            self._remove(old, process)
+
+    def _remove(self, step: int, process: int) -> None:
+        place = self._place(step, process)
+        with contextlib.suppress(OSError):
+            clear(place)
             place.parent.rmdir()
 
     def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[SavedCheckpoint, State]:
         """Reads and verifies a step. Raises _Unusable, or any error that a foreign description causes."""
-        place = self.directory / str(step) / self._place
+        place = self._place(step, self._index)
         about = strict_json.read(place / _DESCRIPTION)
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
             raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
@@ -216,43 +242,37 @@ class NodeLocalCheckpoints:
         return SavedCheckpoint(self.directory, step, about["data"], about["metadata"]), state
 
 
+def _holders(listings: list[list[Any]]) -> dict[int, list[int]]:
+    """Returns {step: for each process the one that has its files, itself if possible} for the steps of which nothing is missing.
+
+    listings: what each process sees, [[step, [process, ...]], ...].
+    """
+    found: dict[int, dict[int, int]] = {}
+    for holder, listing in enumerate(listings):
+        for step, processes in listing:
+            for process in processes:
+                if process == holder or process not in found.setdefault(step, {}):
+                    found.setdefault(step, {})[process] = holder
+    every = range(len(listings))
+    return {step: [of[process] for process in every] for step, of in found.items() if all(process in of for process in every)}
+
+
 class _Unusable(ValueError):
     """A local step cannot be used."""
 
 
-def _held(state: State) -> dict[str, dict[str, np.ndarray]]:
-    """Returns {leaf: {index: shard}} of this process in host memory; replicated shards are copied once."""
-    shards: dict[str, dict[str, jax.Array]] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = shards[leaf_name(path)] = {}
-        for shard in x.addressable_shards:
-            if (index := _index(shard.index, x.shape)) not in parts:
-                shard.data.copy_to_host_async()
-                parts[index] = shard.data
-
-    # Copied, because on CPU NumPy would share memory with the array, which the next step donates.
-    def copied(x: jax.Array) -> np.ndarray:
-        return np.array(x) if next(iter(x.devices())).platform == "cpu" else np.asarray(x)
-
-    return {leaf: {index: copied(x) for index, x in parts.items()} for leaf, parts in shards.items()}
-
-
 def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    where: Any = abstract.sharding
-    read: dict[str, np.ndarray] = {}
-    arrays = []
-    for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
-        if (index := _index(slices, abstract.shape)) not in read:
-            if index not in parts:
-                raise _Unusable(f"{name} is sharded differently")
-            offset, *shape, proof = parts[index]
-            file.seek(offset)
-            raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
-            if raw.size != np.prod(shape) or host_digest(part := raw.reshape(shape)) != proof:
-                raise _Unusable(f"{name} is damaged in {_ARRAYS}")
-            read[index] = part
-        arrays.append(jax.device_put(read[index], device, may_alias=False))
-    return jax.make_array_from_single_device_arrays(abstract.shape, where, arrays)
+    def part(index: str) -> np.ndarray:
+        if index not in parts:
+            raise _Unusable(f"{name} is sharded differently")
+        offset, *shape, proof = parts[index]
+        file.seek(offset)
+        raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
+        if raw.size != np.prod(shape) or host_digest(found := raw.reshape(shape)) != proof:
+            raise _Unusable(f"{name} is damaged in {_ARRAYS}")
+        return found
+
+    return assembled(abstract, part)
 
 
 def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
@@ -273,10 +293,6 @@ def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
 def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Returns the first key whose values differ, or ""."""
     return next((key for key in [*a, *b] if a.get(key) != b.get(key)), "")
-
-
-def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    return ",".join("{}:{}".format(*s.indices(size)[:2]) for s, size in zip(slices, shape, strict=True))
 
 
 def _sha256(about: dict[str, Any]) -> str:

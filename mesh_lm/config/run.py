@@ -201,6 +201,8 @@ class CheckpointConfig:
     """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent checkpoints; empty: off."""
     local_every: int = expert(0)
     """Save to `local` every N steps. The newest two are kept, and a third exists while it is written."""
+    local_copies: int = expert(0)
+    """Copy each node's `local` checkpoints to N other nodes in the background; a run then survives the loss of any N nodes; 0: off."""
     resume: Literal["auto", "required", "never"] = "auto"
     """auto: resume from the newest checkpoint of the output, if any; required: fail if there is none; never: fail if there is one."""
 
@@ -223,6 +225,8 @@ class HealthConfig:
     """How often a run may roll back to the checkpoint before a streak of skipped steps; it then skips their batches."""
     replicas: int = 0
     """Check every N steps, and before each save, that replicated state is bit-identical on all devices; 0: never."""
+    replay_every: int = 0
+    """Make every N-th step twice and compare the bits, on any mesh and rules; needs launch.deterministic; 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)

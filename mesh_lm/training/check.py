@@ -16,6 +16,7 @@ from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_data import data_problems
 from mesh_lm.training.check_islands import island_problems
+from mesh_lm.training.check_recovery import recovery_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
 from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
@@ -52,11 +53,11 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
         "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 0,
         "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0, "optimizer.outer_steps": 0,
         "data.threads": 0, "data.prefetch": 1, "data.max_epochs": 0, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.alarm": 1,
-        "checkpoint.local_every": 0,
+        "checkpoint.local_every": 0, "checkpoint.local_copies": 0,
         "profile.start_step": 0, "profile.steps": 0,
         "launch.cpu_devices": 0, "pipeline.chunks": 1,
         "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0, "health.skip_limit": 1, "health.rewinds": 0,
-        "health.replicas": 0,
+        "health.replicas": 0, "health.replay_every": 0,
     }  # fmt: skip
     for field, least in at_least.items():
         section, name = field.split(".")
@@ -64,11 +65,9 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
             yield f"{field}={value} must be at least {least}"
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
-    if config.health.rewinds and config.checkpoint.keep < 2:
-        yield f"health.rewinds={config.health.rewinds} needs checkpoint.keep=2 or more: the newest checkpoint may be from the bad steps"
     yield from _optimizer(config, rule)
     yield from data_problems(config.data)
-    yield from _local(config)
+    yield from recovery_problems(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
         yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
 
@@ -97,20 +96,6 @@ def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
             f"optimizer.name={optimizer.name} needs full matrices, but rules {rules.name!r} store its state as flat vectors "
             f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules without that row, such as zero2"
         )
-
-
-def _local(config: TrainConfig) -> Iterator[str]:
-    """Problems of node-local checkpoints."""
-    policy = config.checkpoint
-    if policy.local_every > 0 and not policy.local:
-        yield f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on each node's own disk"
-    if policy.local and policy.local_every == 0:
-        yield f"checkpoint.local={policy.local} is unused; set checkpoint.local_every to the steps between two saves"
-    if "://" in policy.local:
-        yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
-    if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
-        why = f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the output"
-        yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"
 
 
 def _mesh_axes(config: TrainConfig) -> Iterator[str]:

@@ -39,6 +39,7 @@ from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.islands import outer_step
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.ready import require_ready
+from mesh_lm.training.replay import ReplayedStep
 from mesh_lm.training.replicas import require_equal
 from mesh_lm.training.run import Run
 from mesh_lm.training.skip_guard import SkipGuard
@@ -108,6 +109,8 @@ def _train(
         with monitor, closing(batches.train()) as training:
             if saved:
                 monitor.note(_resumed(saved, run, batches))
+            if every := config.health.replay_every:
+                step = ReplayedStep(step, every, run, monitor)
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
             if not batches.has_heldout:
                 monitor.note("the data has no held-out part: evaluation is off")

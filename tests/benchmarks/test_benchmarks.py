@@ -86,6 +86,18 @@ def test_save_cost(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_local_copies(tmp_path: Path) -> None:
+    (row,) = run("local_copies", tmp_path)["Cost of a local save and of its copy"]
+    assert row["saved_s"] > row["blocked_saving_ms"] / 1e3 > 0 and row["copied_s"] > row["blocked_copying_ms"] / 1e3 > 0
+
+
+@pytest.mark.exhaustive
+def test_replay_cost(tmp_path: Path) -> None:
+    rows = run("replay_cost", tmp_path)["Cost of a replayed step"]
+    assert all(row["replayed_ms"] > row["step_ms"] > 0 for row in rows)
+
+
+@pytest.mark.exhaustive
 def test_extend_context(tmp_path: Path) -> None:
     """The run with long sequences starts from the short one's weights, on 8 devices."""
     rows = {row["model"]: row for row in run("extend_context", tmp_path)["Loss on long texts"]}

@@ -28,7 +28,8 @@ def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     @functools.cache
     def run(rules: str) -> Path:
         directory = tmp_path_factory.mktemp("undisturbed")
-        with Job(directory / "faults", arguments(data, directory / "run", rules=rules)) as job:
+        settings = arguments(data, directory / "run", rules=rules, health__stall=60, health__heartbeat=60)
+        with Job(directory / "faults", settings, options=["--heartbeat=60"]) as job:  # a busy machine is no fault
             assert job.ended() == 0, job.log
         (directory / "run" / "log").write_text(job.log)
         return directory / "run"

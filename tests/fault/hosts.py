@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-HOSTS = ("meshlm-a", "meshlm-b")
+HOSTS = (f"meshlm-{os.getpid()}-a", f"meshlm-{os.getpid()}-b")
+"""Names that other test runs on this machine do not use."""
 
 
 def ip(*words: str) -> None:
@@ -26,7 +27,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     if not shutil.which("ip"):
         pytest.skip("ip is not installed (Debian: iproute2)")
     names = [Path("/etc/netns") / host for host in HOSTS]
-    _remove(names)  # left by a test run that was killed
+    _remove([path for path in Path("/etc/netns").glob("meshlm-*-?") if not _in_use(path)])  # left by a test run that was killed
     try:
         try:
             for host in HOSTS:
@@ -57,6 +58,11 @@ def sent_bytes(host: str, i: int) -> int:
     """Returns what host number i (0, 1) has sent over its link, headers included."""
     done = subprocess.run(["ip", "-n", host, "-s", "-j", "link", "show", f"meshlm-v{i + 1}"], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"]
+
+
+def _in_use(name: Path) -> bool:
+    pid = name.name.split("-")[1]
+    return pid != str(os.getpid()) and Path("/proc", pid).exists()
 
 
 def _remove(names: list[Path]) -> None:

@@ -56,6 +56,29 @@ def flipped(state: Any) -> Any:
     return state | {"params": state["params"] | {name: broken}}
 
 
+def corrupted(state: Any) -> Any:
+    """Flips one bit in one device's shard of the largest array that every rule may shard: the optimizer's first moment."""
+    part = "mu"
+    name, leaf = max(state[part].items(), key=lambda each: each[1].size)
+    parts = [np.array(shard.data) for shard in leaf.addressable_shards]
+    parts[-1].reshape(-1).view(np.uint32)[3] ^= 1 << 9
+    arrays = [jax.device_put(each, shard.device) for each, shard in zip(parts, leaf.addressable_shards, strict=True)]
+    return state | {part: state[part] | {name: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)}}
+
+
+def miscomputed(step: Any) -> Any:
+    """Returns the step; where `miscompute` strikes, its result has one wrong bit on one device. The strike is for one execution."""
+
+    def run(state: Any, batch: Any) -> Any:
+        if not any(FAULTS.glob("*-miscompute")):
+            return step(state, batch)
+        n = int(state["step"]) + 1
+        state, metrics = step(state, batch)
+        return (corrupted(state) if strikes(n, "miscompute") else state), metrics
+
+    return run
+
+
 def install() -> None:
     """Puts the faults between the steps of mesh_lm.training.loop."""
     step, save, batch, compare = Monitor.step, Checkpoints.save, Loader.__next__, replicas.require_equal
@@ -84,6 +107,8 @@ def install() -> None:
         compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
 
     Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = stepped, saved, loaded, compared
+    made = loop.train_step
+    loop.train_step = lambda *given: miscomputed(made(*given))
 
 
 if __name__ == "__main__":

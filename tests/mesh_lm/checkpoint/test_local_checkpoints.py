@@ -13,9 +13,13 @@ from fault.job import Job, arguments, certificates, corpus
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
+from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint
+from mesh_lm.checkpoint.copies import Server
 from mesh_lm.config import CheckpointConfig, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
+from mesh_lm.launch.secret import Secret
+from mesh_lm.launch.wire import LOOPBACK
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
@@ -185,14 +189,63 @@ def test_another_layout_means_the_durable_step(run: Run, tmp_path: Path, capsys:
 def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A process that was killed during a save still has that step from before its restart."""
     run.save(10, 12)
-    from mesh_lm import distributed
 
     def two(value: object) -> list[object]:
-        return [value, ["", "state 0, samples 0"]] if isinstance(value, list) and value[:1] == [""] else [value, value]
+        match value:
+            case ["", _]:
+                return [value, ["", "state 0, samples 0"]]
+            case [[int(), _], *_]:  # it has its own files of the same steps
+                return [value, [[step, [1]] for step, _ in value]]
+        return [value, value]
 
     monkeypatch.setattr(distributed, "gather_from_all", two)
     run.require(10)
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_files_that_are_lost_here_come_from_the_other_node(
+    run: Run, tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """Process 0 has lost its disk, and process 1, whose server is the real one here, has its own files and a copy of those."""
+    run.save(10, 12)
+    (here,) = run.places
+    there = tmp_path / "peer" / "12" / here.name
+    shutil.move(here, there)
+    if damaged:
+        (there / "state.raw").write_bytes(bytes((there / "state.raw").stat().st_size))
+    monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
+    server = Server(Secret.shared(), LOOPBACK, lambda step, process: tmp_path / "peer" / str(step) / f"{process}-of-1", print, 2)
+
+    def two(value: object) -> list[object]:
+        match value:
+            case [str(), int()]:
+                return [value, [LOOPBACK, server.port]]
+            case str() | int():  # tokens, and the nodes of both
+                return [value, 1]
+            case None | ["", _] | [str(), _]:
+                return [value, value]
+        return [value, [[12, [0, 1]]]]
+
+    monkeypatch.setattr(distributed, "gather_from_all", two)
+    with_copies = dataclasses.replace(run.config.checkpoint, local_copies=1)
+    run.config = dataclasses.replace(run.config, checkpoint=with_copies)
+    run.require(10 if damaged else 12)
+    said, name = capsys.readouterr().out, here.name
+    server.close()
+    assert ("newer than the output's checkpoints; fetched from other nodes: process 0\n" in said) != damaged, said
+    assert ("is damaged in state.raw" in said) == damaged and [place.name for place in run.places] == [name] * (not damaged)
+
+
+def test_copies_need_another_node(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run.config = dataclasses.replace(run.config, checkpoint=dataclasses.replace(run.config.checkpoint, local_copies=1))
+    with pytest.raises(ConfigError, match=r"local_copies=1 needs 2 nodes, but this run has 1 .* set it to 0, or checkpoint.local to a dir"):
+        run.save(2)
+    monkeypatch.setenv("MESH_LM_ELASTIC", "2")
+    monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
+    run.save(2)
+    assert "warning: checkpoint.local_copies=1, but only 1 nodes are left: local checkpoints have 0 copies" in capsys.readouterr().out
+    assert [path.parent.name for path in run.places] == ["2"]
 
 
 def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +309,8 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
     [
         ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
         ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
+        ({"local_copies": 1}, "checkpoint.local_copies=1 copies local checkpoints; set checkpoint.local and checkpoint.local_every"),
+        ({"local_copies": -1}, "checkpoint.local_copies=-1 must be at least 0"),
         ({"local": "gs://a", "local_every": 5}, "checkpoint.local=gs://a must be a directory"),
         (
             {"local": "/dev/shm", "local_every": 20},

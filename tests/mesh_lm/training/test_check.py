@@ -114,6 +114,11 @@ def test_all_problems_at_once() -> None:
         (["optimizer.eps=0"], "optimizer.eps=0.0 must be a number above 0"),
         (["optimizer.weight_decay=nan"], "optimizer.weight_decay=nan must be a number of at least 0"),
         (["health.outlier=nan"], "health.outlier=nan must be at least 0"),
+        (["health.replay_every=-1"], "health.replay_every=-1 must be at least 0"),
+        (
+            ["health.replay_every=100"],
+            "health.replay_every=100 needs launch.deterministic=True: without it, two runs of one step may differ in bits on a GPU",
+        ),
         (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be at least 1"),
         (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),

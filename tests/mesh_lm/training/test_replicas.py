@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from support import GPT, host_batch, on_devices, shard_on
+from support import GPT, host_batch, on_devices, shard_on, with_flipped_bit
 
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim import Optimizer
@@ -19,17 +19,6 @@ from sharding_rules.lab import h100
 
 COMPILE_BUDGET = 14
 UP = "blocks.mlp.up.weight"
-
-
-def with_flipped_bit(x: jax.Array, device: int, word: int = 0, bit: int = 0) -> jax.Array:
-    """Returns the array with one bit flipped in one word of one device's shard."""
-    blocks = []
-    for shard in x.addressable_shards:
-        block = np.array(shard.data)
-        if shard.device.id == device:
-            block.reshape(-1).view(f"u{block.itemsize}")[word] ^= 1 << bit
-        blocks.append(jax.device_put(block, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks)
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:

@@ -1,0 +1,194 @@
+"""The transfer of one process's files of a local step between two processes of a job, over an authenticated connection.
+
+Both ends prove that they know the job's secret, as launchers do (`mesh_lm.launch.channel`). Then one message says how long the files are,
+the bytes follow as they are, and a last message has their SHA-256. Files appear under their place in one rename, once that is right. Every
+wait for the other end is limited, and neither end holds more than a MiB of the files in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mesh_lm.launch.channel import Channel, Refused
+from mesh_lm.launch.protocol import Check, boolean, items, require, text, whole
+from mesh_lm.launch.secret import Secret
+
+FILES = ("state.raw", "description.json")
+"""The files of a step; where the last one is, the step is complete."""
+ARRIVING = "arriving-"
+"""How directories of files on their way begin, beside those of the steps."""
+HANDSHAKE = 5.0
+"""Seconds within which the other end must have proved itself."""
+SILENCE = 30.0
+"""Seconds within which the other end must send or take a MiB."""
+_PIECE = 2**20
+_PURPOSE = "local copies"
+_STEP, _PROCESS = whole(0), whole(0, 2**20)
+_SHAPES: Mapping[str, Check] = {
+    "put": _STEP, "get": _STEP, "process": _PROCESS, "sizes": items(whole(0), size=len(FILES)),
+    "ready": boolean, "stored": boolean, "sha256": text(64, "[0-9a-f]{64}"), "problem": text(300),
+}  # fmt: skip
+
+
+class TransferFailed(ConnectionError):
+    """The other end hung up, was silent, or could not do its part; the text says which."""
+
+
+class Conversation:
+    """An authenticated connection to another process of the job. Calls wait, at most `SILENCE` seconds for each MiB."""
+
+    def __init__(self, connection: socket.socket, secret: Secret, *, serves: bool) -> None:
+        """Waits until both ends have proved themselves. Raises Refused if the other one cannot, and TransferFailed.
+
+        serves: whether this end accepted the connection.
+        """
+        self._socket, self._channel = connection, Channel(secret, _PURPOSE, serves=serves)
+        self._messages: deque[dict[str, Any]] = deque()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = time.monotonic() + HANDSHAKE
+        try:
+            while not self._channel.proven:
+                self._flush(deadline - time.monotonic())
+                self._read(deadline - time.monotonic())
+        except Refused:
+            connection.setblocking(False)
+            _quietly(lambda: connection.send(self._channel.refuse()))
+            raise
+        self._flush(SILENCE)
+
+    def send(self, **message: Any) -> None:
+        """Sends a message."""
+        self._channel.send(message)
+        self._flush(SILENCE)
+
+    def receive(self, *required: str) -> dict[str, Any]:
+        """Returns the next message, which has these fields. Raises TransferFailed if the other end reports a problem instead."""
+        while not self._messages:
+            self._read(SILENCE)
+        message = self._messages.popleft()
+        require(message, _SHAPES)
+        if "problem" in message:
+            raise TransferFailed(message["problem"])
+        require(message, _SHAPES, *required)
+        return message
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Sends bytes that are not part of a message."""
+        self._guarded(SILENCE, lambda: self._socket.sendall(data))
+
+    def receive_bytes(self, buffer: memoryview) -> int:
+        """Reads some bytes that are not part of a message, and returns how many, at least one."""
+        if not (n := self._guarded(SILENCE, lambda: self._socket.recv_into(buffer))):
+            raise TransferFailed("the other end hung up")
+        return n
+
+    def hang_up(self) -> None:
+        """Ends the conversation, also for a thread that waits in it."""
+        _quietly(lambda: self._socket.shutdown(socket.SHUT_RDWR))
+
+    def _read(self, seconds: float) -> None:
+        if not (data := self._guarded(seconds, lambda: self._socket.recv(2**16))):
+            raise TransferFailed("the other end hung up")
+        self._messages += self._channel.feed(data)
+
+    def _flush(self, seconds: float) -> None:
+        data, self._channel.outgoing = self._channel.outgoing, b""
+        self._guarded(seconds, lambda: self._socket.sendall(data))
+
+    def _guarded(self, seconds: float, action: Callable[[], Any]) -> Any:
+        if seconds <= 0:
+            raise TransferFailed("the other end was silent")
+        self._socket.settimeout(seconds)
+        try:
+            return action()
+        except TimeoutError:
+            raise TransferFailed("the other end was silent, or too slow") from None
+
+
+def send_step(to: Conversation, place: Path, about: dict[str, int]) -> None:
+    """Sends the files of a place, and returns when the other end has stored them.
+
+    about: fields of the first message. Raises OSError or ValueError.
+    """
+    pieces, proof = memoryview(bytearray(_PIECE)), hashlib.sha256()
+    # Both are opened before anything is sent: the step may be removed meanwhile, and is still read.
+    with open(place / FILES[0], "rb") as state, open(place / FILES[1], "rb") as description:
+        sizes = [os.fstat(file.fileno()).st_size for file in (state, description)]
+        to.send(**about, sizes=sizes)
+        to.receive("ready")
+        for file, left in zip((state, description), sizes, strict=True):
+            while left:
+                if not (n := file.readinto(pieces[: min(left, _PIECE)])):
+                    raise TransferFailed(f"{file.name} became shorter")
+                proof.update(pieces[:n])
+                to.send_bytes(pieces[:n])
+                left -= n
+    to.send(sha256=proof.hexdigest())
+    to.receive("stored")
+
+
+def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
+    """Stores the files that the other end sends after its first message, in one rename, or not at all. Tells it which.
+
+    Raises OSError or ValueError.
+    """
+    arriving = place.parent.parent / f"{ARRIVING}{secrets.token_hex(8)}"
+    pieces, proof = memoryview(bytearray(_PIECE)), hashlib.sha256()
+    try:
+        arriving.mkdir(parents=True)
+        if sum(sizes) > (free := shutil.disk_usage(arriving).free):
+            raise OSError(errno.ENOSPC, f"{sum(sizes)} bytes do not fit into the {free} that are free")
+        source.send(ready=True)
+        for name, left in zip(FILES, sizes, strict=True):
+            with open(arriving / name, "wb") as file:
+                while left:
+                    n = source.receive_bytes(pieces[: min(left, _PIECE)])
+                    proof.update(pieces[:n])
+                    file.write(pieces[:n])
+                    left -= n
+                file.flush()
+                os.fsync(file.fileno())
+        if source.receive("sha256")["sha256"] != proof.hexdigest():
+            raise TransferFailed("the files arrived with other bytes than were sent")
+        clear(place)
+        place.parent.mkdir(exist_ok=True)
+        arriving.rename(place)
+        sync(place.parent)
+        source.send(stored=True)
+    except OSError as error:
+        told = (error.strerror or str(error)).encode("ascii", "replace").decode()[:300]
+        _quietly(lambda: source.send(problem=told))
+        raise
+    finally:
+        shutil.rmtree(arriving, ignore_errors=True)
+
+
+def clear(place: Path) -> None:
+    """Removes a place: first the file that makes it complete, so that a half-removed one is not taken for that."""
+    (place / FILES[-1]).unlink(missing_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def sync(directory: Path) -> None:
+    """Makes the names in a directory survive a crash of the machine."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _quietly(action: Callable[[], Any]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        action()
