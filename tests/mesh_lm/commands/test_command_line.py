@@ -222,7 +222,7 @@ def test_missing_file(config: str, tmp_path: Path) -> None:
     assert error_of("--config=minne.py") == f"--config=minne.py: no such file in {tmp_path} or {root}; did you mean mine.py?"
     assert error_of(f"--config={tmp_path}/minne.py") == f"--config={tmp_path}/minne.py: no such file; did you mean {tmp_path}/mine.py?"
     Path("mine.yaml").touch()
-    assert error_of("--config=mine.yaml") == "--config=mine.yaml: expected a .py file"
+    assert error_of("--config=mine.yaml") == "--config=mine.yaml: expected a .py file, or the config.json of a run"
 
 
 def test_a_file_beside_the_package_is_found_from_anywhere(config: str) -> None:
