@@ -1,7 +1,6 @@
 """F22: a node is lost for good, and a spare takes its place."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -36,8 +35,6 @@ def test_f22_a_node_that_is_lost_is_replaced_by_a_spare(data: Path, undisturbed:
     assert re.search(r"node 2 \(.*\) takes the place of node 1", first.log) and "waiting for node" not in first.log, first.log
     assert "resumed at step 5 " in first.log and re.search("restart 1 of 3 .*, immediately", first.log), first.log
     assert certificates(first.log)[STEPS] == undisturbed[STEPS], first.log
-    starts = [json.loads(path.read_text()) for path in sorted((tmp_path / "run" / "goodput").glob("*.json"))]
-    assert len(starts) == 2, "one restart"
 
 
 def test_f22_node_0_is_unhealthy(hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
