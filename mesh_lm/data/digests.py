@@ -4,9 +4,9 @@ The first line is JSON: `format` | `block`: bytes per block | `bytes`: size of t
 .json if there is one | `sampled`: the fingerprint that the files had without this one. Then come the CRC-32 of each block of the .bin, u32
 little-endian, and the SHA-256 of everything before it.
 
-A CRC-32 misses one damaged block in 2^32. It is against disks, copies and accidents, not against an attacker, and it costs a third of
-SHA-256 (benchmarks/verified_data.py). A block is half a read-ahead of Linux: smaller ones make the file larger, and larger ones make the
-first samples of a run slower, each of which touches blocks of its own.
+A CRC-32 misses one damaged block in 2^32. It is against disks, copies and accidents, not against an attacker, and takes less than half as
+long as SHA-256 (benchmarks/verified_data.py). A block is half a read-ahead of Linux: smaller ones make the file larger, and larger ones
+make the first samples of a run slower, each of which touches blocks of its own.
 """
 
 from __future__ import annotations

@@ -47,6 +47,14 @@ def test_loader(tmp_path: Path) -> None:
     assert all(row["loader_tokens_per_s"] > 0 and row["model_tokens_per_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_verified_data(tmp_path: Path) -> None:
+    tables = run("verified_data", tmp_path)
+    later = [row for row in tables["Loader"] if row["phase"] == "epoch 2"]
+    assert len(later) == 3 and all(row["verifying_s"] < 0.1 * row["loader_s"] for row in later), later
+    assert all(row["gb_per_s"] > 0 for row in tables["Digests"])
+
+
 def test_prepare(tmp_path: Path) -> None:
     rows = run("prepare", tmp_path)["Text to .bin/.idx"]
     assert [row["workers"] for row in rows] == [1, 1, 1, 2] and len({row["tokens"] for row in rows}) == 1
