@@ -29,8 +29,8 @@ PAIRED = {
         ),
         (
             {"remat": "none", "remat_layers": 2}, {},
-            "model.remat_layers=2: no policy recomputes less than remat=none of 'blocks'; set model.remat to one of full, save_attention, save_names, or "
-            "leave model.remat_layers unset",
+            "model.remat_layers=2: no policy recomputes less than remat=none of 'blocks'; set model.remat to one of full, "
+            "save_attention, save_names, or leave model.remat_layers unset",
         ),
         (
             {"remat": "full", "remat_layers": 2}, STAGED,
