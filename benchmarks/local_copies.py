@@ -95,7 +95,7 @@ def measure(run: TrainConfig, rounds: int, every: int, port: int) -> tuple[np.nd
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
     record = Record(f"local_copies{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
-    rounds, every = (1, 5) if arguments.quick else (5, 20)
+    rounds, every = (1, 5) if arguments.quick else (3, 20)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="local-copies-") as directory:
         ports = context.Queue()
