@@ -71,7 +71,12 @@ FAULTS = {
         "a node is killed, and does not return; node 0 is unhealthy",
         "a spare takes its place at once; process 0 runs on another node; same bits",
     ),
+    "F23": (
+        "random damage to every kind of file that a run reads, but prepared tokens (the table below)",
+        "refused with one error, recovered and said, or without effect; no other result in silence, no traceback",
+    ),
 }  # fmt: skip
+_OUTCOMES = ("refused", "recovered", "no effect", "silent", "traceback")
 _HEAD = """\
 # Faults
 
@@ -82,6 +87,21 @@ moments included, and must have read the same samples. [Operating a run](operati
 in the log, and what to do. `python benchmarks/faults.py` writes the table, and `-k f17` the rows of one fault
 ({sources}).
 
+"""
+
+
+_DAMAGE = """\
+## Damaged files
+
+Random damage, one file at a time: a flipped bit or up to 63, another digit, zeros or garbage in place of up to 512 bytes
+or between two, at the end, a truncated, emptied or deleted file, two files swapped. *Refused*: one error that names the
+file. *Recovered*: an older step, or the contents written again, and the log says so. *No effect*: the same bits.
+*Silent*, another result and no message, and *traceback* must be 0. `python benchmarks/faults.py -k f23 --quick`
+reproduces it; the seeds are fixed.
+
+What has no digest of its own cannot be verified at its first reading: a tokenizer file, a config file or a Hugging Face
+directory of another origin. A run compares the first two with its checkpoint when it resumes; `sha256sum * >
+SHA256SUMS` makes what an import compares the third with.
 """
 
 
@@ -128,21 +148,36 @@ def table(rows: list[Row]) -> list[Row]:
     return out
 
 
+def corruptions(rows: list[Row]) -> list[Row]:
+    """Returns a row for each kind of file that a test damaged at random, of the last run, and their sum."""
+    last = {row["files"]: row for row in rows if row.get("files")}
+    out = [
+        {"file": what, "damaged": str(sum(int(row[name]) for name in _OUTCOMES)), **{name: str(row[name]) for name in _OUTCOMES}}
+        for what, row in last.items()
+    ]
+    return [*out, {name: str(sum(int(row[name]) for row in out)) if name != "file" else "all" for name in out[0]}] if out else []
+
+
+def _markdown(rows: list[Row]) -> str:
+    lines = ["| " + " | ".join(row.values()) + " |" for row in [{column: column for column in rows[0]}, *rows]]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
 def page(results: list[tuple[str, dict[str, Any]]]) -> str:
     """Returns docs/faults.md. results: names and contents of files, oldest first; a fault's row is from the newest that has it."""
     tables = {name: data["tables"]["Faults"] for name, data in results}
     source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
     rows = [next(row for row in tables[source[fault]]["rows"] if row[""] == fault) for fault in FAULTS if fault in source]
     rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in rows]
-    lines = ["| " + " | ".join(row.values()) + " |" for row in [{column: column for column in rows[0]}, *rows]]
-    rule = "|" + " --- |" * len(rows[0])
     used = dict.fromkeys(source[row[""]] for row in rows)
     links = ",\n".join(f"[results](../benchmarks/results/{name.replace('.json', '.md')})" for name in used)
     told = []
     for name in used:
         mine = [row[""] for row in rows if source[row[""]] == name]
         told.append(textwrap.fill(f"{' to '.join(dict.fromkeys((mine[0], mine[-1])))}: {tables[name]['note']}", 118))
-    return _HEAD.format(sources=links) + "\n".join([lines[0], rule, *lines[1:], "", "\n\n".join(told), ""])
+    damaged = {row["files"]: row for _, data in results for row in data["tables"]["Tests"]["rows"] if row.get("files")}
+    below = [_DAMAGE, _markdown(corruptions([*damaged.values()])), ""] if damaged else []
+    return _HEAD.format(sources=links) + "\n".join([_markdown(rows), "", "\n\n".join(told), "", *below])
 
 
 def newest() -> list[tuple[str, dict[str, Any]]]:

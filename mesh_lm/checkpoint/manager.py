@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -383,10 +384,16 @@ def _open(directory: Path) -> None:
             raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
     distributed.require_shared(directory)
     if jax.process_index() == 0:  # remains of a killed run
-        for pattern in ("*.saving-*", "*.orbax-checkpoint-tmp*", "*.removed"):
+        for pattern in ("*.saving-*", "*.orbax-checkpoint-tmp*", "*.removed*"):
             _remove(directory, pattern)
 
 
 def _remove(directory: Path, pattern: str) -> None:
+    """Removes directories. Each is renamed first, so that a run that was suspended between its last look at the lease and its commit can no
+    longer give a save its step's name: it either did so before this, and then the step is complete, or it finds nothing to rename.
+    """
     for path in directory.glob(pattern):
-        shutil.rmtree(path, ignore_errors=True)
+        doomed = path.with_name(f"{path.name.partition('.')[0]}.removed-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)

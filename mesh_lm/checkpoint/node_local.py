@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -39,6 +40,8 @@ _KEEP = 2
 """Steps to keep: at a crash, processes may be one save apart, and then have only the previous one in common."""
 _PATIENCE = 60.0
 """Seconds to wait for the previous save before a new one is skipped."""
+_LIFE = re.compile(r"[0-9a-f]{8}")
+_MARK = ".local"
 _ARRAYS, _DESCRIPTION = FILES
 
 
@@ -62,6 +65,10 @@ class NodeLocalCheckpoints:
             for old in self.directory.parent.glob(f"{output}-*"):
                 if old != self.directory:
                     shutil.rmtree(old, ignore_errors=True)
+                    print(
+                        f"{distributed.log_prefix()}warning: {old} is removed: its local checkpoints are of an earlier run with this "
+                        f"output, or {directory / _MARK} was deleted", flush=True,
+                    )  # fmt: skip
         if policy.local_copies:
             self._copies = Copies(policy.local_copies, self.directory, launch, self._place, self._prune)
 
@@ -102,6 +109,10 @@ class NodeLocalCheckpoints:
         candidates = sorted(held_by, reverse=True)
         where = " or on those of other nodes" if self._copies else ""
         reasons = [] if candidates or not any(listings) else [f"no step is on the local disks of all processes{where}"]
+        if partial := [step for step in ({} if self._fresh else self._steps()) if step > max(candidates, default=newest)]:
+            reasons = reasons or [
+                f"step {', '.join(map(str, partial))} is not complete on all processes"
+            ]  # as process 0, which prints, sees it
         with contextlib.suppress(OSError):
             for other in self.directory.glob("*/*-of-*"):
                 if not other.name.endswith(self._of):
@@ -128,6 +139,8 @@ class NodeLocalCheckpoints:
                     f"step {step} is on the local disks of all processes ({self.directory}), newer than the output's checkpoints"
                     + (f"; fetched from other nodes: {number_ranges(lost)}" if lost else "")
                 )
+                if reasons:
+                    distributed.print_on_process0(f"newer local checkpoints are not used: {'; '.join(reasons)}")
                 return saved, with_used(layout, state)
             reasons.append(reason)
         if reasons:
@@ -306,10 +319,20 @@ def _flush(file: Any) -> None:
 
 def _identity(directory: Path) -> str:
     """Returns eight hex digits stored with the durable checkpoints, so that a run that starts from scratch ignores older local steps."""
-    mark, new = directory / ".local", secrets.token_hex(4)
+    mark, new = directory / _MARK, secrets.token_hex(4)
     try:
         if jax.process_index() == 0 and not mark.exists():
-            mark.write_text(new)
-        return mark.read_text()
+            mark.write_text(f"{new} {_check(new)}")
+        life, _, check = mark.read_text(errors="replace").partition(" ")
+        if _LIFE.fullmatch(life) and check in ("", _check(life)):  # older versions wrote no check
+            return life
+        if jax.process_index() == 0:
+            print(f"warning: {mark} is damaged: nothing says whose the local checkpoints are, and none is used")
+            mark.write_text(f"{new} {_check(new)}")
     except OSError:
-        return new
+        pass
+    return new
+
+
+def _check(life: str) -> str:
+    return hashlib.sha256(life.encode()).hexdigest()[:8]

@@ -15,6 +15,7 @@ from typing import Any
 
 from mesh_lm.commands.model_arguments import ModelArguments
 from mesh_lm.commands.options import command
+from mesh_lm.data import lost_bytes
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
 
@@ -32,6 +33,8 @@ class Arguments(ModelArguments):
     """New tokens per window after the first; each is predicted from at least seq_len - stride tokens. 0: half of seq_len."""
     start: str = ""
     """Special token to put before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
+    max_lost_bytes: float = lost_bytes.TOLERATED
+    """Fraction of the text's bytes that the tokens may fail to spell; bits per byte do not count them."""
     tasks: str = ""
     """Tasks of lm-evaluation-harness (pip install 'mesh_lm[eval]'), separated by commas."""
     include_path: str = ""
@@ -95,17 +98,20 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
     found = measure_perplexity(
-        scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start, progress=_Teller(jax.process_index() == 0)
-    )
+        scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
+        progress=_Teller(jax.process_index() == 0),
+    )  # fmt: skip
+    told = lost_bytes.described(found.lost_bytes, found.n_bytes + found.lost_bytes)
     summary = found.summary()
     beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
     distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
         f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
+        + (told and f"\nwarning: {told}; they are not counted")
     )
     about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
-    counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes}
+    counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes, "lost_bytes": found.lost_bytes}
     return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
 
 

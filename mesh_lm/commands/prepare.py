@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from mesh_lm.commands.options import command
+from mesh_lm.data import lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
 
@@ -40,7 +41,7 @@ class Prepare:
     POSITIONAL: ClassVar[tuple[str, ...]] = ("input",)
 
     input: tuple[str, ...]
-    """Files (.txt, .jsonl, each also as .gz or .zst, .parquet) and directories of such files or of other text files, read in this order."""
+    """Files (.txt, .jsonl, .json, each also as .gz, .zst, .bz2 or .xz, .parquet) and directories of such or other text, in this order."""
     output: str
     """Prefix of the output: PREFIX.bin, .idx, .digests, .json and .tokenizer/, and .parts/ until everything is done."""
     tokenizer: str
@@ -51,6 +52,8 @@ class Prepare:
     """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     skip_bad_lines: bool = False
     """Skip and count the lines of a .jsonl that hold no text, instead of stopping at the first."""
+    max_lost_bytes: float = lost_bytes.TOLERATED
+    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops or rewrites characters."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Prepare | Seal:
@@ -74,7 +77,7 @@ def run(options: Prepare | Seal) -> int:
     try:
         prepare(
             options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,
-            skip_bad_lines=options.skip_bad_lines,
+            skip_bad_lines=options.skip_bad_lines, max_lost_bytes=options.max_lost_bytes,
         )  # fmt: skip
     except KeyboardInterrupt:
         print(f"\nstopped; {options.output}.parts keeps what is done, and the same command continues from there", file=sys.stderr)

@@ -150,14 +150,16 @@ class DataConfig:
     """The training text, and how it becomes sequences."""
 
     path: str = ""
-    """Text to train on: a .txt or .jsonl (also .gz, .zst), a .parquet, a directory of text files, or `stdlib`, the 10 MB source code of
-    Python's standard library, which is enough for a tiny model. Without it `blend` must name the data."""
+    """Text to train on: a .txt, .jsonl or .json (also .gz, .zst, .bz2, .xz), a .parquet, a directory of text files, or `stdlib`, the 10 MB
+    source code of Python's standard library, which is enough for a tiny model. Without it `blend` must name the data."""
     text_field: str = "text"
     """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     tokenizer: str = ""
     """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: train one on the text."""
     tokenizer_vocab: int = 4096
     """Vocabulary size of the byte-level BPE tokenizer that is trained if `tokenizer` is empty."""
+    max_lost_bytes: float = expert(0.01)
+    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops or rewrites characters."""
     cache: str = expert("~/.cache/mesh_lm")
     """Directory for tokenized corpora (tokenizer.json, train and held-out .bin/.idx)."""
     blend: tuple[str, ...] = ()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import lzma
@@ -19,7 +20,7 @@ from typing import Any
 
 from mesh_lm import distributed, strict_json
 from mesh_lm.config import DataConfig, TrainConfig
-from mesh_lm.data import sources
+from mesh_lm.data import lost_bytes, sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, padded_order
 from mesh_lm.data.digests import file_digest
@@ -42,6 +43,9 @@ _REPORT = 10**8
 _BPE_CHARACTERS = 2**25
 """Characters that the vocabulary is trained on. Longer text is sampled (80 to 100% of this size), because training time grows with the text
 while the vocabulary hardly changes. Less text costs compression: a fifth of stdlib gives 3% more tokens."""
+_UNCOUNTED = (
+    "{} is of a version that did not count what the tokenizer loses, so that there are no bits per byte; remove it to prepare it again"
+)
 _BASELINE_BYTES = 64 * 2**20
 """Bytes of held-out text that gzip and xz compress; xz takes about a second per MB."""
 
@@ -55,12 +59,12 @@ class TextCorpus:
     """Documents in the training split."""
     train_tokens: int
     """Includes one EOD per document, as do all token counts here."""
-    train_bytes: int
-    """UTF-8 bytes of the training text, without EOD."""
+    train_bytes: int | None
+    """UTF-8 bytes of the training text that its tokens spell, without EOD."""
     heldout_documents: int
     heldout_tokens: int
-    heldout_bytes: int
-    """UTF-8 bytes of the held-out text, without EOD."""
+    heldout_bytes: int | None
+    """UTF-8 bytes of the held-out text that its tokens spell, without EOD."""
     vocab_size: int
     """Entries of the tokenizer; less than requested if the text is small."""
     gzip_bits_per_byte: float | None
@@ -68,6 +72,10 @@ class TextCorpus:
     xz_bits_per_byte: float | None
     settings: dict[str, Any]
     """How the corpus was prepared, and from what."""
+    lost_bytes: int | None = None
+    """UTF-8 bytes of both splits that their tokens do not spell; None in a corpus of a version that did not count them."""
+    loss_of_bytes: str = ""
+    """Implements `Dataset.loss_of_bytes`."""
 
     @property
     def name(self) -> str:
@@ -144,7 +152,7 @@ def prepare(
 
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
-        read or has more ids than the model, or the cache is full or not writable.
+        read or has more ids than the model or loses too much of the text, or the cache is full or not writable.
     """
     if config.blend:
         prefixes = MegatronCorpus(config, progress)
@@ -174,6 +182,9 @@ def prepare(
             "the path must be readable, and the cache writable with space left"
         ) from error
     corpus = _load(directory)
+    lost = corpus.lost_bytes or 0
+    spelled = (corpus.train_bytes or 0) + (corpus.heldout_bytes or 0)
+    lost_bytes.refuse(lost, spelled + lost, config.max_lost_bytes, "data.max_lost_bytes")
     if not corpus.train().is_sealed:
         progress(NOT_SEALED.format(prefix=f"{directory / 'train'} {directory / 'heldout'}"))
     return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
@@ -222,8 +233,13 @@ def _load(directory: Path) -> TextCorpus:
         for name in sealed:
             if sealed[name] != _digest(directory / name, facts):
                 raise ValueError(f"{name} is not as it was written (SHA-256)")
+        lost, made_by = facts.get("lost_bytes"), facts["settings"]["tokenizer"]
+        if lost is None and isinstance(made_by, str) and made_by != "bytes":  # one that was trained on the text loses nothing
+            facts |= {"train_bytes": None, "heldout_bytes": None, "loss_of_bytes": _UNCOUNTED.format(directory)}
+        elif lost:
+            facts["loss_of_bytes"] = lost_bytes.described(lost, facts["train_bytes"] + facts["heldout_bytes"] + lost)
         return TextCorpus(directory=directory, **facts)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{directory} is not a complete corpus ({error}); remove it to prepare it again") from error
 
 
@@ -246,10 +262,11 @@ def _build(
         tokenizer.save(directory)
         del sample
         progress("encoding")
-        splits = []
+        splits, lost = [], []
         for name, is_heldout in (("train", False), ("heldout", True)):
             texts = (document.text for document in source.documents() if document.heldout == is_heldout)
-            tokens = encode(tokenizer, texts, report=_Reporter(progress).done)
+            lost.append(0)
+            tokens = encode(tokenizer, texts, report=_Reporter(progress).done, lost=functools.partial(_add, lost))
             splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
         gzip, xz = (8 * future.result() / len(heldout) if heldout else None for future in compressed)
     facts = {
@@ -257,8 +274,9 @@ def _build(
         "train_tokens": len(splits[0].unverified),
         "heldout_documents": len(splits[1]),
         "heldout_tokens": len(splits[1].unverified),
-        "train_bytes": n_bytes["training"],
-        "heldout_bytes": n_bytes["held-out"],
+        "train_bytes": n_bytes["training"] - lost[0],
+        "heldout_bytes": n_bytes["held-out"] - lost[1],
+        "lost_bytes": sum(lost),
         "vocab_size": tokenizer.vocab_size,
         "gzip_bits_per_byte": gzip,
         "xz_bits_per_byte": xz,
@@ -270,6 +288,11 @@ def _build(
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
+
+
+def _add(sums: list[int], n: int) -> None:
+    """Adds to the last of some sums."""
+    sums[-1] += n
 
 
 def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict[str, int]]:

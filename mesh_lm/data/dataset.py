@@ -36,11 +36,13 @@ class Dataset(Protocol):
     fingerprint: str | None = None
     """Fingerprint of the tokenizer, if known; equal fingerprints mean equal ids."""
     train_bytes: int | None = None
-    """UTF-8 bytes of the training text; None: unknown, so that losses are not reported per byte."""
+    """UTF-8 bytes of the training text that its tokens spell; None: unknown, so that losses are not reported per byte."""
     heldout_bytes: int | None = None
     gzip_bits_per_byte: float | None = None
     """Bits per byte of gzip -9 and xz -9 on the held-out text, as baselines."""
     xz_bits_per_byte: float | None = None
+    loss_of_bytes: str = ""
+    """A sentence for the log if the tokenizer does not encode all of the text, or if that is not known."""
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""

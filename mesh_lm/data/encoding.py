@@ -17,8 +17,9 @@ _LONG_PIECE = 2**20
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], *, batch: int = BATCH, piece: int = 0, report: Callable[[int], None] = lambda n: None
-) -> Iterator[np.ndarray]:
+    tokenizer: Tokenizer, texts: Iterable[str], *, batch: int = BATCH, piece: int = 0, report: Callable[[int], None] = lambda n: None,
+    lost: Callable[[int], None] = lambda n: None,
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Yields each text's tokens followed by EOD, int32 [length + 1].
 
     Long texts are split at line ends (or anywhere in very long lines), and the pieces are encoded separately.
@@ -27,12 +28,15 @@ def encode(
       batch: characters encoded at once, by all cores.
       piece: texts longer than this are split into pieces of up to twice this length. 0: 65,536, or 2^20 if not `tokenizer.joins`.
       report: called with the number of characters of each finished batch.
+      lost: called with the bytes of each piece that its tokens do not spell (`Tokenizer.lost_bytes`), if there are any.
     """
     document: list[np.ndarray] = []
     piece = piece or (_PIECE if tokenizer.joins else _LONG_PIECE)
     for parts in _batches(texts, batch, piece):
-        for ids, (_, is_last) in zip(tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True):
+        for ids, (part, is_last) in zip(tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True):
             document.append(ids)
+            if n := tokenizer.lost_bytes(part, ids):
+                lost(n)
             if is_last:
                 yield np.concatenate([*document, np.array([tokenizer.eod], np.int32)])
                 document = []

@@ -1,48 +1,107 @@
-"""Reads .jsonl, .parquet and compressed (.gz, .zst) files. The only file that imports pyarrow and zstandard."""
+"""Reads JSON, .parquet and compressed files. The only file that imports pyarrow and zstandard."""
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import contextlib
 import gzip
 import io
 import itertools
 import json
+import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
+from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 
-Kind = Literal["jsonl", "txt", "parquet"]
-_COMPRESSED = (".gz", ".zst")
+Kind = Literal["jsonl", "json", "txt", "parquet"]
+"""json: JSON lines, or one list of objects (`json_kind`)."""
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "txt", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar")
+_FOREIGN = (".lz4", ".lzma", ".lz", ".lzo", ".br", ".z", ".sz", ".snappy", ".zstd")
+"""Suffixes of compressed files that are not read."""
 _BUFFER = 2**20
 _PLAUSIBLE, _RATIO = 2**26, 200
 """Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches 4 to 30 times."""
+_SHOWN = 8
+"""Most files that one message names."""
 _ROWS = 256
 """Rows of a .parquet file in memory at once."""
-SUFFIXES = ".txt, .jsonl (each also .gz and .zst) and .parquet"
+SUFFIXES = ".txt, .jsonl, .ndjson, .json (each also .gz, .zst, .bz2 and .xz) and .parquet"
 
 
 def kind_of(path: Path | str) -> Kind | None:
-    """Returns the kind of file by its suffix; None for an unknown suffix."""
-    suffixes = Path(path).suffixes
-    if suffixes and suffixes[-1] in _COMPRESSED:
+    """Returns the kind of file by its suffix, in letters of any case; None for an unknown suffix."""
+    kind, last = _KINDS.get(_suffix(path)), Path(path).suffix.lower()
+    return None if last in _FOREIGN or (kind == "parquet" and last in _COMPRESSED) else kind
+
+
+def require_readable(path: Path) -> None:
+    """Raises ConfigError for a file whose name says that it holds text in a form that is not read: better than to skip it, or to take
+    it for one document. A tar of text is valid UTF-8, as is any JSON.
+    """
+    suffix = Path(path).suffix.lower()
+    if _suffix(path) in _ARCHIVES:
+        raise ConfigError(f"{path} is an archive; extract it, or leave it out")
+    if suffix in _FOREIGN or (is_compressed(path) and _suffix(path) == ".parquet"):
+        raise ConfigError(f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or .zst, or leave it out")
+    if kind_of(path) == "json":
+        json_kind(path)
+
+
+def require_all_readable(paths: Iterable[Path]) -> None:
+    """Raises ConfigError as `require_readable`, and lists the files."""
+    problems = []
+    for path in paths:
+        try:
+            require_readable(path)
+        except ConfigError as error:
+            problems.append(str(error))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise ConfigError("\n  - ".join([f"{len(problems)} files are not read as they are", *problems[:_SHOWN], *more]))
+
+
+def json_kind(path: Path) -> Literal["lines", "list"]:
+    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects."""
+    with opened(path) as (file, _):
+        line = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    if line.startswith(b"["):
+        return "list"
+    try:
+        if not line or isinstance(json.loads(line), dict):
+            return "lines"
+    except (ValueError, RecursionError):
+        pass
+    raise ConfigError(
+        f"{path} holds neither JSON lines nor a list of objects; convert it to .jsonl, leave it out, or give it the suffix .txt to read it "
+        "as one document"
+    )
+
+
+def newly_read(path: Path | str) -> bool:
+    """Whether older versions skipped such a file in a directory, or read it as one document: a corpus made then is a different one."""
+    return _suffix(path) in (".json", ".ndjson") or Path(path).suffix.lower() in (".bz2", ".xz")
+
+
+def _suffix(path: Path | str) -> str:
+    """Returns the last suffix in small letters, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in (*_COMPRESSED, *_FOREIGN) and len(suffixes) > 1:
         suffixes.pop()
-    elif suffixes and suffixes[-1] == ".parquet":
-        return "parquet"
-    match suffixes[-1:]:
-        case [".jsonl"]:
-            return "jsonl"
-        case [".txt"]:
-            return "txt"
-        case _:
-            return None
+    return suffixes[-1] if suffixes else ""
 
 
 def is_compressed(path: Path | str) -> bool:
     """Whether the suffix is that of a compressed file."""
-    return Path(path).suffix in _COMPRESSED
+    return Path(path).suffix.lower() in _COMPRESSED
 
 
 @contextlib.contextmanager
@@ -54,13 +113,13 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         is not installed.
     """
     try:
-        with open(path, "rb") as raw, _decompressed(raw, path.suffix) as file:
+        with open(path, "rb") as raw, _decompressed(raw, path.suffix.lower()) as file:
             yield file, raw
     except OSError as error:
         raise unreadable(path, error) from error
     except MemoryError as error:
         raise ConfigError(f"{path} has a document or a line that does not fit into memory; split it") from error
-    except (EOFError, zlib.error, _zstd_error(path.suffix)) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, _zstd_error(path.suffix.lower())) as error:
         raise ConfigError(f"{path} is damaged or truncated: {error}; fetch or compress it again") from error
 
 
@@ -77,12 +136,33 @@ def text_of(line: bytes, field: str, where: str) -> str:
     Raises:
       ConfigError: the line is not a JSON object with a string under `field`; the message starts with `where`.
     """
-    parsed: Any = None
     try:
         parsed = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
+    except (ValueError, RecursionError) as error:
+        raise _no_text(line[:60], field, where, error) from error
+    return text_in(parsed, field, where, line)
+
+
+def list_of(path: Path) -> list[Any]:
+    """Returns the list in a .json file. Raises ConfigError if it is damaged, or longer than 512 MiB."""
+    with opened(path) as (file, _):
+        data = file.read(strict_json.LARGE_FILE + 1)
+    if len(data) > strict_json.LARGE_FILE:
+        raise ConfigError(
+            f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: jq -c '.[]' {path} > lines.jsonl"
+        )
+    try:
+        return strict_json.loads(data.decode("utf-8-sig"), list, size=strict_json.LARGE_FILE)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; correct it, or leave it out") from error
+
+
+def text_in(parsed: Any, field: str, where: str, line: bytes = b"") -> str:
+    """Returns the document in an object; line: how the file spells it, for the message. Raises ConfigError as `text_of`."""
+    try:
         text = parsed[field]
         text.encode()  # JSON can spell lone surrogates, which are not text
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         if (
             isinstance(parsed, dict)
             and field not in parsed
@@ -90,11 +170,14 @@ def text_of(line: bytes, field: str, where: str) -> str:
         ):
             names = ", ".join(f'"{name}"' for name in others[:8])
             raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with text_field') from error
-        raise ConfigError(
-            f'{where}: expected a JSON object with a string "{field}", got {line[:60]!r} ({type(error).__name__}); '
-            "correct or remove the line"
-        ) from error
+        raise _no_text(line[:60] or json.dumps(parsed)[:60], field, where, error) from error
     return text
+
+
+def _no_text(got: bytes | str, field: str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f'{where}: expected a JSON object with a string "{field}", got {got!r} ({type(error).__name__}); correct or remove it'
+    )
 
 
 def row_groups(path: Path, field: str) -> list[tuple[int, int]]:
@@ -147,8 +230,8 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
-    if suffix == ".gz":
-        with gzip.open(raw) as gz, io.BufferedReader(_Bounded(gz, raw), _BUFFER) as file:
+    if suffix in _STANDARD:
+        with _STANDARD[suffix](raw) as stream, io.BufferedReader(_Bounded(stream, raw), _BUFFER) as file:
             yield cast(BinaryIO, file)
     elif suffix == ".zst":
         frames = _Frames(raw, _zstandard().ZstdDecompressor())
@@ -156,6 +239,9 @@ def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     else:
         yield raw
+
+
+_STANDARD: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class _Bounded(io.RawIOBase):

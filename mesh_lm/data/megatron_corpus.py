@@ -18,6 +18,7 @@ from mesh_lm.data.epochs import Sources
 from mesh_lm.data.gpt_dataset import SPLITS, EpochCount, GPTDataset, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, stored_tokens
+from mesh_lm.data.lost_bytes import described
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +53,8 @@ class MegatronCorpus(Dataset):
       members, weights: in the config's order; weights are normalized, or None.
       fingerprint: fingerprint of the tokenizer that encoded the data, if known.
       eod: id of the end-of-document token: from the tokenizer, else from <prefix>.json if all of them agree, else None.
-      train_bytes, heldout_bytes: UTF-8 bytes of the text; None without a tokenizer and <prefix>.json.
+      train_bytes, heldout_bytes: UTF-8 bytes of the text that its tokens spell; None without a tokenizer and <prefix>.json.
+      loss_of_bytes: how much of the text its tokenizer lost, by <prefix>.json.
     """
 
     def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
@@ -64,6 +66,11 @@ class MegatronCorpus(Dataset):
             [_prefix(prefix) for prefix in parse(config.valid_blend, "data.valid_blend")[0]] if config.valid_blend else self.members
         )
         self._all = [*self.members, *([] if self._held is self.members else self._held)]
+        for member in self._all:
+            if "bytes" not in member.about and Path(f"{member.prefix}.tokenizer").exists():
+                progress(
+                    f"warning: {member.prefix}.json is not there, or not what `prepare` wrote with the tokenizer: the bytes are estimated"
+                )
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
         self.fingerprint, self.eod = self._tokenizer_of_all()
@@ -80,6 +87,8 @@ class MegatronCorpus(Dataset):
             self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
         else:
             self.train_bytes = self._bytes(self.members, training)
+        lost, n_bytes = (sum(member.about.get(key) or 0 for member in self._all) for key in ("lost_bytes", "bytes"))
+        self.loss_of_bytes = described(lost, n_bytes)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first prefix, else None."""
@@ -138,8 +147,9 @@ class MegatronCorpus(Dataset):
         """Estimates the bytes of the members' texts from bytes per token, by <prefix>.json or else by decoding (`_count`)."""
         total = 0
         for member, text in zip(members, texts, strict=True):
-            if member.about.get("bytes") and member.about.get("tokens"):
-                total += round(member.about["bytes"] * text.n_tokens / member.about["tokens"])
+            about = member.about
+            if about.get("bytes") and about.get("tokens") and "lost_bytes" in about:  # files of older versions do not know what was lost
+                total += round((about["bytes"] - about["lost_bytes"]) * text.n_tokens / about["tokens"])
             elif self._tokenizer:
                 key = {"data": member.fingerprint, "documents": [text.first, len(text)], "tokenizer": self._tokenizer.fingerprint}
                 key["counted"] = [_COUNTED, _LONGEST]
@@ -159,7 +169,8 @@ class MegatronCorpus(Dataset):
             stop = min(stop, start + _LONGEST)
             ids = text.verified(start[None], stop[None])[start:stop]
             n_tokens += len(ids)
-            n_bytes += len(tokenizer.decode(ids[ids != tokenizer.eod]).encode())
+            ids = ids[(ids != tokenizer.eod) & (ids != tokenizer.unknown)] if tokenizer.unknown is not None else ids[ids != tokenizer.eod]
+            n_bytes += len(tokenizer.decode(ids).encode())
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
 
 

@@ -34,7 +34,7 @@ class Source:
 
     name: str
     """A name that is safe in a file name."""
-    kind: Literal["directory", "jsonl", "parquet", "txt"]
+    kind: Literal["directory", "jsonl", "json", "parquet", "txt"]
     root: Path
     files: tuple[str, ...]
     """Posix paths relative to root, sorted."""
@@ -50,8 +50,10 @@ class Source:
         for larger sources, sizes and modification times are hashed instead.
         """
         digest = hashlib.sha256(self.kind.encode())
-        if {formats.kind_of(name) for name in self.files} & {"jsonl", "parquet"}:
+        if {formats.kind_of(name) for name in self.files} & {"jsonl", "json", "parquet"}:
             digest.update(f"\0{self.field}".encode())
+        if self.kind == "directory" and any(map(formats.newly_read, self.files)):
+            digest.update(b"\0as what they are")
         for name in self.files:
             try:
                 if self.size <= _DIGEST_CONTENTS:
@@ -78,6 +80,12 @@ class Source:
             match formats.kind_of(name):
                 case "jsonl":
                     yield from _jsonl(path, self.field, key)
+                case "json" if formats.json_kind(path) == "list":
+                    for number, item in enumerate(formats.list_of(path), 1):
+                        if text := formats.text_in(item, self.field, f"{path}, item {number}"):
+                            yield Document(text, is_heldout(f"{key}{number}"))
+                case "json":
+                    yield from _jsonl(path, self.field, key)
                 case "parquet":
                     for number, text in enumerate(formats.rows(path, self.field), 1):
                         if text:
@@ -91,13 +99,14 @@ def find(path: str, field: str = "text") -> Source:
     """Returns the source that `data.path` names.
 
     `stdlib` is every .py file of the running Python's standard library, without its tests, encodings, lib2to3 and installed packages. A
-    .jsonl file has one object with a string under `field` per line, a .parquet file a column of that name. A .txt file is one document and
-    must fit into memory. .txt and .jsonl files may be compressed (.gz, .zst). A directory yields the documents of all such files below it;
-    every other file that is valid UTF-8 is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are
-    skipped. Links are followed; a directory is read once.
+    .jsonl, .ndjson or .json file has one object with a string under `field` per line, a .json file perhaps a list of such objects, a
+    .parquet file a column of that name. A .txt file is one document and must fit into memory. All but .parquet may be compressed (.gz,
+    .zst, .bz2, .xz). A directory yields the documents of all such files below it; every other file that is valid UTF-8, perhaps once it is
+    decompressed, is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are skipped. Links are followed;
+    a directory is read once.
 
     Raises:
-      ConfigError: the path is missing, unreadable, empty or of an unsupported type.
+      ConfigError: the path is missing, unreadable, empty or of an unsupported type, or a file of a directory is (`require_readable`).
     """
     if path == "stdlib":
         return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
@@ -113,6 +122,7 @@ def find(path: str, field: str = "text") -> Source:
     size = location.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
+    formats.require_readable(location)
     if kind := formats.kind_of(location):
         return Source(name, kind, location.parent, (location.name,), size, field)
     raise ConfigError(f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give {kinds}")
@@ -152,6 +162,7 @@ def _unreadable(error: OSError) -> None:
 
 def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
     files = below(root, suffix, skip)
+    formats.require_all_readable(root / file for file in files)
     size = sum((root / file).stat().st_size for file in files)
     if not size:
         raise ConfigError(f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty ones; give one with text")

@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mesh_lm import strict_json
+from mesh_lm import checksums, strict_json
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.families import FAMILIES, REQUIRED, Family
 from mesh_lm.model import DecoderConfig
 
 CONFIG = "config.json"
+_LARGEST, _WIDEST = {"n_layers": 10_000, "n_heads": 100_000, "n_kv_heads": 100_000}, 2**27
+"""Sizes that no model has yet: a damaged or hostile config ends here, and not in lists of a billion names or in a full memory."""
 LOW, HIGH = 1.0, 4.0
 """low_freq_factor and high_freq_factor of Llama 3's rotary scaling; constants in our `rope_table`."""
 
@@ -122,6 +124,7 @@ def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
 
 def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
     path = Path(directory).expanduser() / CONFIG
+    checksums.require(path.parent, CONFIG)
     try:
         described = strict_json.read(path)
         named = (described.get("architectures") or [None])[0]
@@ -149,6 +152,8 @@ def _fields(family: Family, described: dict[str, Any]) -> tuple[dict[str, Any], 
             problems.append(f"{key} is missing")
         elif value is not None and (isinstance(value, bool) is not (kind is bool) or not isinstance(value, (kind, int))):
             problems.append(f"{key}={json.dumps(value)} should be {kind.__name__}")
+        elif value is not None and kind is int and not abs(value) <= (largest := _LARGEST.get(field, _WIDEST)):
+            problems.append(f"{key}={value:,} is out of range: at most {largest:,}")
         elif value is not None:
             fields[field] = kind(value)
     for key, known in family.only.items():

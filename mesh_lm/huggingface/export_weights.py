@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mesh_lm import distributed
+from mesh_lm import checksums, distributed
 from mesh_lm.data.atomic import sibling
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
@@ -40,7 +40,7 @@ def save(
     max_shard_bytes: int = 2 * 2**30,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes a directory that transformers loads: config.json, .safetensors, and the tokenizer where one is given.
+    """Writes a directory that transformers loads: config.json, .safetensors, the tokenizer where one is given, and SHA256SUMS.
 
     The directory is renamed into place once complete. All processes must call this; process 0 writes and returns last. It holds one file
     (`max_shard_bytes`) and several copies of it in host memory (measured in benchmarks/huggingface.py).
@@ -49,7 +49,8 @@ def save(
       params: layers in model order, as in `TrainedModel.load` (`ModelLayout.to_model_order`).
 
     Raises:
-      ConfigError: no class of transformers can express the model (lists the fields), or the directory is not empty or not writable.
+      ConfigError: no class of transformers can express the model (lists the fields), a number is not finite in dtype, or the directory is
+        not empty or not writable.
     """
     config = model if isinstance(model, DecoderConfig) else model.config
     family = family_for(config)
@@ -74,6 +75,7 @@ def save(
             tokenizer.save(partial)
         described = to_json(config, dtype, eod=tokenizer.eod if tokenizer else None)
         (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        checksums.write(partial)
         for path in partial.iterdir():
             _sync(path)
         os.replace(partial, directory)
@@ -113,6 +115,15 @@ def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype:
                 jax.block_until_ready(gathered)
 
 
+def _finite(name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
+    if bad := tensor.size - int(np.isfinite(tensor).sum()):
+        raise ConfigError(
+            f"{name} has {bad:,} numbers that are not finite as {tensor.dtype}; if the checkpoint has them, export an earlier step, else "
+            "choose --dtype=bfloat16 or --dtype=float32, whose range is that of the checkpoint"
+        )
+    return name, tensor
+
+
 def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
     """Returns the sharding of a layer of x for its copy to the host: unchanged, or replicated if other processes hold shards."""
     if not isinstance(x.sharding, NamedSharding):
@@ -138,7 +149,7 @@ def _split_into_files(tensors: list[tuple[str, int]], limit: int) -> list[dict[s
 def _write(directory: Path, stream: Iterator[tuple[str, np.ndarray]], shards: list[dict[str, int]]) -> None:
     names = [files.SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(names, shards, strict=True):
-        files.write(directory / file, dict(next(stream) for _ in shard))
+        files.write(directory / file, dict(_finite(*next(stream)) for _ in shard))
     assert next(stream, None) is None
     if len(shards) > 1:
         index: dict[str, Any] = {

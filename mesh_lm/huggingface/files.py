@@ -12,22 +12,35 @@ from typing import Any
 import numpy as np
 
 from mesh_lm import strict_json
+from mesh_lm.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that can be imported. Integers and float8 are quantized weights, which mean nothing without their scales."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor; `shape` is None if its file cannot be read."""
+    """The location of a tensor; `shape` and `dtype` (the format's name, such as BF16) are None if its file cannot be read."""
 
     file: Path
     name: str
     shape: tuple[int, ...] | None
+    dtype: str | None
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Returns slices of each dimension in the dtype of the file, which is closed again so that no page stays mapped."""
-        with _open(self.file) as file:
-            return file.get_slice(self.name)[part]
+        """Returns slices of each dimension in the dtype of the file, which is closed again so that no page stays mapped.
+
+        Raises ConfigError if a number is not finite, or the file can no longer be read.
+        """
+        try:
+            with _open(self.file) as file:
+                found = file.get_slice(self.name)[part]
+        except Exception as error:  # safetensors raises its own class, or OSError
+            raise ConfigError(f"{self.file}: {self.name} cannot be read: {error}; fetch the file again") from error
+        if bad := found.size - int(np.isfinite(found).sum()):
+            raise ConfigError(f"{self.file}: {self.name} has {bad:,} numbers that are not finite (NaN or Inf); fetch it again")
+        return found
 
 
 def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -39,8 +52,8 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
             have = ", ".join(f.name for f in files[:4]) if files else "none"
             problem = f"expected one .safetensors file, or several and {INDEX}; there {'are' if len(files) > 1 else 'is'} {have}"
             return {}, [problem + ("; pytorch_model.bin is not read" if (directory / "pytorch_model.bin").exists() else "")]
-        shapes, problem = _header(files[0])
-        return {name: StoredTensor(files[0], name, shape) for name, shape in shapes.items()}, problem
+        headers, problem = _header(files[0])
+        return {name: StoredTensor(files[0], name, *header) for name, header in headers.items()}, problem
     try:
         names: dict[str, str] = strict_json.read(index)["weight_map"]
         if outside := sorted({name for name in names.values() if Path(name).name != name or not Path(name).suffix}):
@@ -48,14 +61,14 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         files = [directory / name for name in dict.fromkeys(names.values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]
-    headers = {file: _header(file) for file in files}
-    problems = [problem for _, broken in headers.values() for problem in broken]
+    by_file = {file: _header(file) for file in files}
+    problems = [problem for _, broken in by_file.values() for problem in broken]
     tensors = {}
     for name, file in names.items():
-        shapes, broken = headers[directory / file]
-        if not broken and name not in shapes:
+        headers, broken = by_file[directory / file]
+        if not broken and name not in headers:
             problems.append(f"{file}: {name} is missing, but {INDEX} lists it")
-        tensors[name] = StoredTensor(directory / file, name, shapes.get(name))
+        tensors[name] = StoredTensor(directory / file, name, *headers.get(name, (None, None)))
     return tensors, problems
 
 
@@ -75,11 +88,12 @@ def _open(file: Path) -> Any:
     return safe_open(file, framework="numpy")
 
 
-def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Returns shapes by name, and problems with the file."""
+def _header(file: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
+    """Returns shapes and types by name, and problems with the file."""
     try:
         with _open(file) as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}, []  # noqa: SIM118
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}, []
     except FileNotFoundError:
         return {}, [f"{file.name} is missing"]
     except Exception as error:  # safetensors raises its own class, or OSError

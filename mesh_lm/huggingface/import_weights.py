@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from mesh_lm import checksums, distributed
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import differences, family_of
@@ -37,7 +38,8 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     positions longer than seq_len is truncated.
 
     Raises:
-      ConfigError: lists all problems: another model, missing or truncated files, tensors that are missing, unexpected or of another shape.
+      ConfigError: lists all problems: another model, missing or truncated files, tensors that are missing, unexpected or of another
+        shape or type. The returned function raises it for numbers that are not finite.
       ShardingRuleError: the rules do not fit the model.
     """
     directory, config = Path(directory).expanduser(), layout.config
@@ -49,6 +51,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if problems := differences(directory, config):
         raise _refusal(directory, "is a different model from this config's", problems)
     tensors, problems = files.scan(directory)
+    problems += _damaged(directory, {stored.file.name for stored in tensors.values()} | {files.INDEX})
     tensors = {_full(name, family): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
     mappings = {m.param: (m, _sizes(m, config, layout, tensors)) for m in family.mappings if m.param in layout.shapes}
     if tensors or not problems:
@@ -62,6 +65,15 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
 
     shardings = layout.canonical_shardings("params")
     return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in layout.shapes.items()}
+
+
+def _damaged(directory: Path, names: set[str]) -> list[str]:
+    """Returns problems with the files' digests. Each process reads some of them, in its turn."""
+    try:
+        found = checksums.problems(directory, sorted(names)[jax.process_index() :: jax.process_count()])
+    except OSError as error:
+        found = [f"{error.filename} cannot be read: {error.strerror}"]
+    return sorted({line for each in distributed.gather_from_all(found) for line in each})
 
 
 def _place(shape: tuple[int, ...], sharding: jax.NamedSharding, read: Callable[[Box], np.ndarray]) -> jax.Array:
@@ -98,7 +110,12 @@ def _mismatches(
     wanted = {name: (mapping, mapping.shape(sizes)) for mapping, sizes in mappings.values() for name in mapping.names(sizes)}
     problems = [f"{name} is missing ({mapping.param})" for name, (mapping, _) in wanted.items() if name not in tensors]
     for name, (mapping, shape) in wanted.items():
-        if (stored := tensors.get(name)) and stored.shape not in (None, shape):
+        if (stored := tensors.get(name)) and stored.dtype not in (None, *files.FLOATS):
+            problems.append(
+                f"{stored.file.name}: {stored.name} has type {stored.dtype}; {', '.join(files.FLOATS)} are read: fetch the weights that "
+                "are not quantized, or dequantize them with transformers"
+            )
+        elif stored and stored.shape not in (None, shape):
             problems.append(f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.param} of this config needs {shape}")
     spare = {"lm_head.weight"} if config.tied else set()  # a copy of the embedding
     extra = tensors.keys() - wanted.keys() - spare

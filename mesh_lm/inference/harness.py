@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mesh_lm.data import lost_bytes
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import windows
@@ -61,6 +64,8 @@ class Requests:
 
     def texts(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of each text after `start`; windows after the first are filled with context."""
+        lost = [self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32)) for text in texts]
+        lost_bytes.refuse(sum(lost), sum(len(text.encode()) for text in texts), lost_bytes.TOLERATED)
         windows_of = [list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len)) for text in texts]
         scores = iter(self.scorer([ids for each in windows_of for ids, _ in each]))
         return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in windows_of]

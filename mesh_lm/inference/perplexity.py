@@ -8,10 +8,11 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from mesh_lm.data import formats, sources
+from mesh_lm.data import formats, lost_bytes, sources
 from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer
@@ -30,6 +31,9 @@ class Perplexity:
     nats: float
     tokens: int
     n_bytes: int
+    """UTF-8 bytes of the texts, without those that are lost."""
+    lost_bytes: int
+    """UTF-8 bytes that the tokens do not spell (`Tokenizer.lost_bytes`)."""
     texts: int
 
     def summary(self) -> dict[str, float]:
@@ -42,20 +46,21 @@ class Perplexity:
 
 def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
     """Converts a loss to bits per byte of the encoded text, which does not depend on the tokenizer."""
-    return nats_per_token / math.log(2) * tokens / n_bytes
+    return nats_per_token / math.log(2) * tokens / n_bytes if n_bytes else math.inf
 
 
 def read_texts(path: str) -> Iterator[str]:
-    """Yields the texts of a directory, .jsonl or .parquet file, as `data.path` does, or any other (compressed) file as one text.
+    """Yields the texts of a directory, a JSON or .parquet file, as `data.path` does, or any other (compressed) file as one text.
 
     Raises ConfigError if the file is missing or not UTF-8.
     """
     file = Path(path).expanduser()
     if path != "stdlib" and not file.exists():
         raise ConfigError(f"--text={path}: no such file or directory")
-    if not file.is_file() or formats.kind_of(file) in ("jsonl", "parquet"):
+    if not file.is_file() or formats.kind_of(file) in ("jsonl", "json", "parquet"):
         yield from (document.text for document in sources.find(path).documents())
         return
+    formats.require_readable(file)
     try:
         with formats.opened(file) as (opened, _):
             text = opened.read().decode()
@@ -67,41 +72,53 @@ def read_texts(path: str) -> Iterator[str]:
 
 def measure_perplexity(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int,
-    progress: Callable[[Perplexity], None] = lambda so_far: None,
+    max_lost_bytes: float = lost_bytes.TOLERATED, progress: Callable[[Perplexity], None] = lambda so_far: None,
 ) -> Perplexity:  # fmt: skip
     """Returns the perplexity of the texts, each read separately after the token `start`. stride: as in `windows`.
 
+    max_lost_bytes: fraction of the texts' bytes that the tokens may fail to spell. These bytes are not counted.
     progress: called with the result so far after each group of windows.
 
-    Raises ConfigError if there are no tokens, or one is not in the model's vocabulary.
+    Raises ConfigError if there are no tokens, one is not in the model's vocabulary, or too many bytes are lost.
     """
-    nats, tokens, n_bytes, n_texts = 0.0, 0, 0, 0
+    nats, tokens, n_bytes, lost, n_texts = 0.0, 0, 0, 0, 0
     for group in _groups(_all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch):
         scores = scorer([ids for ids, _, _ in group])
         for score, (_, scored, size) in zip(scores, group, strict=True):
             nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
-            tokens, n_bytes, n_texts = tokens + scored, n_bytes + size, n_texts + bool(size)
-        progress(Perplexity(nats, tokens, n_bytes, n_texts))
+            tokens, n_texts = tokens + scored, n_texts + bool(size.text)
+            n_bytes, lost = n_bytes + size.text - size.lost, lost + size.lost
+        progress(Perplexity(nats, tokens, n_bytes, lost, n_texts))
+    lost_bytes.refuse(lost, n_bytes + lost, max_lost_bytes, "--max-lost-bytes")
     if not tokens:
         raise ConfigError("there is no text to evaluate: every text is empty")
-    return Perplexity(nats, tokens, n_bytes, n_texts)
+    return Perplexity(nats, tokens, n_bytes, lost, n_texts)
 
 
-def _all_windows(
-    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
-) -> Iterator[tuple[Sequence[int], int, int]]:
-    """Yields (tokens, how many of them are scored, bytes of the text in its first window, else 0)."""
+class _Bytes(NamedTuple):
+    """Bytes of a text, and those of them that its tokens do not spell."""
+
+    text: int = 0
+    lost: int = 0
+
+
+_Window = tuple[Sequence[int], int, _Bytes]
+"""(tokens, how many of them are scored, bytes of the text in its first window, else none)."""
+
+
+def _all_windows(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int) -> Iterator[_Window]:
     vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
     for text in texts:
-        ids = [start, *tokenizer.encode_batch([text])[0].tolist()]
+        encoded = tokenizer.encode_batch([text])[0]
+        ids = [start, *encoded.tolist()]
         if max(ids) >= vocab_size:
             raise ConfigError(
                 f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: the tokenizer is not the model's"
             )
-        size = len(text.encode())
+        size = _Bytes(len(text.encode()), tokenizer.lost_bytes(text, encoded))
         for window, scored in windows(ids, seq_len, stride):
             yield window, scored, size
-            size = 0
+            size = _Bytes()
 
 
 def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
@@ -133,7 +150,7 @@ def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     return {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size} if size else {}
 
 
-def _groups(items: Iterator[tuple[Sequence[int], int, int]], n: int) -> Iterator[list[tuple[Sequence[int], int, int]]]:
+def _groups(items: Iterator[_Window], n: int) -> Iterator[list[_Window]]:
     group = []
     for item in items:
         group.append(item)

@@ -165,6 +165,8 @@ def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None
     with contextlib.suppress(ConfigError):
         if load_tokenizer(str(kept)).fingerprint == tokenizer.fingerprint:
             return tokenizer
+    if kept.exists():
+        print(f"warning: the tokenizer in {kept} is damaged, or not that of the data; that of the data is stored there again", flush=True)
     try:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)

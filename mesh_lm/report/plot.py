@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mesh_lm import strict_json
+from mesh_lm.report.rows import read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +23,10 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
 
     In bits per byte if metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
-    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Draws nothing if there is no loss yet.
+    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Damaged rows are left out. Draws nothing if there is no loss
+    yet.
     """
-    rows = [strict_json.loads(line) for line in metrics_jsonl.read_text().splitlines()]
+    rows, _ = read(metrics_jsonl)
     bytewise = any("train_bpb" in row for row in rows)
     unit = "bits per byte" if bytewise else "nats per token"
     name = "train_bpb" if bytewise else "loss"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mesh_lm import strict_json
+from mesh_lm import sealed_json
 from mesh_lm.distributed.phases import Phases
 
 _ORDER = {
@@ -20,6 +20,8 @@ _ORDER = {
 _SHORT = 600.0
 """Seconds of a run for which its goodput says nothing: most of it is compiling."""
 _EVERY = 2.0
+_LIST = "lives.txt"
+"""Names of all records, so that one that is deleted is missed."""
 
 
 class Goodput:
@@ -37,7 +39,7 @@ class Goodput:
     def _begin(self, born: float, before: dict[str, float], *, went_back: bool) -> None:
         """before: seconds that this process spent in earlier lives."""
         self._born, self._before, self._went_back = born, before, went_back
-        self._written = -_EVERY
+        self._written, self._listed = -_EVERY, False
         self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
 
     def roll_back(self, step: int) -> None:
@@ -55,8 +57,12 @@ class Goodput:
         life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            (part := self._path.with_suffix(".part")).write_text(json.dumps(life))
+            (part := self._path.with_suffix(".part")).write_text(json.dumps(sealed_json.sealed(life)))
             part.replace(self._path)
+            if not self._listed:
+                with (self._directory / _LIST).open("a") as names:
+                    names.write(f"{self._path.name}\n")
+                self._listed = True
 
     def total(self) -> dict[str, Any]:
         """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far."""
@@ -67,9 +73,11 @@ class Goodput:
 def total(directory: Path) -> dict[str, Any]:
     """Returns the totals over the lives in a run's `goodput` directory.
 
-    seconds: by phase, with "lost" (steps that a later life repeated) and "down" (no process ran). goodput: the share of steps that count.
+    damaged: records that are missing or not as they were written, and so left out. seconds: by phase, with "lost" (steps that a later life
+    repeated) and "down" (no process ran). goodput: the share of steps that count.
     """
-    lives = sorted((life for path in directory.glob("*.json") if (life := _read(path))), key=lambda life: life["born"])
+    paths = {path.name for path in directory.glob("*.json")} | _listed(directory / _LIST)
+    lives = sorted((life for name in paths if (life := _read(directory / name))), key=lambda life: life["born"])
     seconds, lost_steps = dict.fromkeys(_ORDER, 0.0), 0
     for life, after in zip(lives, [*lives[1:], None], strict=True):
         for phase, value in life["seconds"].items():
@@ -85,6 +93,7 @@ def total(directory: Path) -> dict[str, Any]:
     starts = sum(not life.get("went_back") for life in lives)
     return {
         "seconds": seconds, "starts": starts, "lost_steps": lost_steps, "goodput": seconds["step"] / everything if everything else 0.0,
+        "damaged": len(paths) - len(lives),
     }  # fmt: skip
 
 
@@ -94,6 +103,7 @@ def describe(totals: dict[str, Any]) -> str:
     parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
     starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
     starts += f", {totals['lost_steps']} steps repeated" if totals["starts"] > 1 or totals["lost_steps"] else ""
+    starts += f", {totals['damaged']} damaged records left out" if totals.get("damaged") else ""
     whole = sum(seconds.values())
     share = (
         f"goodput {totals['goodput']:.1%} of {_clock(whole)}" if whole >= _SHORT or totals["starts"] > 1 else f"wall time {_clock(whole)}"
@@ -108,9 +118,18 @@ def _clock(seconds: float) -> str:
     return f"{minutes} min {round(seconds) % 60} s" if not hours else f"{hours} h {minutes % 60} min"
 
 
+def _listed(path: Path) -> set[str]:
+    try:
+        return {name for name in path.read_text(errors="replace").split("\n") if name and "/" not in name and "\0" not in name}
+    except OSError:
+        return set()
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        life = strict_json.read(path)
-        return life if {"born", "first", "step", "seconds"} <= life.keys() else None
-    except (OSError, ValueError, AttributeError):
+        life = sealed_json.read(path)
+        numbers = [life["born"], life["first"], life["step"], *life["seconds"].values()]
+        known = all(type(number) in (int, float) for number in numbers) and life["seconds"].keys() <= _ORDER.keys()
+        return life if known and "step" in life["seconds"] else None
+    except (OSError, ValueError, AttributeError, KeyError):
         return None

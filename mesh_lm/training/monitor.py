@@ -9,7 +9,6 @@ from types import TracebackType
 
 import jax
 
-from mesh_lm import strict_json
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
 from mesh_lm.config.resolved import to_json
 from mesh_lm.data.atomic import atomic_write
@@ -18,6 +17,7 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import bits_per_byte
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.report import rows
 from mesh_lm.report.plot import loss_curve
 from mesh_lm.report.progress import Progress
 from mesh_lm.report.run_log import RunLog
@@ -113,11 +113,10 @@ class Monitor:
     def has_heldout(self, step: int) -> bool:
         """Returns whether a held-out loss after this step is on record, as in a finished run that is restarted. False off process 0."""
         try:
-            lines = (self.output / "metrics.jsonl").read_text().splitlines() if self.speaks else []
+            found = rows.read(self.output / rows.METRICS)[0] if self.speaks else []
         except OSError:
             return False
-        rows = [strict_json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
-        return any(row["step"] == step and "heldout_loss" in row for row in rows)
+        return any(row["step"] == step and "heldout_loss" in row for row in found)
 
     def _yardsticks(self) -> dict[str, float]:
         """Returns the bits per byte of general compressors on the held-out text; empty if only a part of it is evaluated."""
@@ -143,7 +142,7 @@ class Monitor:
         if not self.speaks:
             return
         try:
-            loss_curve(self.output / "metrics.jsonl", self.output / "loss.png", self._yardsticks())
+            loss_curve(self.output / rows.METRICS, self.output / "loss.png", self._yardsticks())
             self.note(f"loss curve: {self.output / 'loss.png'}")
             if sample is not None:
                 (self.output / "sample.txt").write_text(sample)
@@ -192,6 +191,8 @@ class Monitor:
         self._progress.__enter__()
         for line in self._opening:
             self.note(line)
+        if n := self._writer.damaged:
+            self.note(f"warning: {n} earlier rows of {self.output / rows.METRICS} are damaged or missing, and left out")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

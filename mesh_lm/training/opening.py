@@ -27,6 +27,8 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
         f"corpus {data.name}: {data.train_tokens:,} training tokens, {epochs:.2f} epochs"
         + (": the same text again and again; more of it, or fewer steps, would teach a model more" if epochs >= _MANY else ""),
     ]
+    if told := data.loss_of_bytes:
+        lines.append(f"warning: {told}")
     capability = capability_of(device) if device.platform == "gpu" else None
     automatic = getattr(config.model, "attention", "") == "auto"
     problems = own_kernels.attention_problems(config, device.platform, capability) if automatic else []

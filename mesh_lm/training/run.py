@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 
-from mesh_lm import strict_json
 from mesh_lm.config import TrainConfig
 from mesh_lm.launch import EXIT_PREEMPTED
+from mesh_lm.report import rows
 from mesh_lm.state import State
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of <output>/metrics.jsonl, such as {"step": 10, "loss": 3.2, ...}: those of training and those of evaluation."""
-        lines = (self.output / "metrics.jsonl").read_text().splitlines()
-        return [strict_json.loads(line) for line in lines if line.endswith("}")]  # a full disk may have truncated the last one
+        return rows.read(self.output / rows.METRICS)[0]
 
     @property
     def losses(self) -> list[float]:

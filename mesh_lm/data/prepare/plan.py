@@ -23,8 +23,8 @@ class FileRange:
     """A range of one file."""
 
     path: str
-    kind: Literal["jsonl", "txt", "parquet", "other"]
-    """other: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
+    kind: Literal["jsonl", "list", "txt", "parquet", "other"]
+    """list: a .json with one list. other: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
     start: int = 0
     stop: int = 0
     """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet file."""
@@ -103,19 +103,21 @@ def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
             names = [name for name in sources.below(path) if (path / name).stat().st_size and not _is_of(output, path / name)]
             if not names:
                 raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
+            formats.require_all_readable(path / name for name in names)
             for name in names:
-                planner.add(path / name, inside=True)
+                planner.add(path / name)
         elif not path.is_file():
             raise ConfigError(f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, or directories")
         elif path.stat().st_size == 0:
             raise ConfigError(f"--input={given} is empty; leave it out")
         elif formats.kind_of(path) is None:
+            formats.require_readable(path)
             raise ConfigError(
                 f"--input={given}: files of type {path.suffix or '(none)'} are not read; give {formats.SUFFIXES} files, "
                 "or a directory of text"
             )
         else:
-            planner.add(path, inside=False)
+            planner.add(path)
     return planner.plan()
 
 
@@ -134,14 +136,18 @@ class _Planner:
         self._small_size = 0
         self._not_text = 0
 
-    def add(self, file: Path, inside: bool) -> None:
+    def add(self, file: Path) -> None:
         path, stat = str(file.absolute()), file.stat()
-        kind = formats.kind_of(file) or "other"
+        kind, compressed = formats.kind_of(file) or "other", formats.is_compressed(file)
         if kind == "other" and not _is_text(file, stat.st_size):
             self._not_text += 1
             return
+        if kind == "json":
+            kind = "list" if formats.json_kind(file) == "list" else "jsonl"
+        elif kind == "other" and compressed:  # its start is text, so the rest has to be
+            kind = "txt"
         self._files.append((path, stat.st_size, stat.st_mtime_ns))
-        if formats.is_compressed(file):
+        if compressed or kind == "list":
             self._flush()
             self._units.append(ReadUnit((FileRange(path, kind),), stat.st_size))
         elif kind == "parquet":
@@ -184,20 +190,18 @@ def _is_text(file: Path, size: int) -> bool:
     """Whether a file is UTF-8. Only the start of a small file is checked: it can still be skipped later, a range of a large one cannot."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        with open(file, "rb") as opened:
+        with formats.opened(file) as (opened, _):
             decoder.decode(opened.read(4096))
-            while size > SHARD and (data := opened.read(2**20)):
+            while size > SHARD and not formats.is_compressed(file) and (data := opened.read(2**20)):
                 decoder.decode(data)
         return True
     except UnicodeDecodeError:
         return False
-    except OSError as error:
-        raise formats.unreadable(file, error) from error
 
 
 def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
     (segment, *_) = unit.segments
-    if not formats.is_compressed(segment.path):
+    if segment.kind == "list" or not formats.is_compressed(segment.path):
         yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from mesh_lm import strict_json
+from mesh_lm.data import formats, lost_bytes
 from mesh_lm.data.encoding import pieces
 from mesh_lm.data.indexed import bin_path, dtype_of, idx_path
 from mesh_lm.data.prepare import plan, worker
@@ -39,12 +40,14 @@ _AHEAD = 3
 _TRAINED_ON = 2**25
 """Characters that `train:` trains a vocabulary on, taken in equal parts from up to 64 positions spread over the inputs."""
 _POSITIONS = 64
+_ENOUGH = 2**26
+"""Bytes of text after which a tokenizer that loses too much of them is refused, rather than at the end."""
 _SKIPPED = {"skipped_lines": "bad lines", "skipped_files": "files that are not UTF-8"}
 
 
 def prepare(
     inputs: tuple[str, ...], prefix: str, tokenizer: str, *, workers: int = 0, text_field: str = "text", skip_bad_lines: bool = False,
-    output: TextIO | None = None,
+    max_lost_bytes: float = lost_bytes.TOLERATED, output: TextIO | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes <prefix>.bin, .idx, .json and .tokenizer/ atomically, resuming from <prefix>.parts/ of a killed process if there is one.
 
@@ -56,6 +59,7 @@ def prepare(
       workers: number of processes; 0: one per core that this process may use.
       text_field: field of a .jsonl line, or column of a .parquet file.
       skip_bad_lines: whether to skip and count .jsonl lines without text.
+      max_lost_bytes: fraction of the text that the tokens may fail to spell; see `lost_bytes`.
       output: where progress is printed; None: stdout.
 
     Returns:
@@ -76,6 +80,8 @@ def prepare(
         "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
         "versions": _versions(given), "files": [list(file) for file in work.files],
     }  # fmt: skip
+    if any(formats.newly_read(path) for path, _, _ in work.files):
+        made_from["reads"] = "json, bz2 and xz as what they are"
     identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     with Unfinished(prefix) as unfinished:
         if facts := _finished(prefix, identity):
@@ -87,7 +93,7 @@ def prepare(
             unfinished.keep(given or _train(work, vocab, worker.Settings("", text_field, skip_bad_lines), shown))
         used = load_tokenizer(str(unfinished.tokenizer))
         settings = worker.Settings(str(unfinished.tokenizer), text_field, skip_bad_lines)
-        _encode(unfinished, work, settings, dtype_of(used.vocab_size), workers or _cores(), shown)
+        _encode(unfinished, work, settings, dtype_of(used.vocab_size), workers or _cores(), shown, max_lost_bytes)
         totals = unfinished.totals()
         if not totals.documents:
             unfinished.remove()
@@ -110,6 +116,7 @@ def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text
         "documents": totals.documents,
         "tokens": totals.tokens,
         "bytes": totals.bytes,
+        "lost_bytes": totals.lost_bytes,
         "text_field": text_field,
         "skipped_lines": totals.bad_lines,
         "skipped_files": totals.bad_files + work.not_text,
@@ -119,9 +126,12 @@ def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text
     }
 
 
-def _encode(unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO) -> None:
-    """Encodes and appends the remaining shards."""
+def _encode(
+    unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, dtype: np.dtype, workers: int, output: TextIO, may_lose: float
+) -> None:
+    """Encodes and appends the remaining shards. Raises ConfigError if the tokenizer loses more than the fraction `may_lose` of the text."""
     totals = unfinished.totals()
+    _refuse_loss(totals, may_lose, at_the_end=totals.unit == len(work.units))
     if totals.unit == len(work.units):
         return
     with unfinished.appending(dtype) as appender, Display(output, work.size, totals) as display:
@@ -129,7 +139,14 @@ def _encode(unfinished: Unfinished, work: ReadPlan, settings: worker.Settings, d
             display.note(f"continuing after {totals.size / work.size:.0%}: {totals.documents:,} documents are done")
         shards = work.shards(totals.unit, totals.chunk)
         for shard, encoded in _results(shards, settings, min(workers, work.tasks)):
-            display.show(appender.append(shard, encoded))
+            display.show(totals := appender.append(shard, encoded))
+            _refuse_loss(totals, may_lose, at_the_end=totals.unit == len(work.units))
+
+
+def _refuse_loss(totals: Totals, may_lose: float, at_the_end: bool) -> None:
+    """Raises ConfigError for too many lost bytes, once there is enough text to judge by."""
+    if at_the_end or totals.bytes > _ENOUGH:
+        lost_bytes.refuse(totals.lost_bytes, totals.bytes, may_lose, "--max-lost-bytes")
 
 
 def _results(shards: Iterator[TextShard], settings: worker.Settings, workers: int) -> Iterator[tuple[TextShard, worker.Encoded]]:
@@ -233,7 +250,8 @@ def _versions(tokenizer: Tokenizer | None) -> dict[str, str]:
 def _summary(facts: dict[str, Any]) -> str:
     skipped = "".join(f", {facts[key]:,} {words} skipped" for key, words in _SKIPPED.items() if facts[key])
     size = f"{facts['bytes'] / 1e6:,.1f} MB ({facts['bytes'] / facts['tokens']:.2f} bytes a token)"
-    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {size}{skipped}"
+    lost = lost_bytes.described(facts.get("lost_bytes", 0), facts["bytes"])
+    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {size}{skipped}{lost and f'; {lost}'}"
 
 
 def _cores() -> int:

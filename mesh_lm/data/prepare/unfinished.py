@@ -48,6 +48,8 @@ class Totals:
     pending: int = 0
     """Tokens of a document that continues in the next shard."""
     bytes: int = 0
+    lost_bytes: int = 0
+    """Bytes of text that the tokens do not spell."""
     bad_lines: int = 0
     bad_files: int = 0
     size: int = 0
@@ -211,6 +213,7 @@ class Appender:
             tokens=before.tokens + len(encoded.tokens),
             pending=pending,
             bytes=before.bytes + encoded.text_bytes,
+            lost_bytes=before.lost_bytes + encoded.lost_bytes,
             bad_lines=before.bad_lines + encoded.bad_lines,
             bad_files=before.bad_files + encoded.bad_files,
             size=before.size + shard.size,

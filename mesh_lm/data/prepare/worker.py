@@ -46,6 +46,8 @@ class Encoded:
     """Tokens per document, int64 [documents]. The last document may continue in the next shard."""
     text_bytes: int = 0
     """UTF-8 bytes of the documents."""
+    lost_bytes: int = 0
+    """Those of them that the tokens do not spell."""
     bad_lines: int = 0
     """Skipped lines."""
     bad_files: int = 0
@@ -55,6 +57,10 @@ class Encoded:
     def empty(cls) -> Encoded:
         """Returns an instance without documents."""
         return cls(np.empty(0, np.int32), np.empty(0, np.int64))
+
+    def lose(self, n_bytes: int) -> None:
+        """Counts bytes that the tokens do not spell."""
+        self.lost_bytes += n_bytes
 
 
 def start() -> None:
@@ -85,7 +91,7 @@ class Encoder:
         """Returns the encoded shard. Raises ConfigError for an unreadable file or, unless they are skipped, a bad line."""
         encoded = Encoded.empty()
         # Each batch has one text, because the tokenizer's own threads would compete with the other workers.
-        documents = list(encode(self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE))
+        documents = list(encode(self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE, lost=encoded.lose))
         if not documents and _is_part_of_a_document(shard.segments[0]):  # no line starts here
             documents = [np.array([self._tokenizer.eod], np.int32)]
         if not shard.ends:
@@ -107,6 +113,9 @@ class Encoder:
         if segment.kind == "parquet":
             yield from formats.rows(path, field, segment.group, segment.start, segment.stop)
             return
+        if segment.kind == "list":
+            yield from self._items(path, counts)
+            return
         try:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
                 lines = _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
@@ -127,6 +136,15 @@ class Encoder:
                 if not self._settings.skip_bad_lines:
                     where = f"{path}, line {number if offset < 0 else _line_number(path, offset)}"
                     formats.text_of(line, self._settings.text_field, where)  # raises again, with the line number
+                counts.bad_lines += 1
+
+    def _items(self, path: Path, counts: Encoded) -> Iterator[str]:
+        for number, item in enumerate(formats.list_of(path), 1):
+            try:
+                yield formats.text_in(item, self._settings.text_field, f"{path}, item {number}")
+            except ConfigError:
+                if not self._settings.skip_bad_lines:
+                    raise
                 counts.bad_lines += 1
 
     def _text(self, lines: list[tuple[int, bytes]], segment: FileRange, counts: Encoded) -> str:

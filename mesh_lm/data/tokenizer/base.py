@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import functools
 import hashlib
+import unicodedata
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,6 +30,7 @@ class Tokenizer(ABC):
       joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so that a long text can be encoded in
         pieces. True for byte-level vocabularies; others may put a space at the start of each piece.
       library: the package whose version may affect the ids; "" for none.
+      unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
     """
 
     vocab_size: int
@@ -35,6 +38,7 @@ class Tokenizer(ABC):
     fingerprint: str
     joins: bool = True
     library: str = ""
+    unknown: int | None = None
 
     @staticmethod
     def train(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -62,6 +66,19 @@ class Tokenizer(ABC):
         stream = self.stream()
         return stream.push(*ids) + stream.flush()
 
+    def lost_bytes(self, text: str, ids: np.ndarray) -> int:
+        """Returns the UTF-8 bytes of a text's characters that its `ids` do not spell; 0 if decoding gives the text back.
+
+        Both are compared in Unicode's form NFC, by how often each character occurs: a tokenizer that writes a character in a canonically
+        equivalent way loses nothing. One that drops, folds or replaces characters does, and so does one that has an id for "unknown".
+        """
+        data, spelled = text.encode(), self._spelled(ids)
+        if spelled == data:
+            return 0
+        known = spelled if self.unknown is None else self._spelled(ids[ids != self.unknown])
+        wanted, found = (Counter(unicodedata.normalize("NFC", each)) for each in (text, known.decode(errors="replace")))
+        return min(len(data), sum(n * len(character.encode()) for character, n in (wanted - found).items()))
+
     def stream(self) -> DecodeStream:
         """Returns an incremental decoder. To continue a text, push its ids first."""
         return DecodeStream(self._spellings, self._leading_space)
@@ -80,6 +97,11 @@ class Tokenizer(ABC):
 
     _leading_space: bool = False
     """Whether encoding puts a space before the text, which decoding removes."""
+
+    def _spelled(self, ids: np.ndarray) -> bytes:
+        """Returns the bytes of ids that `encode_batch` returned."""
+        spelled = b"".join(map(self._spellings.__getitem__, ids.tolist()))
+        return spelled.removeprefix(b" ") if self._leading_space else spelled
 
     @functools.cached_property
     def _spellings(self) -> list[bytes]:

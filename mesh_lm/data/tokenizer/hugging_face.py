@@ -58,7 +58,7 @@ class HuggingFace(Tokenizer):
         self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may override a file's "id"
         self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
         self._decoders = _decoders(self._data.get("decoder"), path)
-        self.joins = "ByteLevel" in self._decoders
+        self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
         meaning = {key: value for key, value in self._data.items() if key not in _WITHOUT_MEANING}
         self.fingerprint = fingerprint("hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod)
@@ -78,6 +78,11 @@ class HuggingFace(Tokenizer):
             config.write(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eod_name}, indent=1).encode())
             file.write(self._text.encode())
         return directory / FILE
+
+    def _unknown(self) -> int | None:
+        """Returns the id of the unknown token, which a BPE or WordPiece model names, and a Unigram model numbers."""
+        model = self._data["model"]
+        return model.get("unk_id") if model.get("unk_token") is None else self._vocab.get(model["unk_token"])
 
     def _spell(self) -> list[bytes]:
         spellings = [b""] * self.vocab_size

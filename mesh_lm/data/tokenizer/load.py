@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mesh_lm import checksums
 from mesh_lm.data.tokenizer import plain_bytes, ranks, sentence_piece
 from mesh_lm.data.tokenizer.base import Tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
 
+_BY_PRECEDENCE = ("tokenizer.json", sentence_piece.FILE, ranks.FILE, plain_bytes.FILE)
+_FILES = (*_BY_PRECEDENCE, "tokenizer_config.json", "special_tokens_map.json")
 KINDS = "a tokenizer.json or the directory that holds one, a SentencePiece .model, a .tiktoken rank file, or the word bytes"
 
 
@@ -27,6 +30,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if str(spec) == "bytes":
         return plain_bytes.Bytes()
     path = Path(spec).expanduser()
+    checksums.require(path if path.is_dir() else path.parent, *_FILES, path.name)
     if path.is_dir():
         path = _inside(path)
     if not path.is_file():
@@ -49,7 +53,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def _inside(directory: Path) -> Path:
-    for name in ("tokenizer.json", sentence_piece.FILE, ranks.FILE, plain_bytes.FILE):
+    for name in _BY_PRECEDENCE:
         if (directory / name).is_file():
             return directory / name
     candidates = sorted([*directory.glob("*.model"), *directory.glob("*.tiktoken")])

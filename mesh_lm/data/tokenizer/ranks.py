@@ -5,7 +5,8 @@ recognised by their number of ranks:
 
   50256 (GPT-2, r50k) and 50280 (p50k): GPT-2's pattern, <|endoftext|> = 50256
   100256 (cl100k): its pattern, <|endoftext|> = 100257, and the fill-in-the-middle tokens
-  128000 (Llama 3): cl100k's pattern and Llama 3's 256 special tokens; EOD is <|end_of_text|> = 128001
+  128000 (Llama 3): Meta's pattern, which splits white space at the end of a text otherwise than cl100k's, and 256 special tokens; EOD is
+    <|end_of_text|> = 128001
   199998 (o200k): its pattern, <|endoftext|> = 199999
 
 For any other number the pattern is that of cl100k, and <|endoftext|> is the id after the highest rank.
@@ -30,6 +31,8 @@ from mesh_lm.errors import ConfigError
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # Possessive (++), that is without backtracking, so that a long run of one character does not overflow the stack.
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+# As in llama/tokenizer.py: an early cl100k, without its special case of white space at the end ("\n " is two words, not one).
+_META = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER, _SUFFIX = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
@@ -45,7 +48,7 @@ _PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
     50256: (_GPT2, {EOD: 50256}),
     50280: (_GPT2, {EOD: 50256}),
     100256: (_CL100K, {EOD: 100257, **_FIM}),
-    128000: (_CL100K, {name: 128000 + i for i, name in enumerate(_LLAMA3)}),
+    128000: (_META, {name: 128000 + i for i, name in enumerate(_LLAMA3)}),
     199998: (_O200K, {EOD: 199999, "<|endofprompt|>": 200018}),
 }
 FILE = "tokenizer.tiktoken"

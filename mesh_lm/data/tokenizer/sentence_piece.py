@@ -33,7 +33,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size, self.eod = self._model.get_piece_size(), self._model.eos_id()
         if self.eod < 0:
             raise ConfigError(f"{path} has no end-of-sentence piece to end documents with; train it with one (eos_id >= 0)")
-        self.fingerprint = fingerprint("sentencepiece", data, self.eod)
+        self.fingerprint, self.unknown = fingerprint("sentencepiece", data, self.eod), self._model.unk_id()
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

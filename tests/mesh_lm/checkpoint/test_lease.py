@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.checkpoint import commit, lease
+from mesh_lm.checkpoint import commit, lease, manager
 from mesh_lm.checkpoint.lease import STALE, Holder, Lease
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError
 
@@ -158,6 +159,23 @@ def test_a_restart_gets_the_lease_when_its_predecessor_ends(tmp_path: Path) -> N
 
     Lease.acquire(tmp_path, patience=60, wait=wait).release()
     assert waited == 3
+
+
+def test_a_commit_between_the_look_at_the_lease_and_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is suspended there and replaced can no longer name its save, not even while the other one is removing it."""
+    (saving := tmp_path / "7.saving-old").mkdir()
+    (saving / "arrays").write_text("complete")
+    real, tried = shutil.rmtree, []
+
+    def removed(path: Path, **options: bool) -> None:
+        tried.append(path.name.partition("-")[0])
+        with pytest.raises(FileNotFoundError):
+            os.rename(saving, tmp_path / "7")  # the suspended run wakes up
+        real(path, **options)
+
+    monkeypatch.setattr(manager.shutil, "rmtree", removed)
+    manager._open(tmp_path)
+    assert tried == ["7.removed"] and not [*tmp_path.iterdir()]
 
 
 def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ def test_what_is_known_about_prefixes(data: Path):
 
     decoded = prepare(config(data, "a", "b", tokenizer="bytes").data, vocab=300)
     assert decoded.eod == decoded.tokenizer().eod == 256
-    write_about(data, "a", eod=0, tokens=sizes[0][0], bytes=4 * sizes[0][0])
-    write_about(data, "b", eod=0, tokens=sizes[1][0], bytes=4 * sizes[1][0])
+    write_about(data, "a", eod=0, tokens=sizes[0][0], bytes=4 * sizes[0][0], lost_bytes=0)
+    write_about(data, "b", eod=0, tokens=sizes[1][0], bytes=4 * sizes[1][0], lost_bytes=0)
     told = prepare(config(data, "a", "b").data, vocab=300)
     assert (told.eod, told.heldout_bytes, told.train_bytes) == (0, 4 * told.heldout_tokens, 4 * told.train_tokens)
     write_about(data, "b", eod=5)

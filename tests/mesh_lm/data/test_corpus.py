@@ -263,7 +263,7 @@ def test_errors(tmp_path: Path):
         ("b.txt", b"one line", "single line"),
         ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
         ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),
-        ("d.csv", b"a,b", r"type \.csv are not read; give one of \.txt, \.jsonl \(each also \.gz and \.zst\) and \.parquet, a directory"),
+        ("d.csv", b"a,b", r"type \.csv are not read; give one of \.txt, \.jsonl, \.ndjson, .* and \.parquet, a directory"),
         ("e.jsonl", b"\n\n", "no text"),
         ("f.jsonl", b'{"text": ""}\n', "no text"),
         ("i.jsonl", b'{"id": 7, "content": "a", "url": "b"}', r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with'),

@@ -139,7 +139,7 @@ def test_what_is_written(inputs: Any, tmp_path: Path, tokenizer_file: str, capsy
     assert facts == {
         "tokenizer": {"fingerprint": ids.fingerprint, "spec": "tokenizer.json"}, "tokenizer_fingerprint": ids.fingerprint, "eod": ids.eod,
         "vocab_size": ids.vocab_size, "documents": len(wanted), "tokens": len(found.tokens),
-        "bytes": sum(len(document.encode()) for document in wanted),
+        "bytes": sum(len(document.encode()) for document in wanted), "lost_bytes": 0,
         "text_field": "text", "skipped_lines": 0, "skipped_files": 2,
     }  # fmt: skip
     assert load_tokenizer(f"{prefix}.tokenizer").fingerprint == ids.fingerprint

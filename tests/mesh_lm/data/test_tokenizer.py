@@ -3,13 +3,16 @@
 import base64
 import functools
 import io
+import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
 import sentencepiece
 import tiktoken
 import tokenizers
@@ -286,6 +289,33 @@ def test_patterns_are_tiktokens_own():
     assert ranks._CL100K in source
     for part in ranks._O200K.split("|\\p")[0].replace("|[^\\r", "\n[^\\r").split("\n"):
         assert part in source
+
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Of meta-llama/llama3, llama/tokenizer.py."""
+
+
+def test_llama_3_splits_words_as_meta_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Against the `regex` library and byte pairs merged by hand, on random strings, with merges over every kind of white space."""
+    pairs = [b"\n ", b"  ", b"\n\n", b" \n", b"\r\n", b"\t ", b"'s", b"ab", b" a", b"!\n", b"12", b"\n  ", b"   ", b"123", b" ab", b"\n\n "]
+    ordered = [*(bytes([byte]) for byte in range(256)), *pairs]
+    rank_of = {word: rank for rank, word in enumerate(ordered)}
+    monkeypatch.setitem(ranks._PUBLISHED, len(ordered), ranks._PUBLISHED[128000])
+    (path := tmp_path / "tokenizer.model").write_bytes(b"".join(base64.b64encode(w) + b" %d\n" % i for w, i in rank_of.items()))
+    tokenizer = load_tokenizer(path)
+
+    def merged(word: bytes) -> list[int]:
+        parts = [word[i : i + 1] for i in range(len(word))]
+        while joined := [(rank_of[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in rank_of]:
+            i = min(joined)[1]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return [rank_of[part] for part in parts]
+
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(" \n\r\tab'sS1234!.\u00e9\u65e5\u00a0\u017f", k=draw.randrange(12))) for _ in range(5000)]
+    wanted = [[i for word in regex.findall(LLAMA3, text) for i in merged(word.encode())] for text in texts]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == wanted
+    assert tokenizer.encode_batch(["\n "])[0].tolist() == [10, 32], "cl100k has one token, 256"
 
 
 @pytest.mark.parametrize("character", [" ", "a", "^", "\n", "1", "\u0301"])

@@ -126,6 +126,14 @@ def test_an_unsupported_field(base: dict[str, Any], changes: dict[str, Any], lin
     assert refused(written(tmp_path, base | changes))[1:] == [line]
 
 
+@pytest.mark.parametrize("field", ["n_layer", "n_embd", "n_head", "vocab_size", "n_positions", "n_inner"])
+def test_absurd_sizes(field: str, tmp_path: Path) -> None:
+    """Which would be lists of a billion names, or more memory than there is."""
+    largest = {"n_layer": "10,000", "n_head": "100,000"}.get(field, "134,217,728")
+    for size in (10**9, -(10**9), 10**30):
+        assert refused(written(tmp_path, GPT2 | {field: size}))[1] == f"{field}={size:,} is out of range: at most {largest}"
+
+
 def test_a_config_file_costs_neither_flax_nor_safetensors() -> None:
     code = "from mesh_lm import huggingface; import sys; print({'flax', 'safetensors', 'tokenizers', 'orbax'} & sys.modules.keys())"
     out = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)

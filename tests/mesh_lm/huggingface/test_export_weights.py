@@ -95,6 +95,32 @@ def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
+def test_a_flipped_bit_is_found_by_the_digests(tmp_path: Path) -> None:
+    """An export lists the digests of all its files, and an import of any directory with such a list compares them."""
+    found = golden("qwen3")
+    huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32")
+    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {"config.json", "model.safetensors"}
+    data = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
+    data[-100] ^= 1
+    (tmp_path / "out" / "model.safetensors").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not as SHA256SUMS has it: one of them is damaged"):
+        huggingface.load(tmp_path / "out", found.layout)
+    (tmp_path / "out" / "SHA256SUMS").write_text("# of another tool\n" + "0" * 64 + "  another.bin\n")
+    huggingface.load(tmp_path / "out", found.layout)
+
+
+def test_numbers_that_the_type_does_not_hold(tmp_path: Path) -> None:
+    found = golden("qwen3")
+    large = found.params | {"embedding": found.params["embedding"] * 1e7}
+    with pytest.raises(
+        ConfigError, match=r"model.embed_tokens.weight has [\d,]+ numbers that are not finite as float16; .* choose --dtype=bfloat16"
+    ):
+        huggingface.save(tmp_path / "out", found.layout, large, dtype="float16")
+    assert not list(tmp_path.iterdir())
+    huggingface.save(tmp_path / "out", found.layout, large, dtype="bfloat16")
+
+
 def test_refusals(tmp_path: Path) -> None:
     found = golden("gpt2")
     (tmp_path / "a").touch()

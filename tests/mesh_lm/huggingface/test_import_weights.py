@@ -157,6 +157,32 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, exact[leaf].astype(kind).astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8"])
+def test_quantized_weights(dtype: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which mean nothing without their scales, and which numpy may have no type for."""
+    norm = "model.norm.weight"
+    file = json.loads((copy / files.INDEX).read_text())["weight_map"][norm]
+    data = (copy / file).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header[norm] |= {"dtype": dtype, "shape": [4 * header[norm]["shape"][0]]}  # as many bytes
+    spelled = json.dumps(header).encode()
+    (copy / file).write_bytes(len(spelled).to_bytes(8, "little") + spelled + data[end:])
+    (line,) = refused(copy, monkeypatch)[1:]
+    assert line.startswith(f"{file}: {norm} has type {dtype}; F64, F32, F16, BF16 are read: fetch the weights that are not quantized")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite(value: float, copy: Path) -> None:
+    norm = "model.norm.weight"
+    file = json.loads((copy / files.INDEX).read_text())["weight_map"][norm]
+    bad = tensors(copy)[norm].copy()
+    bad[3] = value
+    change(copy, file, model__norm__weight=bad)
+    with pytest.raises(ConfigError, match=rf"{file}: {norm} has 1 numbers that are not finite \(NaN or Inf\); fetch it again"):
+        load(copy)
+
+
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
     """Returns the lines of the error without the directory's name; no weight may be read."""
     monkeypatch.setattr(files.StoredTensor, "read", lambda *_: pytest.fail("weights were read"))

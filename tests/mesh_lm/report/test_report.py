@@ -231,7 +231,23 @@ def test_resume_takes_back_what_the_killed_run_wrote(tmp_path: Path) -> None:
         assert [line["step"] for line in lines(path)] == [10, 20]
         writer.write(30, {"loss": 31.0})
     assert lines(path) == [{"step": 10, "loss": 10.0}, {"step": 20, "loss": 20.0}, {"step": 30, "loss": 31.0}]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.sha256", "tensorboard"]
+
+
+@pytest.mark.parametrize(("old", "new"), [('"loss": 2.0', '"loss": 3.0'), ('{"step": 20, "loss": 2.0}\n', ""), ("step", "stap")])
+def test_damaged_rows_are_counted_and_left_out(tmp_path: Path, old: str, new: str) -> None:
+    """Another digit is still JSON, and a missing row still leaves a file of JSON: the digests beside it tell."""
+    path = tmp_path / "metrics.jsonl"
+    with Writer(tmp_path) as writer:
+        for step in (10, 20, 30):
+            writer.write(step, {"loss": step / 10})
+    path.write_text(path.read_text().replace(old, new))
+    with Writer(tmp_path, start_step=20) as writer:
+        assert writer.damaged == (2 if old == "step" else 1)
+    assert lines(path) == ([] if old == "step" else [{"step": 10, "loss": 1.0}])
+    (tmp_path / "metrics.sha256").unlink()  # as of an older version
+    with Writer(tmp_path, start_step=20) as writer:
+        assert writer.damaged == 0
 
 
 def test_a_run_that_starts_over_has_no_past(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""SHA256SUMS: the digests of a directory's files, in the form that `sha256sum` writes and checks.
+
+A .safetensors file has no digest: a flipped bit is another weight. An export writes this list, and whoever reads such a directory compares.
+For a directory of another origin, `sha256sum * > SHA256SUMS` makes one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from mesh_lm.errors import ConfigError
+
+NAME = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/\0]+)")
+
+
+def write(directory: Path) -> None:
+    """Lists all files of a directory. Raises OSError."""
+    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != NAME)
+    (directory / NAME).write_text("".join(f"{_digest(path)}  {path.name}\n" for path in files))
+
+
+def problems(directory: Path, names: Iterable[str]) -> list[str]:
+    """Returns a line for each of these files that is listed, but missing or with another digest. Without a list, there are none.
+
+    Raises OSError.
+    """
+    try:
+        lines = (directory / NAME).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    listed, found = {match[2]: match[1] for line in lines if (match := _LINE.fullmatch(line))}, []
+    for name in sorted({*names} & listed.keys()):
+        if not (directory / name).is_file():
+            found.append(f"{name} is missing, but {NAME} lists it")
+        elif _digest(directory / name) != listed[name]:
+            found.append(f"{name} is not as {NAME} has it: one of them is damaged; fetch it again, or remove {NAME} to read without it")
+    return found
+
+
+def require(directory: Path, *names: str) -> None:
+    """Raises ConfigError if `problems` finds any."""
+    try:
+        found = problems(directory, names)
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename or directory}: {error.strerror}") from error
+    if found:
+        raise ConfigError("\n  - ".join([f"{directory} is damaged", *found]))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

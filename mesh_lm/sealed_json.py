@@ -1,0 +1,33 @@
+"""JSON files that have a SHA-256 of their own content in them, so that one that was changed is not believed.
+
+A disk that flips a digit leaves valid JSON. Files of older versions have no digest and are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mesh_lm import strict_json
+
+_SEAL = "sha256"
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content with its digest, to be written as JSON."""
+    return content | {_SEAL: _digest(content)}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns what was sealed. Raises OSError, and ValueError if it is not JSON, or not as it was written."""
+    content = strict_json.read(path)
+    found = content.pop(_SEAL, None)
+    if found is not None and found != _digest(content):
+        raise ValueError("it is not as it was written (SHA-256)")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,160 @@
+"""Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and refused beyond a threshold."""
+
+import dataclasses
+import functools
+import io
+import json
+import math
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from mesh_lm.config import DataConfig
+from mesh_lm.data import corpus, lost_bytes
+from mesh_lm.data.prepare.run import prepare
+from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer.hugging_face import HuggingFace
+from mesh_lm.errors import ConfigError
+from mesh_lm.inference import Scorer, perplexity
+
+TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
+
+
+@functools.cache
+def byte_level(normalizer: str = "", alphabet: str = "") -> HuggingFace:
+    """Returns a byte-level BPE with the whole alphabet, or with these bytes' characters alone."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if normalizer:
+        made.normalizer = getattr(normalizers, normalizer)()
+    known = [alphabet] if alphabet else pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([alphabet or TEXT], trainers.BpeTrainer(initial_alphabet=known, special_tokens=[EOD], vocab_size=280))
+    return HuggingFace(made.to_str(), Path("tokenizer.json"))
+
+
+def lost(tokenizer: Tokenizer, text: str) -> int:
+    return tokenizer.lost_bytes(text, tokenizer.encode_batch([text])[0])
+
+
+def sentencepiece_model() -> bytes:
+    import sentencepiece
+
+    model, lines = io.BytesIO(), iter(["the cat sat on the mat"] * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=40, model_type="unigram", hard_vocab_limit=False, minloglevel=2
+    )
+    return model.getvalue()
+
+
+@given(st.text())
+def test_a_whole_alphabet_loses_nothing(text: str) -> None:
+    assert lost(byte_level(), text) == lost(load_tokenizer("bytes"), text) == 0
+
+
+@given(st.text("abcde\u00e9\u65e5"))
+def test_dropped_characters_are_counted(text: str) -> None:
+    """An alphabet of three letters drops all others: the bytes that are left are those that decoding gives."""
+    tokenizer = byte_level(alphabet="abc")
+    assert lost(tokenizer, text) == sum(len(c.encode()) for c in text if c not in "abc")
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == "".join(c for c in text if c in "abc")
+
+
+def test_normalisation_is_a_loss_only_where_it_is_not_canonical() -> None:
+    accents = unicodedata.normalize("NFD", "caf\u00e9 na\u00efve \uac00")
+    assert lost(byte_level("NFC"), accents) == lost(byte_level("NFD"), accents) == 0
+    assert lost(byte_level("Lowercase"), "A Text of Cats") == 3, "case is lost"
+    assert lost(byte_level("NFKC"), "\ufb01ne") == 3, "a ligature is another character than its letters"
+    assert lost(byte_level("Strip"), "  ab ") == 3
+
+
+def test_an_unknown_token_spells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert lost(tokenizer, "the cat sat") == 0
+    assert lost(tokenizer, "the \u65e5\u672c cat") == 6
+    assert lost(tokenizer, "\u2047 the cat") == 3, "decoding spells an unknown piece as this character"
+    assert lost(tokenizer, "the cat\nsat") == 1, "the line's end became a space"
+
+
+class _Constant(Scorer):
+    """Gives each token one nat."""
+
+    def __init__(self) -> None:
+        self.layout: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=300, seq_len=8))
+        self.batch = 1
+
+    def __call__(self, sequences: Any) -> list[Any]:
+        return [SimpleNamespace(logprobs=-np.ones(len(ids) - 1)) for ids in sequences]
+
+
+def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "tokenizer").mkdir(exist_ok=True)
+    return DataConfig(
+        path=str(tmp_path / "text.txt"), tokenizer=str(tokenizer.save(tmp_path / "tokenizer")), cache=str(tmp_path / "cache"), **more
+    )
+
+
+def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
+    """Three of four bytes are dropped: it is refused, with the setting that would accept it."""
+    config = of_text(tmp_path, byte_level(alphabet="abc"))
+    with pytest.raises(ConfigError) as refused:
+        corpus.prepare(config, vocab=300)
+    n_bytes = len(TEXT.encode())
+    kept = sum(TEXT.count(c) for c in "abc")
+    assert f"the tokenizer loses {n_bytes - kept:,} of {n_bytes:,} bytes of text" in str(refused.value)
+    assert str(refused.value).endswith("accept the loss with data.max_lost_bytes=0.74")
+    made = corpus.prepare(dataclasses.replace(config, max_lost_bytes=0.74), vocab=300)
+    assert made.train_bytes + made.heldout_bytes == kept
+    assert made.loss_of_bytes == lost_bytes.described(n_bytes - kept, n_bytes)
+    assert corpus.prepare(of_text(tmp_path, byte_level()), vocab=300).loss_of_bytes == ""
+
+
+def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> None:
+    """It did not count what was lost, and a vocabulary that was trained on the text lost nothing."""
+    config = of_text(tmp_path, byte_level())
+    for settings, known in ((config, False), (dataclasses.replace(config, tokenizer=""), True)):
+        made = corpus.prepare(settings, vocab=300)
+        facts = json.loads((made.directory / "corpus.json").read_text())
+        del facts["lost_bytes"], facts["sealed"]
+        (made.directory / "corpus.json").write_text(json.dumps(facts))
+        old = corpus.prepare(settings, vocab=300)
+        assert (old.heldout_bytes, old.train_bytes) == ((made.heldout_bytes, made.train_bytes) if known else (None, None))
+        assert ("did not count what the tokenizer loses" in old.loss_of_bytes) is not known
+
+
+def test_perplexity_does_not_count_lost_bytes() -> None:
+    """A model that gives each token one nat, on a text of which the tokens spell four bytes of eight."""
+    tokenizer, texts = byte_level(alphabet="abc"), ["abcx\u65e5", "", "a"]
+    measure = functools.partial(perplexity.measure_perplexity, _Constant(), tokenizer, texts, stride=4, start=tokenizer.eod)
+    with pytest.raises(ConfigError, match=r"loses 4 of 8 bytes of text .* accept the loss with --max-lost-bytes=0\.5"):
+        measure()
+    found = measure(max_lost_bytes=0.5)
+    assert (found.n_bytes, found.lost_bytes, found.texts) == (4, 4, 2)
+    assert found.summary()["bits_per_byte"] == pytest.approx(found.tokens / math.log(2) / 4)
+
+
+def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
+    config, output = of_text(tmp_path, byte_level(alphabet="abc")), io.StringIO()
+    arguments = ((config.path,), str(tmp_path / "out"), config.tokenizer)
+    with pytest.raises(ConfigError, match=r"accept the loss with --max-lost-bytes=0\.74"):
+        prepare(*arguments, workers=1, output=output)
+    facts = prepare(*arguments, workers=1, output=output, max_lost_bytes=0.74)
+    assert facts["bytes"] == len(TEXT.encode()) and facts["bytes"] - facts["lost_bytes"] == sum(TEXT.count(c) for c in "abc")
+    assert lost_bytes.described(facts["lost_bytes"], facts["bytes"]) in output.getvalue()
+    blend = DataConfig(blend=(str(tmp_path / "out"),), split="0,1,0", cache=str(tmp_path / "cache"))
+    read = corpus.prepare(dataclasses.replace(blend, split="0,1,0"), vocab=300)
+    assert read.heldout_bytes == facts["bytes"] - facts["lost_bytes"] and read.loss_of_bytes
+    facts = json.loads((tmp_path / "out.json").read_text())
+    del facts["lost_bytes"]  # of an older version: the tokens are decoded
+    (tmp_path / "out.digests").unlink()
+    (tmp_path / "out.json").write_text(json.dumps(facts))
+    assert corpus.prepare(blend, vocab=300).heldout_bytes == read.heldout_bytes
