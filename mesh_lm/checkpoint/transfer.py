@@ -84,8 +84,14 @@ class Conversation:
         return message
 
     def send_bytes(self, data: memoryview) -> None:
-        """Sends bytes that are not part of a message."""
-        self._guarded(SILENCE, lambda: self._socket.sendall(data))
+        """Sends bytes that are not part of a message. If the other end hangs up, raises TransferFailed with the reason that it sent."""
+        try:
+            self._guarded(SILENCE, lambda: self._socket.sendall(data))
+        except TransferFailed:
+            raise
+        except OSError:
+            self.receive()  # its last message is still there
+            raise
 
     def receive_bytes(self, buffer: memoryview) -> int:
         """Reads some bytes that are not part of a message, and returns how many, at least one."""

@@ -208,6 +208,10 @@ def test_who_does_not_know_the_secret_is_refused(nodes: Nodes, capsys: pytest.Ca
     assert sender.wait(10) and nodes.arrived() == []
     said = capsys.readouterr().out
     assert "could not be copied to the node at 127.0.0.1: it does not accept this secret" in said
+    deadline = time.monotonic() + 10
+    while "it has another secret" not in said and time.monotonic() < deadline:  # the server's thread prints it
+        time.sleep(0.01)
+        said += capsys.readouterr().out
     assert said.count("refused a connection for local checkpoints, the last from 127.0.0.1: it has another secret") == 1
     for _ in range(20):
         with pytest.raises((Refused, TransferFailed)):
