@@ -93,11 +93,11 @@ in the log, and what to do. `python benchmarks/faults.py` writes the table, and 
 _DAMAGE = """\
 ## Damaged files
 
-Random damage, one file at a time: a flipped bit or up to 63, another digit, zeros or garbage in place of up to 512 bytes
-or between two, at the end, a truncated, emptied or deleted file, two files swapped. *Refused*: one error that names the
-file. *Recovered*: an older step, or the contents written again, and the log says so. *No effect*: the same bits.
-*Silent*, another result and no message, and *traceback* must be 0. `python benchmarks/faults.py -k f23 --quick`
-reproduces it; the seeds are fixed.
+Random damage, one file at a time: a flipped bit or up to 63, another digit, zeros or garbage in place of up to 512
+bytes or between two, at the end, a truncated, emptied or deleted file, two files swapped. *Refused*: one error that
+names the file. *Recovered*: an older step, or the contents written again, and the log says so. *No effect*: the
+same bits. *Silent*, another result and no message, and *traceback* must be 0. `python benchmarks/faults.py -k f23
+--quick` reproduces it; the seeds are fixed.
 
 What has no digest of its own cannot be verified at its first reading: a tokenizer file, a config file or a Hugging Face
 directory of another origin. A run compares the first two with its checkpoint when it resumes; `sha256sum * >
