@@ -84,6 +84,7 @@ class MegatronCorpus(Dataset):
         self.train_tokens, self.heldout_tokens = sum(self._of_members), sum(text.n_tokens for text in heldout)
         if self.heldout_tokens:
             self.heldout_bytes = self._bytes(self._held, heldout)
+        if self.heldout_tokens and not config.valid_blend:  # text of the same kind, which is much shorter to count
             self.train_bytes = self.heldout_bytes and round(self.heldout_bytes * self.train_tokens / self.heldout_tokens)
         else:
             self.train_bytes = self._bytes(self.members, training)

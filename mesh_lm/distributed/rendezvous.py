@@ -71,8 +71,12 @@ def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProx
 
 
 def _modules() -> dict[str, str]:
-    """Returns module -> digest of the imported files that belong neither to Python nor to an installed package, such as a config file."""
-    installed = [Path(path).resolve() for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}]
+    """Returns module -> digest of the imported files that belong neither to Python nor to an installed package, such as a config file.
+
+    Those of mesh_lm itself are left out: `describe` has all of its files, and a process may have imported more of them than others.
+    """
+    own = [(_ROOT / name).resolve() for name in _CODE]
+    installed = [*own, *(Path(path).resolve() for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})]
     digests = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")

@@ -103,7 +103,8 @@ def describe(totals: dict[str, Any]) -> str:
     parts = [f"{name} {_clock(seconds[phase])}" for phase, name in _ORDER.items() if seconds[phase] >= 0.05]
     starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
     starts += f", {totals['lost_steps']} steps repeated" if totals["starts"] > 1 or totals["lost_steps"] else ""
-    starts += f", {totals['damaged']} damaged records left out" if totals.get("damaged") else ""
+    damaged = totals.get("damaged", 0)
+    starts += f", {damaged} damaged record{'s' * (damaged > 1)} left out" if damaged else ""
     whole = sum(seconds.values())
     share = (
         f"goodput {totals['goodput']:.1%} of {_clock(whole)}" if whole >= _SHORT or totals["starts"] > 1 else f"wall time {_clock(whole)}"

@@ -86,9 +86,10 @@ class HuggingFace(Tokenizer):
 
     def _spell(self) -> list[bytes]:
         spellings = [b""] * self.vocab_size
+        special = {token["content"] for token in self._data.get("added_tokens") or () if token.get("special")}
         alphabet = {character: bytes([byte]) for byte, character in enumerate(_byte_alphabet())}
         for token, i in self._vocab.items():
-            if token in self._added:
+            if token in special or (token in self._added and self.joins):
                 spellings[i] = token.encode()
             elif self.joins:
                 spellings[i] = b"".join(alphabet.get(character, character.encode()) for character in token)

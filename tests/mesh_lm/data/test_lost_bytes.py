@@ -75,6 +75,21 @@ def test_normalisation_is_a_loss_only_where_it_is_not_canonical() -> None:
     assert lost(byte_level("Strip"), "  ab ") == 3
 
 
+def test_runs_of_spaces_that_are_tokens_of_their_own() -> None:
+    """Gemma's: added to a model that was converted from SentencePiece, so that its \u2581 is a space there, too."""
+    space = "\u2581"
+    pieces = ["<unk>", EOD, space, *map(chr, range(33, 127)), "\n", 2 * space, 4 * space]
+    merges = [(space, space), (2 * space, 2 * space)]
+    made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", space)
+    made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse()])
+    made.add_special_tokens([EOD])
+    made.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces[-2:]])
+    tokenizer, text = HuggingFace(made.to_str(), Path("tokenizer.json")), "def f(x):\n    return x\n"
+    ids = tokenizer.encode_batch([text])[0]
+    assert pieces.index(4 * space) in ids and tokenizer.decode(ids) == text and tokenizer.lost_bytes(text, ids) == 0
+
+
 def test_an_unknown_token_spells_nothing(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
@@ -35,7 +36,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, n in (("a", 60), ("b", 40), ("v", 30)):
         write_documents(directory / name, (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)), vocab=VOCAB)
-        (directory / f"{name}.json").write_text('{"eod": 0, "bytes": 4000, "tokens": 1000}')
+        about = {"eod": 0, "bytes": 7000 if name == "v" else 4000, "lost_bytes": 0, "tokens": 1000}
+        (directory / f"{name}.json").write_text(json.dumps(about))
     return directory
 
 
@@ -116,7 +118,8 @@ def test_a_validation_blend_of_its_own(data: Path):
     corpus = prepare(of.data, vocab=0)
     sizes = {name: len(Documents(data / name).tokens) for name in "abv"}
     assert corpus.train_tokens == sizes["a"] + sizes["b"] and corpus.heldout_tokens == sizes["v"], "complete prefixes"
-    assert corpus.heldout_bytes == 4 * sizes["v"] and corpus.name == "Megatron prefixes, all documents"
+    assert (corpus.heldout_bytes, corpus.train_bytes) == (7 * sizes["v"], 4 * corpus.train_tokens), "each by its own files"
+    assert corpus.name == "Megatron prefixes, all documents"
     order = corpus.heldout_order(of)
     windows = order.read(np.arange(len(order)))
     assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), "each token once, in order"

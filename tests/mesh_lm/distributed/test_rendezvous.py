@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import PATIENCE
 
+import mesh_lm
 from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
@@ -18,6 +21,15 @@ from mesh_lm.launch.wire import free_port
 
 SECRET = Secret.new()
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/step.py": "0123"}}
+
+
+def test_a_process_may_have_imported_more_of_mesh_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its files are compared, imported or not; process 0 alone may have looked at a tokenizer before."""
+    before = describe({})["code"]
+    monkeypatch.setitem(sys.modules, "mesh_lm.another", SimpleNamespace(__file__=str(Path(mesh_lm.__file__).with_name("errors.py"))))
+    assert describe({})["code"] == before
+    monkeypatch.setitem(sys.modules, "my_model", SimpleNamespace(__file__=__file__))
+    assert describe({})["code"].keys() - before.keys() == {"my_model"}
 
 
 def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
