@@ -72,9 +72,9 @@ def _train(
     stop: distributed.StopOnSigterm,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
-    require_ready(config, data, thorough=True)
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
+    require_ready(config, data, thorough=True)
     distributed.start(config, phases=phases)
     examined = own_kernels.examine(config)
     config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
@@ -133,8 +133,11 @@ def _data(
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
         corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say)
-        if (saved.step if saved else 0) < config.train.steps and (problems := epochs_problems(config, corpus.sources())):
+        problems = epochs_problems(config, corpus.sources())
+        if problems and not saved:
             raise ConfigError(listed("this run cannot start", problems))
+        for problem in problems if saved and saved.step < config.train.steps else []:
+            log.say(f"warning: {problem}")  # a run that has begun is not given up
         place = (saved.data, saved.step) if saved else (None, 0)
         batches = Batches(config, corpus, batch_sharding(layout), *place)
     fix = "give them the same files, and an output on a disk that they share"

@@ -34,7 +34,8 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
 
     Args:
       data: what the run was given to train on, instead of what the config names.
-      thorough: also whether the output has room for a checkpoint and, if the text was counted before, data.max_epochs. It imports Flax.
+      thorough: also whether the output has room for a checkpoint and, for a new run, if the text was counted before, data.max_epochs. It
+        imports Flax.
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
@@ -50,7 +51,7 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
         except ConfigError as error:
             problems.append(str(error))
             full = full or storage_failed(error)
-    if counted:
+    if counted and not _has_begun(config):  # which then warns, if at all
         problems += _epochs(config, data)
     if problems:
         message = listed("this run cannot start", problems)
@@ -95,23 +96,33 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
             where = where.parent
         with tempfile.TemporaryFile(dir=where, prefix=".mesh_lm-") as probe:
             probe.write(bytes(_PROBE))
-        free = shutil.disk_usage(where).free
+        disk = shutil.disk_usage(where)
     except OSError as error:
         what = f"output={output} cannot be written: {error.strerror}" + (f" ({where})" if where != path else "")
         raise ConfigError(f"{what}; set another output, or make room on that disk and make it writable") from error
-    if with_room and free < (needed := _state_bytes(config)):
+    if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:  # some network file systems say 0 of 0
         raise ConfigError(
-            f"output={output}: its disk has {_size(free)} left, and one checkpoint of this model needs {_size(needed)} or more; make room "
-            "there, or set another output"
+            f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this model needs {_size(needed)} or more; "
+            "make room there, or set another output"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _state_bytes(config: TrainConfig) -> float:
-    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not known."""
+    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not known.
+
+    A model of the user's own may use a weight several times, or count attention among its FLOPs.
+    """
+    from mesh_lm.model import DecoderConfig  # here, because it imports Flax
+
     model = config.model
-    if model.problems():  # which `check` reports
+    if type(model) is not DecoderConfig or model.problems():  # which `check` reports
         return 0.0
     return (model.flops_per_token() - model.attention_flops_per_token()) / 6 * _STATE_BYTES.get(config.optimizer.name, 4)
+
+
+def _has_begun(config: TrainConfig) -> bool:
+    """Whether the output has a checkpoint."""
+    return any((Path(config.output).expanduser() / "checkpoints").glob("[0-9]*"))
 
 
 def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:

@@ -302,6 +302,17 @@ def test_text_that_is_new_is_counted_before_the_state_is_made(arguments, tmp_pat
         train.main(arguments(tmp_path / "run", **fields))
 
 
+def test_a_run_that_has_begun_is_only_warned(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of an older version, for which there was no limit, continues after an update."""
+    train.main(arguments(tmp_path, train__steps=1))
+    assert train.main(arguments(tmp_path, train__steps=2, data__max_epochs=0.001)) == 0
+    out = capsys.readouterr().out
+    assert "warning: train.steps=2 x 512 tokens a step are 1,024" in out and "more than data.max_epochs=0.001" in out
+    assert train.main(arguments(tmp_path, train__steps=2, data__max_epochs=0.001)) == 0
+    out = capsys.readouterr().out
+    assert "already finished" in out and "max_epochs" not in out.partition("already finished")[2]
+
+
 def test_attention_that_cannot_serve_is_the_users_mistake(arguments, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.attention=mosaic: .*implementation='mosaic' cannot serve this call"):
         train.main(arguments(tmp_path, model__attention="mosaic"))
