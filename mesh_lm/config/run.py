@@ -177,6 +177,9 @@ class DataConfig:
     add_extra_token: bool = expert(True)
     """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do not, and it has none, as with
     Megatron's add_extra_token_to_sequence=False."""
+    drop_last_partial: bool = expert(False)
+    """Leave the last, partial sequence of each held-out text out, instead of padding it, as Megatron does unless
+    drop_last_partial_validation_sequence=False."""
     mask_document_start: bool = expert(False)
     """Exclude the first token of each document from the loss."""
     fim_rate: float = 0.0

@@ -22,7 +22,7 @@ from mesh_lm import distributed, strict_json
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import lost_bytes, sources
 from mesh_lm.data.atomic import atomic_write, sibling
-from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.dataset import Dataset, stored_order
 from mesh_lm.data.digests import file_digest
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.epochs import Sources
@@ -118,7 +118,7 @@ class TextCorpus:
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
-        return padded_order([TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod)
+        return stored_order([TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod)
 
     def sources(self) -> Sources:
         """Implements `Dataset.sources`."""

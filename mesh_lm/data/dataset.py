@@ -74,9 +74,21 @@ class Dataset(Protocol):
         return []
 
 
-def padded_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
-    """Returns all tokens of the texts as held-out sequences, in stored order; the last sequence of each text is padded."""
-    return ConcatOrder([Sequences(text, config.model.seq_len, eod=eod, seed=None, pad=True) for text in texts if text.n_tokens])
+def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
+    """Returns the tokens of the texts as held-out sequences, in stored order; the last, partial one of each text is padded, or left out
+    (data.drop_last_partial).
+
+    Raises ConfigError if partial ones are left out, and there are no others.
+    """
+    seq_len, pad = config.model.seq_len, not config.data.drop_last_partial
+    long = [text for text in texts if text.n_tokens >= (1 if pad else seq_len)]
+    if not long:
+        longest = max(text.n_tokens for text in texts)
+        raise ConfigError(
+            f"data.drop_last_partial=true leaves no held-out sequence: no text has model.seq_len={seq_len} tokens, the longest {longest}; "
+            "leave it out"
+        )
+    return ConcatOrder([Sequences(text, seq_len, eod=eod, seed=None, pad=pad) for text in long])
 
 
 class TokenArray(Dataset):
@@ -125,7 +137,7 @@ class TokenArray(Dataset):
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
-        return padded_order([self._stream(self._heldout, config)], config, self.eod)
+        return stored_order([self._stream(self._heldout, config)], config, self.eod)
 
     def _stream(self, ids: np.ndarray, config: TrainConfig) -> TokenStream:
         return TokenStream(InMemory(ids), vocab=config.model.vocab_size)

@@ -13,7 +13,7 @@ from mesh_lm import strict_json
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data.blend import Blend, normalized, parse
 from mesh_lm.data.blend_plan import make_plan
-from mesh_lm.data.dataset import Dataset, padded_order
+from mesh_lm.data.dataset import Dataset, stored_order
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.gpt_dataset import SPLITS, EpochCount, GPTDataset, samples_in, split_ranges
 from mesh_lm.data.index_cache import IndexCache
@@ -113,7 +113,7 @@ class MegatronCorpus(Dataset):
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
-        return padded_order(self.heldout(config.model.vocab_size), config, self.eod)
+        return stored_order(self.heldout(config.model.vocab_size), config, self.eod)
 
     def state(self, order: BlendedOrder, position: int) -> dict[str, Any]:
         """Returns the plan of the blend, and the samples drawn from each member."""

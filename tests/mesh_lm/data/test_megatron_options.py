@@ -126,6 +126,20 @@ def test_a_validation_blend_of_its_own(data: Path):
     assert batches(of).has_heldout
 
 
+def test_the_last_partial_sequence_is_left_out(data: Path):
+    """Megatron's default; ours pads it, so that each held-out token is a label once."""
+    whole, of = (config(data, "a", valid_blend=(str(data / "v"),), drop_last_partial=drop) for drop in (False, True))
+    tokens = Documents(data / "v").tokens
+    order = prepare(of.data, vocab=0).heldout_order(of)
+    windows = order.read(np.arange(len(order)))
+    n = len(tokens) // SEQ * SEQ
+    assert n < len(tokens) and len(order) == n // SEQ == len(prepare(whole.data, vocab=0).heldout_order(whole)) - 1
+    assert windows.labels.ravel().tolist() == tokens[:n].tolist() and windows.weights.sum() == n
+    long = dataclasses.replace(of, model=dataclasses.replace(of.model, seq_len=len(tokens) + 1))
+    with pytest.raises(ConfigError, match=r"data\.drop_last_partial=true leaves no held-out sequence: no text has model\.seq_len="):
+        prepare(of.data, vocab=0).heldout_order(long)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
