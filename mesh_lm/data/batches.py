@@ -13,6 +13,7 @@ from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
 from mesh_lm.data.rows import RowReader
+from mesh_lm.data.tokenizer import FORMER
 from mesh_lm.errors import ConfigError
 from sharding_rules import token_order
 
@@ -58,7 +59,10 @@ class Batches:
             )
         before = saved.get("tokenizer") if saved else None
         self._tokenizer = corpus.fingerprint or before
-        if before and self._tokenizer and before != self._tokenizer:
+        other = before and self._tokenizer and before != self._tokenizer
+        used = corpus.tokenizer() if other else None
+        self._former = bool(used and before in used.former_fingerprints)
+        if other and not self._former:
             raise ConfigError(
                 f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
                 f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
@@ -89,7 +93,8 @@ class Batches:
     @property
     def changed(self) -> list[str]:
         """Messages about how the data differs from the saved state."""
-        return self._corpus.changed(self._order)
+        former = [FORMER.format(f"the checkpoint in {self._config.output}")] if self._former else []
+        return [*former, *self._corpus.changed(self._order)]
 
     def state(self, position: int) -> dict[str, Any]:
         """Returns the state of the data after `position` global samples, as JSON for a checkpoint. All processes must call it.
