@@ -116,7 +116,7 @@ def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text
         "documents": totals.documents,
         "tokens": totals.tokens,
         "bytes": totals.bytes,
-        "lost_bytes": totals.lost_bytes,
+        **({} if totals.lost_bytes is None else {"lost_bytes": totals.lost_bytes}),
         "text_field": text_field,
         "skipped_lines": totals.bad_lines,
         "skipped_files": totals.bad_files + work.not_text,
@@ -145,7 +145,7 @@ def _encode(
 
 def _refuse_loss(totals: Totals, may_lose: float, at_the_end: bool) -> None:
     """Raises ConfigError for too many lost bytes, once there is enough text to judge by."""
-    if at_the_end or totals.bytes > _ENOUGH:
+    if totals.lost_bytes is not None and (at_the_end or totals.bytes > _ENOUGH):
         lost_bytes.refuse(totals.lost_bytes, totals.bytes, may_lose, "--max-lost-bytes")
 
 

@@ -1,11 +1,13 @@
 """Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and refused beyond a threshold."""
 
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import math
 import unicodedata
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mesh_lm.config import DataConfig
 from mesh_lm.data import corpus, lost_bytes
+from mesh_lm.data.prepare import plan, run, unfinished
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
@@ -110,6 +113,14 @@ class _Constant(Scorer):
         return [SimpleNamespace(logprobs=-np.ones(len(ids) - 1)) for ids in sequences]
 
 
+class _Here:
+    """A pool of this process."""
+
+    def submit(self, function: Any, *arguments: Any) -> Future:
+        (future := Future()).set_result(function(*arguments))
+        return future
+
+
 def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "tokenizer").mkdir(exist_ok=True)
@@ -173,3 +184,27 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
     (tmp_path / "out.digests").unlink()
     (tmp_path / "out.json").write_text(json.dumps(facts))
     assert corpus.prepare(blend, vocab=300).heldout_bytes == read.heldout_bytes
+
+
+def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal's lines of that version have no lost bytes: what is resumed has no sum, rather than one of its newer shards."""
+    config = of_text(tmp_path, byte_level(alphabet="abc"))
+    arguments, append, appended = ((config.path,), str(tmp_path / "out"), config.tokenizer), unfinished.Appender.append, []
+
+    def dies(self: unfinished.Appender, *shard: Any) -> unfinished.Totals:
+        if len(appended) == 3:
+            raise KeyboardInterrupt
+        appended.append(append(self, *shard))
+        return appended[-1]
+
+    monkeypatch.setattr(plan, "SHARD", 200)
+    monkeypatch.setattr(run, "_pool", lambda workers: contextlib.nullcontext(_Here()))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unfinished.Appender, "append", dies)
+        prepare(*arguments, output=io.StringIO(), max_lost_bytes=1)
+    journal = tmp_path / "out.parts" / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert all(line.pop("lost_bytes") for line in lines)
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    facts = prepare(*arguments, output=io.StringIO())
+    assert "lost_bytes" not in facts and facts["bytes"] == len(TEXT.encode()) and facts == json.loads((tmp_path / "out.json").read_text())
