@@ -243,7 +243,8 @@ def _load(directory: Path) -> TextCorpus:
             if sealed[name] != _digest(directory / name, facts):
                 raise ValueError(f"{name} is not as it was written (SHA-256)")
         lost, made_by = facts.get("lost_bytes"), facts["settings"]["tokenizer"]
-        if lost is None and isinstance(made_by, str) and made_by != "bytes":  # one that was trained on the text loses nothing
+        # A vocabulary that was trained on the text loses nothing.
+        if lost is None and isinstance(made_by, str) and not load_tokenizer(directory).is_lossless:
             facts |= {"train_bytes": None, "heldout_bytes": None, "loss_of_bytes": _UNCOUNTED.format(directory)}
         elif lost:
             facts["loss_of_bytes"] = lost_bytes.described(lost, facts["train_bytes"] + facts["heldout_bytes"] + lost)

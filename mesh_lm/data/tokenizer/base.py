@@ -36,6 +36,8 @@ class Tokenizer(ABC):
         Data and weights that were made with them are still accepted.
       joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so that a long text can be encoded in
         pieces. True for byte-level vocabularies; others may put a space at the start of each piece.
+      is_lossless: whether it is known that decode(encode(text)) has every character of any text: it has a token for each byte, and no
+        rule that drops or rewrites text.
       library: the package whose version may affect the ids; "" for none.
       unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
     """
@@ -45,6 +47,7 @@ class Tokenizer(ABC):
     fingerprint: str
     former_fingerprints: tuple[str, ...] = ()
     joins: bool = True
+    is_lossless: bool = False
     library: str = ""
     unknown: int | None = None
 

@@ -59,6 +59,7 @@ FILE = "tokenizer.tiktoken"
 class Ranks(Tokenizer):
     """A tiktoken tokenizer; `data`: contents of a rank file. Raises ConfigError if it is damaged or tiktoken is not installed."""
 
+    is_lossless = True  # `_parse` requires all bytes, and the patterns skip nothing
     library = "tiktoken"
 
     def __init__(self, data: bytes, path: Path) -> None:

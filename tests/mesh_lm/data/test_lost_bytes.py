@@ -1,5 +1,6 @@
 """Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and refused beyond a threshold."""
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -7,6 +8,7 @@ import io
 import json
 import math
 import unicodedata
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +62,29 @@ def sentencepiece_model() -> bytes:
 @given(st.text())
 def test_a_whole_alphabet_loses_nothing(text: str) -> None:
     assert lost(byte_level(), text) == lost(load_tokenizer("bytes"), text) == 0
+
+
+def test_what_is_known_to_lose_nothing(tmp_path: Path) -> None:
+    """A tokenizer.json is, unless one of its rules may drop or rewrite text, or it lacks a byte."""
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> bool:
+        data = json.loads(byte_level()._text)
+        change(data)
+        return HuggingFace(json.dumps(data), tmp_path).is_lossless
+
+    split = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", "invert": False}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    sequence = {"type": "Sequence", "pretokenizers": [split, bytewise]}
+    removing = {"type": "Sequence", "pretokenizers": [split | {"behavior": "Removed"}, bytewise]}
+    spaced = {"id": 280, "content": "<x>", "special": False, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+    assert byte_level().is_lossless and load_tokenizer("bytes").is_lossless and changed(lambda data: data.update(pre_tokenizer=sequence))
+    assert not changed(lambda data: data.update(pre_tokenizer=removing)) and not changed(lambda data: data.update(pre_tokenizer=split))
+    assert not changed(lambda data: data["added_tokens"].append(spaced))
+    assert not any(each.is_lossless for each in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc")))
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+    assert not load_tokenizer(tmp_path / "tokenizer.model").is_lossless
+    (file := tmp_path / "x.tiktoken").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    assert load_tokenizer(file).is_lossless
 
 
 @given(st.text("abcde\u00e9\u65e5"))
@@ -145,9 +170,12 @@ def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> None:
-    """It did not count what was lost, and a vocabulary that was trained on the text lost nothing."""
-    config = of_text(tmp_path, byte_level())
-    for settings, known in ((config, False), (dataclasses.replace(config, tokenizer=""), True)):
+    """It did not count what was lost; a tokenizer that can lose nothing, such as one that was trained on the text, lost nothing."""
+    config, folded = of_text(tmp_path, byte_level()), tmp_path / "folded"
+    folded.mkdir()
+    lossy = dataclasses.replace(config, tokenizer=str(byte_level("Lowercase").save(folded)))
+    cases = ((lossy, False), (config, True), *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")))
+    for settings, known in cases:
         made = corpus.prepare(settings, vocab=300)
         facts = json.loads((made.directory / "corpus.json").read_text())
         del facts["lost_bytes"], facts["sealed"]
