@@ -26,6 +26,8 @@ _ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".
 _FOREIGN = (".lz4", ".lzma", ".lz", ".lzo", ".br", ".z", ".sz", ".snappy", ".zstd")
 """Suffixes of compressed files that are not read."""
 _BUFFER = 2**20
+_FIRST_LINE = 2**26
+"""Bytes that are read of the first line of a .json file, at most. A longer one of JSON lines is a document of its own."""
 _PLAUSIBLE, _RATIO = 2**26, 200
 """Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches 4 to 30 times."""
 _SHOWN = 8
@@ -72,11 +74,15 @@ def require_all_readable(paths: Iterable[Path]) -> None:
 def json_kind(path: Path) -> Literal["lines", "list"]:
     """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects."""
     with opened(path) as (file, _):
-        line = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"").removeprefix(codecs.BOM_UTF8).lstrip()
-    if line.startswith(b"["):
-        return "list"
+        start = b""
+        while not start and (read := file.read(_BUFFER)):
+            start = read.lstrip().removeprefix(codecs.BOM_UTF8).lstrip()
+        if start.startswith(b"["):  # perhaps on one line of gigabytes
+            return "list"
+        line, ends, _ = start.partition(b"\n")
+        line += b"" if ends else file.readline(_FIRST_LINE)
     try:
-        if not line or isinstance(json.loads(line), dict):
+        if not line or (line.startswith(b"{") and len(line) >= _FIRST_LINE) or isinstance(json.loads(line), dict):
             return "lines"
     except (ValueError, RecursionError):
         pass
