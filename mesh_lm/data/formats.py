@@ -43,9 +43,11 @@ def kind_of(path: Path | str) -> Kind | None:
     return None if last in _FOREIGN or (kind == "parquet" and last in _COMPRESSED) else kind
 
 
-def require_readable(path: Path) -> None:
+def require_readable(path: Path, field: str = "") -> None:
     """Raises ConfigError for a file whose name says that it holds text in a form that is not read: better than to skip it, or to take
     it for one document. A tar of text is valid UTF-8, as is any JSON.
+
+    field: what the first line of JSON lines must have, if it is known; see `json_kind`.
     """
     suffix = Path(path).suffix.lower()
     if _suffix(path) in _ARCHIVES:
@@ -53,15 +55,15 @@ def require_readable(path: Path) -> None:
     if suffix in _FOREIGN or (is_compressed(path) and _suffix(path) == ".parquet"):
         raise ConfigError(f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or .zst, or leave it out")
     if kind_of(path) == "json":
-        json_kind(path)
+        json_kind(path, field)
 
 
-def require_all_readable(paths: Iterable[Path]) -> None:
+def require_all_readable(paths: Iterable[Path], field: str = "") -> None:
     """Raises ConfigError as `require_readable`, and lists the files."""
     problems = []
     for path in paths:
         try:
-            require_readable(path)
+            require_readable(path, field)
         except ConfigError as error:
             problems.append(str(error))
     if len(problems) == 1:
@@ -71,24 +73,33 @@ def require_all_readable(paths: Iterable[Path]) -> None:
         raise ConfigError("\n  - ".join([f"{len(problems)} files are not read as they are", *problems[:_SHOWN], *more]))
 
 
-def json_kind(path: Path) -> Literal["lines", "list"]:
-    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects."""
+def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
+    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects.
+
+    field: the field of the text, which the first of the lines must have: settings on one line have not. "": any object will do.
+    """
     with opened(path) as (file, _):
-        start = b""
+        start, number = b"", 1
         while not start and (read := file.read(_BUFFER)):
             start = read.lstrip().removeprefix(codecs.BOM_UTF8).lstrip()
+            number += read.count(b"\n") - start.count(b"\n")
         if start.startswith(b"["):  # perhaps on one line of gigabytes
             return "list"
         line, ends, _ = start.partition(b"\n")
         line += b"" if ends else file.readline(_FIRST_LINE)
-    try:
-        if not line or (line.startswith(b"{") and len(line) >= _FIRST_LINE) or isinstance(json.loads(line), dict):
-            return "lines"
-    except (ValueError, RecursionError):
-        pass
+    if not line or (line.startswith(b"{") and len(line) >= _FIRST_LINE):
+        return "lines"
+    parsed = None
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(line)
+    if isinstance(parsed, dict) and (not field or any(isinstance(value, str) for value in parsed.values())):
+        if field:
+            text_in(parsed, field, f"{path}, line {number}", line)
+        return "lines"
+    with_field = f' with a string "{field}"' if field else ""
     raise ConfigError(
-        f"{path} holds neither JSON lines nor a list of objects; convert it to .jsonl, leave it out, or give it the suffix .txt to read it "
-        "as one document"
+        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, leave it out, or give it the suffix .txt "
+        "to read it as one document"
     )
 
 

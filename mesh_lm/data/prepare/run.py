@@ -74,7 +74,7 @@ def prepare(
         raise ConfigError(f"--output={prefix}: expected a prefix of file names, such as {prefix or 'data/'}books")
     prefix, vocab = str(Path(prefix).expanduser()), _vocab_to_train(tokenizer)
     shown = output or sys.stdout
-    work = plan.make(inputs, text_field, prefix)
+    work = plan.make(inputs, text_field, prefix, skip_bad_lines)
     given = None if vocab else load_tokenizer(tokenizer)
     made_from = {
         "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
