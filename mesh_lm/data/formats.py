@@ -98,8 +98,8 @@ def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
         return "lines"
     with_field = f' with a string "{field}"' if field else ""
     raise ConfigError(
-        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, leave it out, or give it the suffix .txt "
-        "to read it as one document"
+        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, leave it out, or give it the suffix "
+        ".txt to read it as one document"
     )
 
 

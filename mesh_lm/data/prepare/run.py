@@ -70,6 +70,7 @@ def prepare(
     """
     if workers < 0:
         raise ConfigError(f"--workers={workers} must be at least 1, or 0 for one per core")
+    lost_bytes.require_fraction(max_lost_bytes, "--max-lost-bytes")
     if not prefix or prefix.endswith(os.sep):
         raise ConfigError(f"--output={prefix}: expected a prefix of file names, such as {prefix or 'data/'}books")
     prefix, vocab = str(Path(prefix).expanduser()), _vocab_to_train(tokenizer)

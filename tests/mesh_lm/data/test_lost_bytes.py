@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from mesh_lm.commands import evaluate
 from mesh_lm.config import DataConfig
 from mesh_lm.data import corpus, lost_bytes
 from mesh_lm.data.prepare import plan, run, unfinished
@@ -29,6 +30,7 @@ from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer, perplexity
+from mesh_lm.training.check_data import data_problems
 
 TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
 
@@ -212,6 +214,16 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
     (tmp_path / "out.digests").unlink()
     (tmp_path / "out.json").write_text(json.dumps(facts))
     assert corpus.prepare(blend, vocab=300).heldout_bytes == read.heldout_bytes
+
+
+@pytest.mark.parametrize("limit", [-0.01, 1.01, 5.0, math.nan])
+def test_a_limit_that_is_no_fraction_is_refused(tmp_path: Path, limit: float) -> None:
+    with pytest.raises(ConfigError, match=r"--max-lost-bytes=\S+ must be a fraction of the text's bytes, in \[0, 1\], such as 0\.01"):
+        prepare((str(tmp_path),), str(tmp_path / "out"), "bytes", max_lost_bytes=limit)
+    with pytest.raises(ConfigError, match=r"--max-lost-bytes=.* must be a fraction"):
+        evaluate.parse(["--checkpoint=x", "--text=y", f"--max-lost-bytes={limit}"])
+    assert list(data_problems(DataConfig(max_lost_bytes=limit))) == [f"data.max_lost_bytes={limit} must be in [0, 1]"]
+    assert not list(data_problems(DataConfig(max_lost_bytes=1)))
 
 
 def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
