@@ -59,14 +59,15 @@ class Batches:
             )
         before = saved.get("tokenizer") if saved else None
         self._tokenizer = corpus.fingerprint or before
-        other = before and self._tokenizer and before != self._tokenizer
-        used = corpus.tokenizer() if other else None
-        self._former = bool(used and before in used.former_fingerprints)
-        if other and not self._former:
-            raise ConfigError(
-                f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
-                f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
-            )
+        self._former = False
+        if before and self._tokenizer and before != self._tokenizer:
+            used = corpus.tokenizer()
+            self._former = used is not None and before in used.former_fingerprints
+            if not self._former:
+                raise ConfigError(
+                    f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
+                    f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
+                )
         last = self.position + max(0, train.steps - done) * train.global_batch
         self._corpus, self._order, eod = corpus, corpus.training_order(config, saved, last), corpus.eod
         fill = None
