@@ -56,6 +56,7 @@ def parse(argv: Sequence[str], prog: str = "") -> Arguments:
         raise ConfigError(
             f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and --limit={arguments.limit} at least 0"
         )
+    lost_bytes.require_fraction(arguments.max_lost_bytes, "--max-lost-bytes")
     return arguments
 
 

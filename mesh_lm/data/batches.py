@@ -13,6 +13,7 @@ from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
 from mesh_lm.data.rows import RowReader
+from mesh_lm.data.tokenizer import FORMER
 from mesh_lm.errors import ConfigError
 from sharding_rules import token_order
 
@@ -58,11 +59,15 @@ class Batches:
             )
         before = saved.get("tokenizer") if saved else None
         self._tokenizer = corpus.fingerprint or before
+        self._former = False
         if before and self._tokenizer and before != self._tokenizer:
-            raise ConfigError(
-                f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
-                f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
-            )
+            used = corpus.tokenizer()
+            self._former = used is not None and before in used.former_fingerprints
+            if not self._former:
+                raise ConfigError(
+                    f"{config.output} was trained with another tokenizer than this data's (fingerprint {before[:12]}, not "
+                    f"{self._tokenizer[:12]}): the ids have other meanings; use a new output directory, or data of that tokenizer"
+                )
         last = self.position + max(0, train.steps - done) * train.global_batch
         self._corpus, self._order, eod = corpus, corpus.training_order(config, saved, last), corpus.eod
         fill = None
@@ -89,7 +94,8 @@ class Batches:
     @property
     def changed(self) -> list[str]:
         """Messages about how the data differs from the saved state."""
-        return self._corpus.changed(self._order)
+        former = [FORMER.format(f"the checkpoint in {self._config.output}")] if self._former else []
+        return [*former, *self._corpus.changed(self._order)]
 
     def state(self, position: int) -> dict[str, Any]:
         """Returns the state of the data after `position` global samples, as JSON for a checkpoint. All processes must call it.

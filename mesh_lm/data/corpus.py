@@ -32,7 +32,7 @@ from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sour
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -162,7 +162,7 @@ def prepare(
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source, directory = _source(config, tokenizer, vocab)
+    source, directory = _source(config, tokenizer, vocab, progress)
     settings = {
         "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
     }  # fmt: skip
@@ -202,12 +202,21 @@ def known_sources(config: DataConfig) -> Sources:
     return _load(directory).sources() if directory.exists() else {}
 
 
-def _source(config: DataConfig, tokenizer: Tokenizer | None, vocab: int) -> tuple[sources.Source, Path]:
-    """Returns the text of config.path, and the directory of its corpus, which may not exist yet."""
+def _source(
+    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, progress: Callable[[str], None] = lambda message: None
+) -> tuple[sources.Source, Path]:  # fmt: skip
+    """Returns the text of config.path, and the directory of its corpus, which may not exist yet.
+
+    A corpus that one of the tokenizer's former fingerprints names is used where there is no other, and `progress` says so.
+    """
     source = sources.find(config.path, config.text_field)
-    made_by = tokenizer.fingerprint if tokenizer else vocab
-    key = hashlib.sha256(f"{_FORMAT} {made_by} {source.digest()}".encode()).hexdigest()[:16]
-    return source, Path(config.cache).expanduser() / f"{source.name}-{key}"
+    made_by, digest = [tokenizer.fingerprint, *tokenizer.former_fingerprints] if tokenizer else [vocab], source.digest()
+    keys = [hashlib.sha256(f"{_FORMAT} {each} {digest}".encode()).hexdigest()[:16] for each in made_by]
+    directories = [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]
+    found = next((directory for directory in directories if directory.exists()), directories[0])
+    if found != directories[0]:
+        progress(FORMER.format(found))
+    return source, found
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
@@ -234,7 +243,8 @@ def _load(directory: Path) -> TextCorpus:
             if sealed[name] != _digest(directory / name, facts):
                 raise ValueError(f"{name} is not as it was written (SHA-256)")
         lost, made_by = facts.get("lost_bytes"), facts["settings"]["tokenizer"]
-        if lost is None and isinstance(made_by, str) and made_by != "bytes":  # one that was trained on the text loses nothing
+        # A vocabulary that was trained on the text loses nothing.
+        if lost is None and isinstance(made_by, str) and not load_tokenizer(directory).is_lossless:
             facts |= {"train_bytes": None, "heldout_bytes": None, "loss_of_bytes": _UNCOUNTED.format(directory)}
         elif lost:
             facts["loss_of_bytes"] = lost_bytes.described(lost, facts["train_bytes"] + facts["heldout_bytes"] + lost)

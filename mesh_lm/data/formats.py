@@ -26,6 +26,8 @@ _ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".
 _FOREIGN = (".lz4", ".lzma", ".lz", ".lzo", ".br", ".z", ".sz", ".snappy", ".zstd")
 """Suffixes of compressed files that are not read."""
 _BUFFER = 2**20
+_FIRST_LINE = 2**26
+"""Bytes that are read of the first line of a .json file, at most. A longer one of JSON lines is a document of its own."""
 _PLAUSIBLE, _RATIO = 2**26, 200
 """Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches 4 to 30 times."""
 _SHOWN = 8
@@ -41,9 +43,11 @@ def kind_of(path: Path | str) -> Kind | None:
     return None if last in _FOREIGN or (kind == "parquet" and last in _COMPRESSED) else kind
 
 
-def require_readable(path: Path) -> None:
+def require_readable(path: Path, field: str = "") -> None:
     """Raises ConfigError for a file whose name says that it holds text in a form that is not read: better than to skip it, or to take
     it for one document. A tar of text is valid UTF-8, as is any JSON.
+
+    field: what the first line of JSON lines must have, if it is known; see `json_kind`.
     """
     suffix = Path(path).suffix.lower()
     if _suffix(path) in _ARCHIVES:
@@ -51,15 +55,15 @@ def require_readable(path: Path) -> None:
     if suffix in _FOREIGN or (is_compressed(path) and _suffix(path) == ".parquet"):
         raise ConfigError(f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or .zst, or leave it out")
     if kind_of(path) == "json":
-        json_kind(path)
+        json_kind(path, field)
 
 
-def require_all_readable(paths: Iterable[Path]) -> None:
+def require_all_readable(paths: Iterable[Path], field: str = "") -> None:
     """Raises ConfigError as `require_readable`, and lists the files."""
     problems = []
     for path in paths:
         try:
-            require_readable(path)
+            require_readable(path, field)
         except ConfigError as error:
             problems.append(str(error))
     if len(problems) == 1:
@@ -69,20 +73,33 @@ def require_all_readable(paths: Iterable[Path]) -> None:
         raise ConfigError("\n  - ".join([f"{len(problems)} files are not read as they are", *problems[:_SHOWN], *more]))
 
 
-def json_kind(path: Path) -> Literal["lines", "list"]:
-    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects."""
+def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
+    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects.
+
+    field: the field of the text, which the first of the lines must have: settings on one line have not. "": any object will do.
+    """
     with opened(path) as (file, _):
-        line = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"").removeprefix(codecs.BOM_UTF8).lstrip()
-    if line.startswith(b"["):
-        return "list"
-    try:
-        if not line or isinstance(json.loads(line), dict):
-            return "lines"
-    except (ValueError, RecursionError):
-        pass
+        start, number = b"", 1
+        while not start and (read := file.read(_BUFFER)):
+            start = read.lstrip().removeprefix(codecs.BOM_UTF8).lstrip()
+            number += read.count(b"\n") - start.count(b"\n")
+        if start.startswith(b"["):  # perhaps on one line of gigabytes
+            return "list"
+        line, ends, _ = start.partition(b"\n")
+        line += b"" if ends else file.readline(_FIRST_LINE)
+    if not line or (line.startswith(b"{") and len(line) >= _FIRST_LINE):
+        return "lines"
+    parsed = None
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(line)
+    if isinstance(parsed, dict) and (not field or any(isinstance(value, str) for value in parsed.values())):
+        if field:
+            text_in(parsed, field, f"{path}, line {number}", line)
+        return "lines"
+    with_field = f' with a string "{field}"' if field else ""
     raise ConfigError(
-        f"{path} holds neither JSON lines nor a list of objects; convert it to .jsonl, leave it out, or give it the suffix .txt to read it "
-        "as one document"
+        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, leave it out, or give it the suffix "
+        ".txt to read it as one document"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ try:
 except ImportError:  # Windows has no fcntl: processes that start together each compute
     fcntl = None
 
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a directory that is read-only, or of another user."""
 Arrays = dict[str, np.ndarray]
 _DIGESTS = "digests.json"
 """The CRC-32 of each file of a directory, from the names of both on, so that one under another's name fails, too."""
@@ -32,6 +35,7 @@ class IndexCache:
     """The cache `<data.cache>/indices`: one directory of .npy files and their digests per key.
 
     Directories are renamed into place once complete. One that is not as it was written is named in the log and computed again.
+    So is one without digests, as older versions wrote them, unless the cache cannot be written: then it is read unverified.
     Processes that want the same key wait on a lock file for the first one; on a file system without locks all of them compute, and the
     first to finish wins.
     """
@@ -56,7 +60,7 @@ class IndexCache:
                 try:
                     return _verified(directory)  # of a process that was faster
                 except _DamagedError as error:
-                    self._remove(directory, str(error))
+                    self._remove(directory, error)
                 if size >= slow:
                     self._progress(f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept in {self._directory}")
                 _store(directory, compute())
@@ -64,9 +68,14 @@ class IndexCache:
         except _DamagedError as error:
             raise ConfigError(f"data.cache: {directory} was written just now, but {error}; its disk is failing: use another one") from error
         except OSError as error:
+            if error.errno in _NOT_OURS and (arrays := _unverified(directory)):
+                self._progress(
+                    f"{directory} has no digests (older version), and cannot be written ({error.strerror}): it is read unverified"
+                )
+                return arrays
             raise ConfigError(f"data.cache: cannot keep an index in {directory}: {error.strerror} ({error.filename})") from error
 
-    def _remove(self, directory: Path, why: str) -> None:
+    def _remove(self, directory: Path, error: _DamagedError) -> None:
         """Removes a damaged index, if there is one, and says so; processes that have mapped it keep its contents."""
         doomed = sibling(directory)
         try:
@@ -77,14 +86,19 @@ class IndexCache:
         self._damaged += 1
         from mesh_lm.distributed.prefix import log_prefix  # imports JAX
 
+        what = "has no digests (older version)" if isinstance(error, _NoDigestsError) else f"is not as it was written ({error})"
         print(
-            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} is not as it was written ({why}); "
-            f"it is computed again ({self._damaged} so far)", flush=True,
+            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {what}; it is computed again "
+            f"({self._damaged} so far)", flush=True,
         )  # fmt: skip
 
 
 class _DamagedError(ValueError):
     """An index is not as it was written, or not there."""
+
+
+class _NoDigestsError(_DamagedError):
+    """An index is of an older version, or not there."""
 
 
 def _verified(directory: Path) -> Arrays:
@@ -98,11 +112,21 @@ def _verified(directory: Path) -> Arrays:
             raise _DamagedError(f"{min(sums)} is missing")
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
     except (FileNotFoundError, NotADirectoryError):
-        raise _DamagedError(f"{_DIGESTS} is missing") from None
+        raise _NoDigestsError(f"{_DIGESTS} is missing") from None
     except _DamagedError:
         raise
     except ValueError as error:
         raise _DamagedError(f"{_DIGESTS}: {error}") from None
+
+
+def _unverified(directory: Path) -> Arrays:
+    """Returns the arrays of an index that has no digests, mapped; none if it has them, is not there or cannot be read."""
+    if (directory / _DIGESTS).exists():
+        return {}
+    try:
+        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
+    except (OSError, ValueError, EOFError):
+        return {}
 
 
 def _sum(path: Path, index: str) -> int:

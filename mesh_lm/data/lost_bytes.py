@@ -20,6 +20,12 @@ def described(lost: int, n_bytes: int) -> str:
     return f"the tokenizer loses {lost:,} of {n_bytes:,} bytes of text ({lost / n_bytes:.2%})" if lost else ""
 
 
+def require_fraction(limit: float, setting: str) -> None:
+    """Raises ConfigError for a limit that is no fraction, such as a percentage."""
+    if not 0 <= limit <= 1:
+        raise ConfigError(f"{setting}={limit:g} must be a fraction of the text's bytes, in [0, 1], such as {TOLERATED}")
+
+
 def refuse(lost: int, n_bytes: int, limit: float, setting: str = "") -> None:
     """Raises ConfigError if more than the fraction `limit` of the text is lost; setting: the option that has the limit, if there is one."""
     if lost > limit * n_bytes:

@@ -21,7 +21,7 @@ from mesh_lm.data.indexed import Documents, TokenStream, stored_tokens
 from mesh_lm.data.lost_bytes import described
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import FORMER, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
 NOT_SEALED = "data without digests is read unverified; if it is as it should be, seal it: mesh-lm prepare seal {prefix}"
@@ -73,7 +73,7 @@ class MegatronCorpus(Dataset):
                 )
         self.weights = normalized(weights) if weights else None
         self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
-        self.fingerprint, self.eod = self._tokenizer_of_all()
+        self.fingerprint, self.eod = self._tokenizer_of_all(progress)
         self.cache = IndexCache(config.cache, progress)
         if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
             progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
@@ -129,11 +129,14 @@ class MegatronCorpus(Dataset):
         numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[SPLITS.index(split)]
         return TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab)
 
-    def _tokenizer_of_all(self) -> tuple[str | None, int | None]:
+    def _tokenizer_of_all(self, progress: Callable[[str], None]) -> tuple[str | None, int | None]:
         """Returns the tokenizer's fingerprint and EOD; raises ConfigError if the members' tokenizers differ."""
         known = {member.prefix: member.about["tokenizer_fingerprint"] for member in self._all if "tokenizer_fingerprint" in member.about}
         if self._tokenizer:
-            known["data.tokenizer"] = self._tokenizer.fingerprint
+            former = [name for name, fingerprint in known.items() if fingerprint in self._tokenizer.former_fingerprints]
+            known |= dict.fromkeys([*former, "data.tokenizer"], self._tokenizer.fingerprint)
+            if former:
+                progress(FORMER.format(", ".join(former)))
         if len(set(known.values())) > 1:
             listed = "\n".join(f"  - {name}: {fingerprint[:16]}" for name, fingerprint in known.items())
             fix = "prepare all of it with one tokenizer, and set data.tokenizer to that or leave it empty"

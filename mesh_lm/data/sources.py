@@ -162,7 +162,7 @@ def _unreadable(error: OSError) -> None:
 
 def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
     files = below(root, suffix, skip)
-    formats.require_all_readable(root / file for file in files)
+    formats.require_all_readable((root / file for file in files), field)
     size = sum((root / file).stat().st_size for file in files)
     if not size:
         raise ConfigError(f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty ones; give one with text")

@@ -11,10 +11,10 @@ from typing import Any, get_type_hints, overload
 
 import jax
 
-from mesh_lm import checkpoint, huggingface
+from mesh_lm import checkpoint, distributed, huggingface
 from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.config.resolved import rules_from
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import FORMER, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
@@ -150,11 +150,18 @@ def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
         fingerprint = None
         with contextlib.suppress(ConfigError):  # weights may come without one
             fingerprint = load_tokenizer(str(path)).fingerprint
-    if fingerprint not in (None, tokenizer.fingerprint):
+    if not _is_of(fingerprint, tokenizer, f"init_from={path}"):
         raise ConfigError(
             f"init_from={path} was trained with another tokenizer than this data's (fingerprint {str(fingerprint)[:12]}, not "
             f"{tokenizer.fingerprint[:12]}): the ids have other meanings; set data.tokenizer to the original one"
         )
+
+
+def _is_of(fingerprint: str | None, tokenizer: Tokenizer, what: str) -> bool:
+    """Returns whether a fingerprint is unknown, or that of a tokenizer; prints a warning for a former one of it."""
+    if former := fingerprint in tokenizer.former_fingerprints:
+        distributed.print_on_process0(FORMER.format(what))
+    return former or fingerprint in (None, tokenizer.fingerprint)
 
 
 def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None:
@@ -194,7 +201,7 @@ def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) 
         raise ConfigError(f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")
     tokenizer = load_tokenizer(spec or str(kept))
     trained_with = saved.data.get("tokenizer") if saved else None
-    if trained_with not in (None, tokenizer.fingerprint):
+    if not _is_of(trained_with, tokenizer, str(path)):
         raise ConfigError(
             f"{spec or kept} is not the tokenizer that {path} was trained with: its ids have other meanings "
             f"(fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"

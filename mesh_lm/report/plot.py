@@ -22,12 +22,12 @@ LABEL_GAP = 0.055
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
     """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
 
-    In bits per byte if metrics.jsonl has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
-    text, such as {"gzip -9": 2.31}); else in nats per token, without them. Damaged rows are left out. Draws nothing if there is no loss
-    yet.
+    In bits per byte if the last row with a loss has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
+    text, such as {"gzip -9": 2.31}); else in nats per token, without them: the bytes may be unknown from some step on. Damaged rows are
+    left out. Draws nothing if there is no loss yet.
     """
     rows, _ = read(metrics_jsonl)
-    bytewise = any("train_bpb" in row for row in rows)
+    bytewise = "train_bpb" in next((row for row in reversed(rows) if row.get("loss") is not None or "train_bpb" in row), {})
     unit = "bits per byte" if bytewise else "nats per token"
     name = "train_bpb" if bytewise else "loss"
     train = _series([{name: row.get(name), **row} | ({name: row[f"mean_{name}"]} if row.get(f"mean_{name}") else {}) for row in rows], name)

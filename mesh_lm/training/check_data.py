@@ -30,7 +30,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; leave it out of one of them"
     if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
         yield "data.add_extra_token=false is for a data.blend without packed documents and without data.fim_rate; leave it out"
-    for name in ("fim_rate", "fim_spm_rate"):
+    for name in ("fim_rate", "fim_spm_rate", "max_lost_bytes"):
         if not 0 <= (value := getattr(data, name)) <= 1:
             yield f"data.{name}={value} must be in [0, 1]"
     if data.fim_rate and data.documents == "packed":

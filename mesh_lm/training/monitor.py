@@ -9,6 +9,7 @@ from types import TracebackType
 
 import jax
 
+from mesh_lm.checkpoint.reader import steps_in
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
 from mesh_lm.config.resolved import to_json
 from mesh_lm.data.atomic import atomic_write
@@ -152,9 +153,19 @@ class Monitor:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
     def has_finished(self, *, with_sample: bool) -> bool:
-        """Returns whether an earlier process has written what `finish` writes. False off process 0."""
+        """Returns whether an earlier process has written what `finish` writes, after the newest checkpoint. False off process 0.
+
+        Files that are older than it are of a shorter run, which was then trained on, and died between its last save and `finish`.
+        """
         names = ["loss.png", *(["sample.txt"] if with_sample else [])]
-        return self.speaks and all((self.output / name).exists() for name in names)
+        if not self.speaks:
+            return False
+        checkpoints = self.output / "checkpoints"
+        try:
+            saved = (checkpoints / str(max(steps_in(checkpoints), default=0)) / "metadata" / "metadata").stat().st_mtime_ns
+            return all((self.output / name).stat().st_mtime_ns >= saved for name in names)
+        except OSError:
+            return False
 
     def flush(self) -> None:
         """Waits for the newest step, and writes its metrics."""

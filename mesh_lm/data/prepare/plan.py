@@ -90,8 +90,10 @@ class ReadPlan:
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
-def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
+def make(inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bool = False) -> ReadPlan:
     """Returns the plan for files and directories in the given order; in directories, files of the prefix `output` are skipped.
+
+    skip_bad_lines: whether lines may lack `field`; else the .json files of a directory whose first line does are refused here, all at once.
 
     Raises:
       ConfigError: a path is missing, empty, unreadable or of an unsupported type.
@@ -103,7 +105,7 @@ def make(inputs: Sequence[str], field: str, output: str = "") -> ReadPlan:
             names = [name for name in sources.below(path) if (path / name).stat().st_size and not _is_of(output, path / name)]
             if not names:
                 raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
-            formats.require_all_readable(path / name for name in names)
+            formats.require_all_readable((path / name for name in names), "" if skip_bad_lines else field)
             for name in names:
                 planner.add(path / name)
         elif not path.is_file():

@@ -70,11 +70,12 @@ def prepare(
     """
     if workers < 0:
         raise ConfigError(f"--workers={workers} must be at least 1, or 0 for one per core")
+    lost_bytes.require_fraction(max_lost_bytes, "--max-lost-bytes")
     if not prefix or prefix.endswith(os.sep):
         raise ConfigError(f"--output={prefix}: expected a prefix of file names, such as {prefix or 'data/'}books")
     prefix, vocab = str(Path(prefix).expanduser()), _vocab_to_train(tokenizer)
     shown = output or sys.stdout
-    work = plan.make(inputs, text_field, prefix)
+    work = plan.make(inputs, text_field, prefix, skip_bad_lines)
     given = None if vocab else load_tokenizer(tokenizer)
     made_from = {
         "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
@@ -116,7 +117,7 @@ def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text
         "documents": totals.documents,
         "tokens": totals.tokens,
         "bytes": totals.bytes,
-        "lost_bytes": totals.lost_bytes,
+        **({} if totals.lost_bytes is None else {"lost_bytes": totals.lost_bytes}),
         "text_field": text_field,
         "skipped_lines": totals.bad_lines,
         "skipped_files": totals.bad_files + work.not_text,
@@ -145,7 +146,7 @@ def _encode(
 
 def _refuse_loss(totals: Totals, may_lose: float, at_the_end: bool) -> None:
     """Raises ConfigError for too many lost bytes, once there is enough text to judge by."""
-    if at_the_end or totals.bytes > _ENOUGH:
+    if totals.lost_bytes is not None and (at_the_end or totals.bytes > _ENOUGH):
         lost_bytes.refuse(totals.lost_bytes, totals.bytes, may_lose, "--max-lost-bytes")
 
 

@@ -48,8 +48,8 @@ class Totals:
     pending: int = 0
     """Tokens of a document that continues in the next shard."""
     bytes: int = 0
-    lost_bytes: int = 0
-    """Bytes of text that the tokens do not spell."""
+    lost_bytes: int | None = 0
+    """Bytes of text that the tokens do not spell; None if an older version, which did not count them, encoded some of the shards."""
     bad_lines: int = 0
     bad_files: int = 0
     size: int = 0
@@ -121,7 +121,7 @@ class Unfinished:
         """Returns the last line of the journal."""
         try:
             lines = self._files["journal.jsonl"].read_bytes().split(b"\n")[:-1]  # an incomplete last line was truncated by a crash
-            return Totals(**strict_json.loads(lines[-1])) if lines else Totals()
+            return Totals(**{"lost_bytes": None, **strict_json.loads(lines[-1])}) if lines else Totals()
         except FileNotFoundError:
             return Totals()
         except (OSError, ValueError, TypeError) as error:
@@ -213,7 +213,7 @@ class Appender:
             tokens=before.tokens + len(encoded.tokens),
             pending=pending,
             bytes=before.bytes + encoded.text_bytes,
-            lost_bytes=before.lost_bytes + encoded.lost_bytes,
+            lost_bytes=None if before.lost_bytes is None else before.lost_bytes + encoded.lost_bytes,
             bad_lines=before.bad_lines + encoded.bad_lines,
             bad_files=before.bad_files + encoded.bad_files,
             size=before.size + shard.size,

@@ -17,6 +17,11 @@ EOD = "<|endoftext|>"
 """The end-of-document token of tokenizers trained here."""
 MIN_VOCAB = 257
 """256 bytes and the end-of-document token: enough to encode every text."""
+FORMER = (
+    "warning: {} is of an older version, which split white space at the end of a text otherwise; all other ids are the same, and it is "
+    "read as it is"
+)
+"""What a log says about data or weights with one of a tokenizer's former fingerprints."""
 _UNKNOWN = "\ufffd".encode()
 
 
@@ -27,8 +32,12 @@ class Tokenizer(ABC):
       vocab_size: ids are 0 to vocab_size - 1; some may be unused.
       eod: id of the end-of-document token. No text encodes to it, not even its spelling.
       fingerprint: SHA-256 (hex) of the vocabulary, its rules and the EOD. Tokenizers with equal fingerprints give equal ids.
+      former_fingerprints: those that older versions gave this tokenizer, whose ids differed in white space at the ends of texts only.
+        Data and weights that were made with them are still accepted.
       joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so that a long text can be encoded in
         pieces. True for byte-level vocabularies; others may put a space at the start of each piece.
+      is_lossless: whether it is known that decode(encode(text)) has every character of any text: it has a token for each byte, and no
+        rule that drops or rewrites text.
       library: the package whose version may affect the ids; "" for none.
       unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
     """
@@ -36,7 +45,9 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     fingerprint: str
+    former_fingerprints: tuple[str, ...] = ()
     joins: bool = True
+    is_lossless: bool = False
     library: str = ""
     unknown: int | None = None
 

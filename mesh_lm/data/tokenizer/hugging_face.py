@@ -60,6 +60,7 @@ class HuggingFace(Tokenizer):
         self._decoders = _decoders(self._data.get("decoder"), path)
         self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
+        self.is_lossless = self._loses_nothing()
         meaning = {key: value for key, value in self._data.items() if key not in _WITHOUT_MEANING}
         self.fingerprint = fingerprint("hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod)
 
@@ -83,6 +84,21 @@ class HuggingFace(Tokenizer):
         """Returns the id of the unknown token, which a BPE or WordPiece model names, and a Unigram model numbers."""
         model = self._data["model"]
         return model.get("unk_id") if model.get("unk_token") is None else self._vocab.get(model["unk_token"])
+
+    def _loses_nothing(self) -> bool:
+        """Returns whether it is a byte-level BPE with the whole alphabet, and without any of the rules that drop or rewrite text."""
+        model, splitter = self._data["model"], self._data.get("pre_tokenizer") or {}
+        steps = splitter.get("pretokenizers", [splitter])
+        return (
+            model.get("type") == "BPE"
+            and not any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+            and not self._data.get("normalizer")
+            and [step.get("type") for step in steps].count("ByteLevel") == 1
+            and all(step["type"] in ("ByteLevel", "Split", "Digits") and step.get("behavior") != "Removed" for step in steps)
+            and "ByteLevel" in self._decoders
+            and all(character in model["vocab"] for character in _byte_alphabet())
+            and not any(token.get("lstrip") or token.get("rstrip") for token in self._data.get("added_tokens") or ())
+        )
 
     def _spell(self) -> list[bytes]:
         spellings = [b""] * self.vocab_size

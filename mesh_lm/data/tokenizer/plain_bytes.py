@@ -17,6 +17,8 @@ FILE = "tokenizer.bytes"
 class Bytes(Tokenizer):
     """Id i < 256 is byte i; 256 is EOD."""
 
+    is_lossless = True
+
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
         self.fingerprint = fingerprint("bytes", b"", self.eod)

@@ -51,12 +51,15 @@ _PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
     128000: (_META, {name: 128000 + i for i, name in enumerate(_LLAMA3)}),
     199998: (_O200K, {EOD: 199999, "<|endofprompt|>": 200018}),
 }
+_FORMERLY = {_META: _CL100K}
+"""Patterns that older versions had for the same files."""
 FILE = "tokenizer.tiktoken"
 
 
 class Ranks(Tokenizer):
     """A tiktoken tokenizer; `data`: contents of a rank file. Raises ConfigError if it is damaged or tiktoken is not installed."""
 
+    is_lossless = True  # `_parse` requires all bytes, and the patterns skip nothing
     library = "tiktoken"
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -65,8 +68,10 @@ class Ranks(Tokenizer):
         self._encoding = _tiktoken().Encoding("ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials)
         self.eod = self._specials.get(EOD, self._specials.get("<|end_of_text|>", -1))
         self.vocab_size = self._encoding.n_vocab
-        ordered = sorted((rank, token.hex()) for token, rank in self._ranks.items())
-        self.fingerprint = fingerprint("ranks", repr((pattern, sorted(self._specials.items()), ordered)).encode(), self.eod)
+        rest = (sorted(self._specials.items()), sorted((rank, token.hex()) for token, rank in self._ranks.items()))
+        patterns = [pattern, *filter(None, [_FORMERLY.get(pattern)])]
+        self.fingerprint, *former = (fingerprint("ranks", repr((each, *rest)).encode(), self.eod) for each in patterns)
+        self.former_fingerprints = tuple(former)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Implements `Tokenizer.encode_batch`."""

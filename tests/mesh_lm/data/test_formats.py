@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -119,6 +120,48 @@ def test_all_refused_files_are_listed(tmp_path: Path, read: Callable) -> None:
     with pytest.raises(ConfigError, match=r"10 files are not read as they are\n  - .*0\.tar is an archive") as refused:
         read(tmp_path / "in")
     assert str(refused.value).count("archive") == 8 and str(refused.value).endswith("and 2 more")
+
+
+@READERS
+def test_all_json_without_the_field_is_listed(tmp_path: Path, read: Callable) -> None:
+    """Settings on one line look like JSON lines; those of a directory are named at once, not one per attempt."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "lines.json").write_bytes(LINES)
+    (tmp_path / "in" / "a.json").write_text('{"compilerOptions": {"strict": true}}')
+    (tmp_path / "in" / "b.json").write_text('\n\n{"name": "x"}\n')
+    (tmp_path / "in" / "c.json").write_text('{"compilerOptions":\n {}}')
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path / "in")
+    first, a, b, c = str(refused.value).split("\n  - ")
+    assert first == "3 files are not read as they are"
+    assert a.startswith(f'{tmp_path / "in" / "a.json"} holds neither JSON lines nor a list of objects with a string "text"; convert it')
+    assert b == f'{tmp_path / "in" / "b.json"}, line 3: has no "text"; it has "name": choose one with text_field'
+    assert c.startswith(f"{tmp_path / 'in' / 'c.json'} holds neither JSON lines")
+
+
+def test_a_first_line_without_the_field_may_be_skipped(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_bytes(b'{"compilerOptions": {}}\n' + LINES)
+    assert by_prepare(tmp_path / "in", skip_bad_lines=True) == TEXTS
+
+
+def test_the_kind_of_json_needs_its_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list on one line of 256 MiB is known by its first bytes, and a first line of JSON lines may be of any length."""
+    with open(tmp_path / "list.json", "wb") as file:
+        file.write(b"\xef\xbb\xbf\n [")
+        file.truncate(2**28)
+    tracemalloc.start()
+    assert formats.json_kind(tmp_path / "list.json") == "list"
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+    monkeypatch.setattr(formats, "_BUFFER", 16)
+    monkeypatch.setattr(formats, "_FIRST_LINE", 4096)
+    for n in (1, 16, 1000, 10_000):  # ends in the first buffer, at its end, behind it, and nowhere in what is read
+        (tmp_path / "lines.json").write_bytes(b" " * 40 + b"\n" + json.dumps({"text": "a" * n}).encode() + b"\n{}\n")
+        assert formats.json_kind(tmp_path / "lines.json") == "lines"
+    (tmp_path / "other.json").write_bytes(b'{"a":\n 1}')
+    with pytest.raises(ConfigError, match="holds neither JSON lines nor a list"):
+        formats.json_kind(tmp_path / "other.json")
 
 
 def test_bad_items_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import errno
 import multiprocessing
 import re
 import shutil
@@ -94,7 +95,7 @@ def damages(directory: Path, other: Path) -> Iterator[tuple[str, str]]:
     (directory / "z.npy").write_bytes(intact)
     yield "one too many", "CRC-32 of z.npy"
     sums.unlink()
-    yield "no digests, as of earlier versions", "digests.json is missing"
+    yield "no digests, as of earlier versions", r"has no digests \(older version\)"
     for text in ("", "[" * 9999, '{"x.npy": {}}', '{"x.npy": 1}'):
         sums.write_text(text)
         yield text, "(CRC-32 of|digests.json: )"
@@ -113,10 +114,35 @@ def test_a_damaged_index_is_named_and_computed_again(tmp_path: Path, capsys: pyt
         capsys.readouterr()
         assert read(cache, {"n": 1}) == intact, what
         out = capsys.readouterr().out
-        said = rf"warning: index cache: {directory.name} in {directory.parent} is not as it was written \({why}.*\); it is computed again"
+        why = why if "older version" in why else rf"is not as it was written \({why}.*\)"
+        said = rf"warning: index cache: {directory.name} in {directory.parent} {why}; it is computed again"
         assert re.search(rf"{said} \({count} so far\)\n$", out) and out.count("\n") == 1, (what, out)
         assert read(cache, {"n": 1}) == intact and not capsys.readouterr().out, "it is kept"
     assert count == 16 and {*(tmp_path / "indices").iterdir()} == {directory, other}
+
+
+@pytest.mark.parametrize("at", ["lock", "rename"])
+def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
+    """A read-only cache refuses the lock file, and a directory of another user its renaming; the tests may run as root, who may both."""
+    lines: list[str] = []
+    cache = IndexCache(str(tmp_path), lines.append)
+    intact = read(cache, {"n": 1})
+    (directory,) = tmp_path.glob("indices/kind-*")
+
+    def refuse(path: Path, *more: object) -> None:
+        raise OSError(errno.EROFS if at == "lock" else errno.EPERM, "refused", str(path))
+
+    monkeypatch.setattr(index_cache, "_lock", refuse) if at == "lock" else monkeypatch.setattr(index_cache.os, "rename", refuse)
+    (directory / "digests.json").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*refused"):
+        read(cache, {"n": 1})  # damaged
+    (directory / "digests.json").unlink()
+    assert read(cache, {"n": 1}) == intact
+    assert lines == [f"{directory} has no digests (older version), and cannot be written (refused): it is read unverified"]
+    (directory / "x.npy").write_bytes(b"")
+    for key in (1, 2):  # damaged, and not there
+        with pytest.raises(ConfigError, match="cannot keep an index"):
+            read(cache, {"n": key})
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,15 @@
 """Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and refused beyond a threshold."""
 
+import base64
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import math
 import unicodedata
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from mesh_lm.commands import evaluate
 from mesh_lm.config import DataConfig
 from mesh_lm.data import corpus, lost_bytes
+from mesh_lm.data.prepare import plan, run, unfinished
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer, perplexity
+from mesh_lm.training.check_data import data_problems
 
 TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
 
@@ -57,6 +64,29 @@ def sentencepiece_model() -> bytes:
 @given(st.text())
 def test_a_whole_alphabet_loses_nothing(text: str) -> None:
     assert lost(byte_level(), text) == lost(load_tokenizer("bytes"), text) == 0
+
+
+def test_what_is_known_to_lose_nothing(tmp_path: Path) -> None:
+    """A tokenizer.json is, unless one of its rules may drop or rewrite text, or it lacks a byte."""
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> bool:
+        data = json.loads(byte_level()._text)
+        change(data)
+        return HuggingFace(json.dumps(data), tmp_path).is_lossless
+
+    split = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", "invert": False}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    sequence = {"type": "Sequence", "pretokenizers": [split, bytewise]}
+    removing = {"type": "Sequence", "pretokenizers": [split | {"behavior": "Removed"}, bytewise]}
+    spaced = {"id": 280, "content": "<x>", "special": False, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+    assert byte_level().is_lossless and load_tokenizer("bytes").is_lossless and changed(lambda data: data.update(pre_tokenizer=sequence))
+    assert not changed(lambda data: data.update(pre_tokenizer=removing)) and not changed(lambda data: data.update(pre_tokenizer=split))
+    assert not changed(lambda data: data["added_tokens"].append(spaced))
+    assert not any(each.is_lossless for each in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc")))
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+    assert not load_tokenizer(tmp_path / "tokenizer.model").is_lossless
+    (file := tmp_path / "x.tiktoken").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    assert load_tokenizer(file).is_lossless
 
 
 @given(st.text("abcde\u00e9\u65e5"))
@@ -110,6 +140,14 @@ class _Constant(Scorer):
         return [SimpleNamespace(logprobs=-np.ones(len(ids) - 1)) for ids in sequences]
 
 
+class _Here:
+    """A pool of this process."""
+
+    def submit(self, function: Any, *arguments: Any) -> Future:
+        (future := Future()).set_result(function(*arguments))
+        return future
+
+
 def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "tokenizer").mkdir(exist_ok=True)
@@ -134,9 +172,12 @@ def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> None:
-    """It did not count what was lost, and a vocabulary that was trained on the text lost nothing."""
-    config = of_text(tmp_path, byte_level())
-    for settings, known in ((config, False), (dataclasses.replace(config, tokenizer=""), True)):
+    """It did not count what was lost; a tokenizer that can lose nothing, such as one that was trained on the text, lost nothing."""
+    config, folded = of_text(tmp_path, byte_level()), tmp_path / "folded"
+    folded.mkdir()
+    lossy = dataclasses.replace(config, tokenizer=str(byte_level("Lowercase").save(folded)))
+    cases = ((lossy, False), (config, True), *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")))
+    for settings, known in cases:
         made = corpus.prepare(settings, vocab=300)
         facts = json.loads((made.directory / "corpus.json").read_text())
         del facts["lost_bytes"], facts["sealed"]
@@ -173,3 +214,37 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
     (tmp_path / "out.digests").unlink()
     (tmp_path / "out.json").write_text(json.dumps(facts))
     assert corpus.prepare(blend, vocab=300).heldout_bytes == read.heldout_bytes
+
+
+@pytest.mark.parametrize("limit", [-0.01, 1.01, 5.0, math.nan])
+def test_a_limit_that_is_no_fraction_is_refused(tmp_path: Path, limit: float) -> None:
+    with pytest.raises(ConfigError, match=r"--max-lost-bytes=\S+ must be a fraction of the text's bytes, in \[0, 1\], such as 0\.01"):
+        prepare((str(tmp_path),), str(tmp_path / "out"), "bytes", max_lost_bytes=limit)
+    with pytest.raises(ConfigError, match=r"--max-lost-bytes=.* must be a fraction"):
+        evaluate.parse(["--checkpoint=x", "--text=y", f"--max-lost-bytes={limit}"])
+    assert list(data_problems(DataConfig(max_lost_bytes=limit))) == [f"data.max_lost_bytes={limit} must be in [0, 1]"]
+    assert not list(data_problems(DataConfig(max_lost_bytes=1)))
+
+
+def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal's lines of that version have no lost bytes: what is resumed has no sum, rather than one of its newer shards."""
+    config = of_text(tmp_path, byte_level(alphabet="abc"))
+    arguments, append, appended = ((config.path,), str(tmp_path / "out"), config.tokenizer), unfinished.Appender.append, []
+
+    def dies(self: unfinished.Appender, *shard: Any) -> unfinished.Totals:
+        if len(appended) == 3:
+            raise KeyboardInterrupt
+        appended.append(append(self, *shard))
+        return appended[-1]
+
+    monkeypatch.setattr(plan, "SHARD", 200)
+    monkeypatch.setattr(run, "_pool", lambda workers: contextlib.nullcontext(_Here()))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unfinished.Appender, "append", dies)
+        prepare(*arguments, output=io.StringIO(), max_lost_bytes=1)
+    journal = tmp_path / "out.parts" / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert all(line.pop("lost_bytes") for line in lines)
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    facts = prepare(*arguments, output=io.StringIO())
+    assert "lost_bytes" not in facts and facts["bytes"] == len(TEXT.encode()) and facts == json.loads((tmp_path / "out.json").read_text())

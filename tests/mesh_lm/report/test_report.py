@@ -17,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 
 from mesh_lm.config import ProfileConfig
 from mesh_lm.distributed.phases import Phases
+from mesh_lm.report import plot
 from mesh_lm.report.flops import mfu, peak_flops
 from mesh_lm.report.memory import Memory, device_memory_gib
 from mesh_lm.report.plot import loss_curve
@@ -301,6 +302,19 @@ def test_plot(tmp_path: Path, metric: str) -> None:
     png = (tmp_path / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n")
     assert struct.unpack(">II", png[16:24]) == (1800, 1080)
+
+
+@pytest.mark.parametrize("known_last", [True, False])
+def test_a_plot_shows_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_last: bool) -> None:
+    """The bytes of the text may be unknown after a restart, or known from then on: the curve is in the unit of the last row."""
+    parts = [{"loss": 4.0}, {"loss": 3.0}]
+    parts[known_last]["train_bpb"] = 1.0
+    rows = [{"step": 1 + part * 50 + i, **parts[part]} for part in (0, 1) for i in range(50)] + [{"step": 100, "heldout_loss": 3.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown: list[str] = []
+    monkeypatch.setattr(plot, "_label_right", lambda axes, labels: shown.extend(text for _, text, _ in labels))
+    loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3})
+    assert shown == (["training 1.000", "gzip -9 2.300"] if known_last else ["training 3.000", "held-out 3.100"])
 
 
 def test_plot_of_nothing_is_no_plot(tmp_path: Path) -> None:

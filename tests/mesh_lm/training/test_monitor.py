@@ -1,0 +1,38 @@
+"""Whether a restarted run still has to draw its curve and write its sample."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mesh_lm.training.monitor import Monitor
+
+
+@pytest.mark.parametrize(
+    ("ages", "with_sample", "finished"),
+    [
+        ({"2": 9, "4": 5, "loss.png": 4, "sample.txt": 4}, True, True),
+        ({"2": 9, "4": 5, "loss.png": 5, "sample.txt": 5}, True, True),
+        ({"2": 9, "4": 5, "loss.png": 7, "sample.txt": 7}, True, False),  # of a run of two steps, which was trained on
+        ({"2": 9, "10": 5, "loss.png": 4, "sample.txt": 7}, True, False),
+        ({"2": 9, "10": 5, "loss.png": 4, "sample.txt": 7}, False, True),
+        ({"4": 5, "loss.png": 4}, True, False),
+        ({"loss.png": 4}, False, False),
+    ],
+)
+def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
+    tmp_path: Path, ages: dict[str, int], with_sample: bool, finished: bool
+) -> None:
+    """ages: seconds since each checkpoint and file was written."""
+    (tmp_path / "checkpoints").mkdir()
+    for name, age in ages.items():
+        path = tmp_path / "checkpoints" / name / "metadata" / "metadata" if name.isdecimal() else tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    monitor: Any = SimpleNamespace(speaks=True, output=tmp_path)
+    assert Monitor.has_finished(monitor, with_sample=with_sample) is finished
+    monitor.speaks = False
+    assert not Monitor.has_finished(monitor, with_sample=with_sample)
