@@ -25,7 +25,7 @@ def checks(job: Job, environment: Mapping[str, str]) -> dict[str, Check]:
     visible = {name: value for name, value in environment.items() if name not in (SECRET, SECRET_FILE)}
     found: dict[str, Check] = {
         "temporary directory": system.Disk(Path(environment.get("TMPDIR") or "/tmp")),
-        "output": system.Disk(Path(system.named_in(job.command, "output") or "runs"), shared=True),
+        "output": system.Disk(Path(system.named_in(job.command, "output") or "runs")),
     }
     if local := system.named_in(job.command, "checkpoint.local"):
         found["local checkpoints"] = system.Disk(Path(local))

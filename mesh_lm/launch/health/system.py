@@ -12,7 +12,7 @@ from pathlib import Path
 from mesh_lm.launch.health.finding import Result
 
 FREE = 100 * 10**6
-"""Bytes that must be free on a directory of this node alone."""
+"""Bytes below which the launcher mentions a disk."""
 _SIZE = 4096
 _DEAD = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EROFS}
 """Errors of a disk or mount that does not work. Others, such as a missing permission, are mistakes of the whole run, which reports them."""
@@ -38,14 +38,13 @@ class Network:
 
 
 class Disk:
-    """A directory to which the run writes."""
+    """A directory to which the run writes. A full one never fails: the run's own checkpoints may fill it, and only its workers remove them."""
 
-    def __init__(self, directory: Path, *, shared: bool = False) -> None:
-        """shared: other nodes write there, too: a full disk is no fault of this node."""
-        self._directory, self._shared, self._worked = directory, shared, False
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._worked = directory, False
 
     def __call__(self) -> Result:
-        """Returns failed if a small file cannot be written there and read back, or a directory of this node alone is almost full."""
+        """Returns failed if the disk or mount does not work, or a small file has other contents when it is read; unknown if it is almost full."""
         place = self._directory.expanduser().absolute()
         try:
             while not place.exists() and place != place.parent:
@@ -53,15 +52,15 @@ class Disk:
             self._write(place)
             about = os.statvfs(place)
         except OSError as error:
-            failed = (error.errno in _FULL and not self._shared) or (error.errno in _DEAD and (error.errno != errno.EROFS or self._worked))
+            failed = error.errno in _DEAD and (error.errno != errno.EROFS or self._worked)
             fix = "free disk space" if error.errno in _FULL else "repair the disk or the mount"
             return "failed" if failed else "unknown", f"{place} cannot be written: {error.strerror}; {fix}"
         except ValueError as error:
             return "failed", f"{place}: {error}; replace the disk"
         self._worked = True
         free = about.f_bavail * about.f_frsize
-        if free < FREE and not self._shared:
-            return "failed", f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free disk space"
+        if free < FREE:
+            return "unknown", f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free disk space"
         return "ok", f"{place} can be written, {free / 1e9:.3g} GB are free"
 
     def _write(self, place: Path) -> None:

@@ -168,11 +168,10 @@ def test_network_links_that_were_up_must_stay_up(tmp_path: Path) -> None:
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, shared = system.Disk(tmp_path / "not" / "there"), system.Disk(tmp_path, shared=True)
-    assert own()[0] == shared()[0] == "ok" and not [*tmp_path.iterdir()], "it leaves nothing there"
+    own = system.Disk(tmp_path / "not" / "there")
+    assert own()[0] == "ok" and not [*tmp_path.iterdir()], "it leaves nothing there"
     monkeypatch.setattr(system, "FREE", 1e18)
-    assert own()[0] == "failed" and "MB left, less than" in own()[1]
-    assert shared()[0] == "ok", "the others would have no more space"
+    assert own()[0] == "unknown" and "MB left, less than" in own()[1], "the run's own checkpoints may fill it"
 
     def fails(number: int) -> Callable[..., None]:
         def fsync(_: int) -> None:
@@ -181,15 +180,15 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return fsync
 
     for number, outcomes in (
-        (errno.EIO, ("failed", "failed", "failed")),
-        (errno.ESTALE, ("failed", "failed", "failed")),
-        (errno.ENOSPC, ("failed", "unknown", "failed")),
-        (errno.EROFS, ("failed", "failed", "unknown")),
-        (errno.EACCES, ("unknown", "unknown", "unknown")),
+        (errno.EIO, ("failed", "failed")),
+        (errno.ESTALE, ("failed", "failed")),
+        (errno.ENOSPC, ("unknown", "unknown")),
+        (errno.EROFS, ("failed", "unknown")),
+        (errno.EACCES, ("unknown", "unknown")),
     ):
         monkeypatch.setattr(system.os, "fsync", fails(number))
-        own._worked = shared._worked = True
-        assert (own()[0], shared()[0], system.Disk(tmp_path)()[0]) == outcomes, errno.errorcode[number]
+        own._worked = True
+        assert (own()[0], system.Disk(tmp_path)()[0]) == outcomes, errno.errorcode[number]
         assert os.strerror(number) in own()[1] and not [*tmp_path.iterdir()]
     monkeypatch.setattr(system.os, "fsync", lambda _: None)
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"other")
