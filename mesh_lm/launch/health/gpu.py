@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mesh_lm.launch.health.finding import Result
+from mesh_lm.launch.health.limited import run
 
 _LIMIT = 30.0
 """Seconds that nvidia-smi may take: without persistence mode it starts the driver first."""
@@ -38,13 +38,12 @@ def nvidia_smi(tool: str, environment: Mapping[str, str]) -> Ask:
     """Returns a function that runs nvidia-smi with the given words and returns what it prints. It raises RuntimeError if that fails."""
 
     def ask(*words: str) -> str:
-        done = subprocess.run(
-            [tool, *words], env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=_LIMIT,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"nvidia-smi ended with status {done.returncode}: {' '.join(done.stdout.split())}")
-        return done.stdout
+        status, text = run([tool, *words], environment, _LIMIT)
+        if status is None:
+            raise RuntimeError(f"nvidia-smi did not answer within {_LIMIT:g} s")
+        if status:
+            raise RuntimeError(f"nvidia-smi ended with status {status}: {' '.join(text.split())}")
+        return text
 
     return ask
 

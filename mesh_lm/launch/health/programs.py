@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mesh_lm.launch.health.finding import Result
-from mesh_lm.launch.worker import tied
+from mesh_lm.launch.health.limited import run
 
 _OWN = 30.0
 """Seconds that your own command may take."""
@@ -27,7 +24,7 @@ _QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONWARNINGS": "ignore"}
 def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Result:
     """Returns failed if the command ends with a status other than 0, with the last line that it printed."""
     path = shutil.which(command[0], path=environment.get("PATH")) or command[0]
-    status, text = _run([path, *command[1:]], environment, _OWN)
+    status, text = run([path, *command[1:]], environment, _OWN)
     last = (text.strip().splitlines() or [""])[-1]
     if status is None:
         return "unknown", f"{command[0]} did not end within {_OWN:g} s"
@@ -38,7 +35,7 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
 
 def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT) -> Result:
     """Returns failed if a device computes a wrong product, reports an error or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
-    status, text = _run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
+    status, text = run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
     if not (found := re.search(r"^devices (\d+) ([\d.]+)$", text, re.MULTILINE)):
         last = (text.strip().splitlines() or [f"status {status}"])[-1]
         return "unknown", last if status is not None else f"no device was found within {limit:g} s"
@@ -55,17 +52,3 @@ def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _P
         if missing
         else ("ok", f"exact on all devices ({len(results)})")
     )
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str], limit: float) -> tuple[int | None, str]:
-    """Returns (status, output) of a command; the status is None if it did not end in time, and was killed."""
-    process = subprocess.Popen(
-        tied(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        text = process.communicate(timeout=limit)[0]
-        return process.returncode, text
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]

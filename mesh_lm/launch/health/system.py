@@ -38,13 +38,13 @@ class Network:
 
 
 class Disk:
-    """A directory to which the run writes. A full one never fails: the run's own checkpoints may fill it, and only its workers remove them."""
+    """A directory to which the run writes. A full one does not fail: the run's own checkpoints may fill it, and only workers remove those."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._worked = directory, False
 
     def __call__(self) -> Result:
-        """Returns failed if the disk or mount does not work, or a small file has other contents when it is read; unknown if it is almost full."""
+        """Returns failed if the disk or mount does not work, or a small file is read with other contents; unknown if it is almost full."""
         place = self._directory.expanduser().absolute()
         try:
             while not place.exists() and place != place.parent:

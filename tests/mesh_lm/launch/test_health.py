@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -281,6 +282,42 @@ def test_an_examination_takes_limited_time_and_its_lines_are_printable() -> None
     assert first.text.isprintable() and len(first.text) == 300 and first.outcome == "failed"
     assert (second.outcome, second.text) == ("unknown", "no answer within 0.3 s")
     assert (third.outcome, third.text) == ("unknown", "ZeroDivisionError: division by zero")
+
+
+def test_a_check_that_hangs_is_started_once() -> None:
+    began: list[threading.Event] = []
+
+    def hangs() -> tuple[str, str]:
+        began.append(threading.Event())
+        began[-1].wait(20)
+        return "failed", "late"
+
+    first = Examination({"a": hangs}, 0.1)  # type: ignore
+    assert wait(first)[0].outcome == "unknown"
+    second = Examination({"a": hangs}, 0.1, first)  # type: ignore
+    assert wait(second)[0].outcome == "unknown" and len(began) == 1
+    began[0].set()
+    while second.findings()[0].outcome != "failed":  # type: ignore
+        time.sleep(0.01)
+    assert wait(Examination({"a": lambda: ("ok", "")}, 5, second))[0].outcome == "ok"
+
+
+def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    assert Examination({"a": lambda: ("failed", "")}).findings() == [("a", "unknown", "can't start new thread")]
+
+
+def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps its output open, as a process that SIGKILL does not end, is not waited for, and Xids in the kernel's log count."""
+    monkeypatch.setattr(gpu, "_LIMIT", 0.5)
+    planted(tmp_path / "nvidia-smi", "#!/bin/sh\nsetsid sleep 20 &\nsleep 20\n").chmod(0o755)
+    began, gpus = time.monotonic(), gpu.Gpus(gpu.nvidia_smi(str(tmp_path / "nvidia-smi"), os.environ), {})
+    lost = "4,1,5000000000,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."
+    assert gpus.xids([lost], 5030)[0] == "failed" and time.monotonic() - began < 10
+    assert gpus.memory() == ("unknown", "nvidia-smi did not answer within 0.5 s")
 
 
 def test_which_checks_a_node_has(tmp_path: Path) -> None:
