@@ -185,7 +185,8 @@ class Agent:
                 self._doubts.add(each.check)
                 log(f"node {self._job.node}: health check {each.check} has no result: {each.text}")
         failed = [each._asdict() for each in found if each.outcome == "failed"]
-        self._peer.send(checked=self._check, port=free_port(LOOPBACK if self._job.nodes == 1 else ""), findings=failed)
+        port = free_port(LOOPBACK if self._job.nodes == 1 else "")
+        self._peer.send(checked=self._check, port=port, findings=failed, **self._checks.count)
 
     # The workers.
 

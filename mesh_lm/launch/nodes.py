@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ class Node:
     """When that was (time.monotonic)."""
     answered: bool = True
     """Whether it has reported that check."""
+    failed: str = ""
+    """The checks that it failed."""
+    gpus: int | None = None
+    """How many GPUs it found; None: it did not say."""
     wrong: str = ""
     """Why it is unhealthy; empty: it is not, as far as is known."""
     port: int = 0
@@ -85,12 +90,22 @@ class Nodes(dict[int, Node]):
             return
         node.answered, node.port = True, message.get("port", 0)
         found = [f"{each['check']}: {each['text']}" for each in message.get("findings", ()) if each["outcome"] == "failed"]
-        node.wrong = "; ".join(found[:_SHOWN])
-        before, self._reported[number] = self._reported.get(number, ""), node.wrong
-        if node.wrong and node.wrong != before:
-            log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
-        elif before and not node.wrong:
-            log(f"node {number} ({node.host}) is healthy again")
+        node.failed, node.gpus = "; ".join(found[:_SHOWN]), message.get("gpus")
+        self._compare()
+
+    def _compare(self) -> None:
+        """Sets which nodes are unhealthy, and logs what has changed. A node also is if it has fewer GPUs than most: one is lost."""
+        counts = Counter(node.gpus for node in self.values() if node.gpus is not None)
+        usual = max(counts, key=lambda gpus: (counts[gpus], gpus), default=0)
+        for number, node in [(number, node) for number, node in sorted(self.items()) if node.answered]:
+            node.wrong = node.failed
+            if not node.wrong and node.gpus is not None and node.gpus < usual:
+                node.wrong = f"nvidia-smi lists {node.gpus} GPUs, but {usual} on most nodes: reboot the node, or replace the missing GPU"
+            before, self._reported[number] = self._reported.get(number, ""), node.wrong
+            if node.wrong and node.wrong != before:
+                log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
+            elif before and not node.wrong:
+                log(f"node {number} ({node.host}) is healthy again")
 
     @property
     def pending(self) -> bool:

@@ -20,25 +20,26 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Network:
-    """The links of a node: InfiniBand ports and network cards. Those that were up at the first check must stay up."""
+    """The InfiniBand and RoCE ports of a node. Those that were active at the first check must stay so.
+
+    Other network cards are not checked: those that the run does not use may go down, and without the others the node is lost anyway.
+    """
 
     def __init__(self, root: Path = Path("/sys/class")) -> None:
         self._root, self._up = root, set[str]()
 
     def __call__(self) -> Result:
-        """Returns failed if a link that was up is down."""
+        """Returns failed if a port that was active is not."""
         states = {f"{path.parts[-4]} port {path.parts[-2]}": _text(path) for path in self._root.glob("infiniband/*/ports/*/state")}
-        # What is not hardware, such as a bridge of containers, comes and goes.
-        states |= {path.parent.name: _text(path) for path in self._root.glob("net/*/operstate") if (path.parent / "device").exists()}
-        down = [f"{name} is {states.get(name, 'gone')}" for name in sorted(self._up) if states.get(name) not in ("up", "4: ACTIVE")]
-        self._up |= {name for name, state in states.items() if state in ("up", "4: ACTIVE")}
+        down = [f"{name} is {states.get(name, 'gone')}" for name in sorted(self._up) if states.get(name) != "4: ACTIVE"]
+        self._up |= {name for name, state in states.items() if state == "4: ACTIVE"}
         if down:
-            return "failed", f"{', '.join(down)}, but was up before: check the cable, the switch and the driver"
-        return "ok", f"{len(self._up)} links are up"
+            return "failed", f"{', '.join(down)}, but was active before: check the cable, the switch and the driver"
+        return "ok", f"{len(self._up)} ports are active"
 
 
 class Disk:
-    """A directory to which the run writes. A full one does not fail: the run's own checkpoints may fill it, and only workers remove those."""
+    """A directory to which the run writes. A full one is unknown: the run's own checkpoints may fill it, and only workers remove them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._worked = directory, False

@@ -83,7 +83,7 @@ def test_gpu_memory() -> None:
 @pytest.mark.parametrize("visible", ["0,1", f"{UUIDS[0]},{UUIDS[1][:12]}"])
 def test_gpus_of_other_jobs_are_not_checked(visible: str) -> None:
     smi = Smi()
-    smi.ecc[2], smi.hot[2], smi.links[2] = "1", "Active", 0
+    smi.ecc[2], smi.hot[2], smi.links[2] = "1", "Active", 1
     gpus = gpu.Gpus(smi, {"CUDA_VISIBLE_DEVICES": visible})
     assert [gpus.memory(), gpus.clocks(), gpus.nvlink()] == [("ok", "2 GPUs"), ("ok", "2 GPUs"), ("ok", "36 links")]
     everything = gpu.Gpus(smi, {"CUDA_VISIBLE_DEVICES": "MIG-2"})
@@ -105,6 +105,8 @@ def test_nvlink() -> None:
     smi = Smi()
     smi.links[2] = 17
     assert gpu.Gpus(smi, {}).nvlink()[1].startswith("GPU 2 has 17 of 18 NVLinks: reset the GPU")
+    smi.links[2], smi.links[6:] = 18, [0, 0]
+    assert gpu.Gpus(smi, {}).nvlink() == ("ok", "108 links"), "two cards have no bridge"
     smi.links[:4] = [0, 0, 18, 18]
     smi.gpus = [0, 1, 2, 3]
     gpus = gpu.Gpus(smi, {})
@@ -126,7 +128,14 @@ def test_xids() -> None:
         "failed",
         "GPU at 0000:1a:00: Xid 79 30 s ago (it has fallen off the bus): reset the GPU, or reboot the node",
     )
-    assert gpus.xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
+    assert gpus.xids([lost], 5030 + gpu.COUNTS - 1)[0] == "failed"
+    assert gpus.xids([lost], 5030 + gpu.COUNTS)[0] == "ok", "the run waits for a reset GPU, and nothing clears the log"
+    again = line(5100, "79, GPU has fallen off the bus.")
+    assert gpus.xids([lost, again], 5030 + gpu.COUNTS)[0] == "failed"
+    assert gpu.Gpus(Smi(), {}).xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
+    (rest := Smi()).gpus.remove(1)
+    for visible in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+        assert gpu.Gpus(rest, visible).xids([lost], 5030)[0] == "failed", "a GPU that is not listed any more"
     assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "ok", "a GPU of another job"
     part = lost.replace("1a:00", "1a:00 GPU-I:03")
     assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "1"}).xids([part], 5030)[0] == "failed"
@@ -142,29 +151,25 @@ def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     assert found.outcome == "unknown" and "No such file" in found.text
 
 
-def test_network_links_that_were_up_must_stay_up(tmp_path: Path) -> None:
+def test_network_ports_that_were_active_must_stay_so(tmp_path: Path) -> None:
     def plant(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(f"{text}\n")
 
-    for name, state in (("eth0", "up"), ("eth1", "down"), ("docker0", "up")):
-        plant(f"net/{name}/operstate", state)
-        if name != "docker0":
-            plant(f"net/{name}/device/vendor", "0x15b3")
+    plant("net/eth0/operstate", "up")
+    plant("net/eth0/device/vendor", "0x15b3")
     plant("infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
     plant("infiniband/mlx5_1/ports/1/state", "1: DOWN")
     network = system.Network(tmp_path)
-    assert network() == network() == ("ok", "2 links are up"), "what was never up is not used"
-    plant("net/docker0/operstate", "down")
-    assert network()[0] == "ok"
-    plant("infiniband/mlx5_0/ports/1/state", "2: INIT")
+    assert network() == network() == ("ok", "1 ports are active"), "what was never up is not used"
     plant("net/eth0/operstate", "down")
+    assert network()[0] == "ok", "a card that the run may not use"
+    plant("infiniband/mlx5_0/ports/1/state", "2: INIT")
     assert network() == (
         "failed",
-        "eth0 is down, mlx5_0 port 1 is 2: INIT, but was up before: check the cable, the switch and the driver",
+        "mlx5_0 port 1 is 2: INIT, but was active before: check the cable, the switch and the driver",
     )
     (tmp_path / "infiniband/mlx5_0/ports/1/state").unlink()
-    plant("net/eth0/operstate", "up")
     assert network()[1].startswith("mlx5_0 port 1 is gone, but")
 
 
