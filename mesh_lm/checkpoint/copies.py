@@ -60,6 +60,10 @@ class Copies:
             self._server = Server(secret, host, place, stored, jax.process_count())
         self._addresses = [(name, port) for name, port in distributed.gather_from_all([known_as, self._server.port])]
         self._secret, self._place = secret, place
+        own = next(members for members in nodes if index in members)
+        senders = {process for process in range(jax.process_count()) if {*receivers(nodes, process, n_copies)} & {*own}}
+        self.kept_here: set[int] = {*own} | senders
+        """The processes whose steps this node keeps."""
         targets = [self._addresses[process] for process in receivers(nodes, index, n_copies)]
         self._sender = Sender(secret, targets, lambda step: place(step, index), index)
 

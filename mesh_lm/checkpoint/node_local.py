@@ -118,6 +118,10 @@ class NodeLocalCheckpoints:
                 if not other.name.endswith(self._of):
                     reasons = reasons or [f"step {other.parent.name} was saved by {other.name.rpartition('-')[2]} processes"]
                     shutil.rmtree(other, ignore_errors=True)
+        # A node that had another place before keeps nothing of it that no process can use.
+        for step, processes in self._steps().items():
+            for process in processes if step not in held_by else []:
+                self._remove(step, process)
         for step in candidates:
             saved = state = None
             lost = [process for process, holder in enumerate(held_by[step]) if holder != process]
@@ -229,9 +233,16 @@ class NodeLocalCheckpoints:
         return {step: holds for step, holds in found.items() if holds}
 
     def _prune(self, process: int) -> None:
-        """Removes the older steps of a process from this node."""
-        for old in [step for step, holds in self._complete().items() if process in holds][:-_KEEP]:
-            self._remove(old, process)
+        """Removes the older steps of a process from this node, and those of processes that do not send their steps here any more."""
+        complete = self._complete()
+        own = [step for step, holds in complete.items() if process in holds]
+        for step in own[:-_KEEP]:
+            self._remove(step, process)
+        if self._copies and process == self._index and own:
+            for step, holds in complete.items():
+                for other in holds if step < own[-_KEEP:][0] else []:
+                    if other not in self._copies.kept_here:
+                        self._remove(step, other)
 
     def _remove(self, step: int, process: int) -> None:
         place = self._place(step, process)

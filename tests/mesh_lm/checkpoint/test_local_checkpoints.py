@@ -248,6 +248,23 @@ def test_copies_need_another_node(run: Run, monkeypatch: pytest.MonkeyPatch, cap
     assert [path.parent.name for path in run.places] == ["2"]
 
 
+def test_a_start_removes_what_no_process_can_use(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that comes back in another place has steps of its old one, which nothing there would replace."""
+    run.save(10, 12, 14, 20)
+    assert [path.parent.name for path in run.places] == ["12", "14"]
+    run.require(20)
+    assert not run.places
+    run.config = dataclasses.replace(run.config, checkpoint=dataclasses.replace(run.config.checkpoint, local_copies=1))
+    monkeypatch.setenv("MESH_LM_ELASTIC", "2")
+    monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
+    run.save(22)
+    shutil.copytree(run.places[0], run.places[0].with_name("3-of-1"))
+    run.save(24)
+    assert [path.parent.name for path in run.places] == ["22", "22", "24"], "the other one may still be needed"
+    run.save(26)
+    assert [(path.parent.name, path.name) for path in run.places] == [("24", "0-of-1"), ("26", "0-of-1")]
+
+
 def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.save(10, 20)
     run.save(22)
