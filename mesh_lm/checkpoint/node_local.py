@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -26,7 +25,7 @@ import numpy as np
 from mesh_lm import distributed, strict_json
 from mesh_lm.checkpoint.copies import Copies
 from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
-from mesh_lm.checkpoint.transfer import FILES, clear, sync
+from mesh_lm.checkpoint.transfer import FILES, clear, flush, sync
 from mesh_lm.config import CheckpointConfig, LaunchConfig
 from mesh_lm.launch.messages import number_ranges
 from mesh_lm.optim import Optimizer
@@ -190,10 +189,10 @@ class NodeLocalCheckpoints:
                     for index, x in distinct.items():
                         about["parts"][leaf][index] = [file.tell(), *x.shape, host_digest(x)]
                         file.write(np.atleast_1d(x).reshape(-1).view(np.uint8).data)
-                _flush(file)
+                flush(file)
             with (place / f"{_DESCRIPTION}.writing").open("w") as file:
                 json.dump(about | {"sha256": _sha256(about)}, file)
-                _flush(file)
+                flush(file)
             (place / f"{_DESCRIPTION}.writing").rename(place / _DESCRIPTION)
             sync(place)
             self._failed = False
@@ -321,11 +320,6 @@ def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 def _sha256(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _identity(directory: Path) -> str:
