@@ -34,19 +34,22 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
 
 
 def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT) -> Result:
-    """Returns failed if a device computes a wrong product, reports an error or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
+    """Returns failed if a device computes a wrong product, reports a fault or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
     status, text = run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
-    if not (found := re.search(r"^devices (\d+) ([\d.]+)$", text, re.MULTILINE)):
+    if not (found := re.search(r"^devices (\d+) [\d.]+$", text, re.MULTILINE)):
         last = (text.strip().splitlines() or [f"status {status}"])[-1]
         return "unknown", last if status is not None else f"no device was found within {limit:g} s"
     if found[1] == "0":
         return "unknown", "JAX finds no GPU here"
-    results = dict(re.findall(r"^(\d+) (ok|failed: .*)$", text, re.MULTILINE))
-    if bad := [f"device {i} {how}" for i, how in results.items() if how != "ok"]:
+    results = dict(re.findall(r"^(\d+) (ok|failed: .*|unknown: .*)$", text, re.MULTILINE))
+    if bad := [f"device {i} {how}" for i, how in results.items() if how.startswith("failed")]:
         return "failed", f"{'; '.join(bad)}; take the node out of service, and test the device"
     missing = [str(i) for i in range(int(found[1])) if str(i) not in results]
-    if missing and status is None and limit - float(found[2]) >= _HANGS:
-        return "failed", f"device {missing[0]} did not finish a matrix product within {limit - float(found[2]):.0f} s: reset it, or reboot"
+    compiled = re.search(r"^compiled ([\d.]+)$", text, re.MULTILINE)
+    if missing and status is None and compiled and (seconds := limit - float(compiled[1])) >= _HANGS:
+        return "failed", f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: reset it, or reboot"
+    if unclear := [f"device {i} {how.removeprefix('unknown: ')}" for i, how in results.items() if how != "ok"]:
+        return "unknown", "; ".join(unclear)
     return (
         ("unknown", f"no result of device {', '.join(missing)}, status {status}")
         if missing

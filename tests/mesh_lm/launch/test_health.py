@@ -256,10 +256,23 @@ def test_results_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result("raise ImportError('no jax')") == ("unknown", "ImportError: no jax")
     assert result("print('devices 0 0.1')")[0] == "unknown"
     assert result("import time; time.sleep(60)", 0.5)[0] == "unknown", "it did not come that far"
-    hang = "import time; print('devices 2 0.1', flush=True); print('0 ok', flush=True); time.sleep(60)"
+    assert result("print('devices 2 0.1\\n0 ok\\n1 unknown: RESOURCE_EXHAUSTED')") == ("unknown", "device 1 RESOURCE_EXHAUSTED")
+    hang = "import time; print('devices 2 0.1\\ncompiled 0.1\\n0 ok', flush=True); time.sleep(60)"
     assert result(hang, 0.5)[0] == "unknown", "too early to say"
     monkeypatch.setattr(programs, "_HANGS", 0.2)
     assert result(hang, 2.5)[1].startswith("device 1 did not finish a matrix product within 2 s")
+    assert result(hang.replace("compiled 0.1", ""), 0.5)[0] == "unknown", "it may still compile"
+
+
+def test_which_errors_of_a_product_are_faults_of_the_device() -> None:
+    for text, how in (
+        ("INTERNAL: CUDA error: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered", "failed"),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered", "failed"),
+        ("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure", "failed"),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 67108864 bytes.", "unknown"),
+        ("INTERNAL: ptxas exited with non-zero error code 1: No space left on device", "unknown"),
+    ):
+        assert matrix_product.what_failed(RuntimeError(text)) == f"{how}: {text}"
 
 
 def test_your_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
