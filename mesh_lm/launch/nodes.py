@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mesh_lm.launch import messages
@@ -118,23 +118,33 @@ class Nodes(dict[int, Node]):
 
     # Which nodes compute, and where.
 
-    def place(self, usable: Sequence[int], count: int) -> list[int]:
+    def place(self, usable: Sequence[int], count: int, failing: Callable[[int], bool] = lambda number: False) -> list[int]:
         """Returns `count` of the usable nodes in the order of their processes. Nodes keep their places, and spares take free ones.
 
-        usable: the best first.
+        usable: the best first. failing: whether a node is used, and keeps its place, only if no other is left.
         """
-        before, kept = self._places, [number for number in self._places if number in usable][:count]
-        new = [number for number in usable if number not in kept][: count - len(kept)]
-        self._places = sorted([*kept, *new])
+        before = self._places
+        place = {number: place for place, number in enumerate(before)}
+        chosen = sorted(usable, key=lambda number: (failing(number), place.get(number, len(before))))[:count]
+        kept = [number for number in before if number in chosen]
+        new = [number for number in chosen if number not in kept]
+        self._places = sorted(chosen)
         if len(before) == count:
             spares = iter(new)
             self._places = [number if number in kept else next(spares) for number in before]
             for old, number in zip(before, self._places, strict=True):
                 if number != old:
                     log(f"node {number} ({self[number].host}) takes the place of node {old}")
+        if known := [number for number in self._places if self._can_coordinate(number)]:  # usually the first already
+            at = self._places.index(known[0])
+            self._places[0], self._places[at] = self._places[at], self._places[0]
         if self._job.spares and (idle := [number for number in usable if number not in self._places]):
             log(f"{messages.number_ranges(idle, 'node', 'nodes')} {'stands' if len(idle) == 1 else 'stand'} by")
         return [*self._places]
+
+    def _can_coordinate(self, number: int) -> bool:
+        """Whether a free port of a node is known: it has reported its checks, or this is its launcher."""
+        return number == 0 or self[number].port > 0
 
     def coordinator(self) -> str:
         """Returns host:port for process 0, on the first node that computes."""
