@@ -62,9 +62,9 @@ class Copies:
             self._server = Server(secret, host, place, stored, jax.process_count())
         self._addresses = [(name, port) for name, port in distributed.gather_from_all([known_as, self._server.port])]
         self._secret, self._place = secret, place
-        own = next(members for members in nodes if index in members)
-        senders = {process for process in range(jax.process_count()) if {*receivers(nodes, process, n_copies)} & {*own}}
-        self.kept_here: set[int] = {*own} | senders
+        self.node = {*next(members for members in nodes if index in members)}
+        """The processes of this node."""
+        self.kept_here = self.node | {p for p in range(jax.process_count()) if {*receivers(nodes, p, n_copies)} & self.node}
         """The processes whose steps this node keeps."""
         targets = [self._addresses[process] for process in receivers(nodes, index, n_copies)]
         self._sender = Sender(secret, targets, lambda step: place(step, index), index)

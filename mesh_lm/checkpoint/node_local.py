@@ -127,7 +127,13 @@ class NodeLocalCheckpoints:
             try:
                 if self._copies and self._index in lost:
                     self._copies.fetch(step, held_by[step][self._index])
-                saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
+                abstract = without_used(layout, abstract_state(layout, optimizer))
+                try:
+                    saved, state = self._read(step, newest, abstract, layout)
+                except (OSError, ValueError) as error:
+                    if not self._fetch_again(step, listings, held_by[step][self._index], error):
+                        raise
+                    saved, state = self._read(step, newest, abstract, layout)
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 outcome = [f"step {step} on process {self._index}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
@@ -150,6 +156,17 @@ class NodeLocalCheckpoints:
             distributed.print_on_process0(f"local checkpoints are not used: {'; '.join(reasons)}")
         self.forget(newest)
         return None
+
+    def _fetch_again(self, step: int, listings: list[list[Any]], holder: int, error: Exception) -> bool:
+        """Replaces files of this process that are damaged by a copy of another node, if one has any, and returns whether it did."""
+        if not self._copies or (isinstance(error, _Unusable) and not isinstance(error, _Damaged)):
+            return False
+        seen = {other for other, listing in enumerate(listings) if any(each == step and self._index in holds for each, holds in listing)}
+        if not (others := sorted(seen - self._copies.node - {holder})):
+            return False
+        self._copies.fetch(step, others[0])
+        print(f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; fetched from another node", flush=True)
+        return True
 
     def forget(self, after: int) -> None:
         """Removes the steps after `after` from this node, because the run was rolled back."""
@@ -254,7 +271,7 @@ class NodeLocalCheckpoints:
         place = self._place(step, self._index)
         about = strict_json.read(place / _DESCRIPTION)
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
-            raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
+            raise _Damaged(f"{_DESCRIPTION} was changed after it was written")
         if about["layout"] != (expected := _layout(abstract, layout)):
             raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
@@ -284,6 +301,10 @@ class _Unusable(ValueError):
     """A local step cannot be used."""
 
 
+class _Damaged(_Unusable):
+    """Its files have other bytes than were written."""
+
+
 def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     def part(index: str) -> np.ndarray:
         if index not in parts:
@@ -292,7 +313,7 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
         file.seek(offset)
         raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
         if raw.size != np.prod(shape) or host_digest(found := raw.reshape(shape)) != proof:
-            raise _Unusable(f"{name} is damaged in {_ARRAYS}")
+            raise _Damaged(f"{name} is damaged in {_ARRAYS}")
         return found
 
     return assembled(abstract, part)

@@ -203,17 +203,19 @@ def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.Mon
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", ["", "there", "here"])
 def test_files_that_are_lost_here_come_from_the_other_node(
-    run: Run, tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, damaged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """Process 0 has lost its disk, and process 1, whose server is the real one here, has its own files and a copy of those."""
+    """Process 0 has lost its disk, or it is damaged. Process 1, whose server is the real one here, has its files and a copy of those."""
     run.save(10, 12)
     (here,) = run.places
     there = tmp_path / "peer" / "12" / here.name
-    shutil.move(here, there)
-    if damaged:
-        (there / "state.raw").write_bytes(bytes((there / "state.raw").stat().st_size))
+    shutil.copytree(here, there)
+    for place in [here] * (damaged == "here") + [there] * (damaged == "there"):
+        (place / "state.raw").write_bytes(bytes((place / "state.raw").stat().st_size))
+    if damaged != "here":
+        shutil.rmtree(here)
     monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
     server = Server(Secret.shared(), LOOPBACK, lambda step, process: tmp_path / "peer" / str(step) / f"{process}-of-1", print, 2)
 
@@ -230,11 +232,12 @@ def test_files_that_are_lost_here_come_from_the_other_node(
     monkeypatch.setattr(distributed, "gather_from_all", two)
     with_copies = dataclasses.replace(run.config.checkpoint, local_copies=1)
     run.config = dataclasses.replace(run.config, checkpoint=with_copies)
-    run.require(10 if damaged else 12)
+    run.require(10 if damaged == "there" else 12)
     said, name = capsys.readouterr().out, here.name
     server.close()
-    assert ("newer than the output's checkpoints; fetched from other nodes: process 0\n" in said) != damaged, said
-    assert ("is damaged in state.raw" in said) == damaged and [place.name for place in run.places] == [name] * (not damaged)
+    assert ("newer than the output's checkpoints; fetched from other nodes: process 0\n" in said) == (not damaged), said
+    assert ("is damaged in state.raw; fetched from another node\n" in said) == (damaged == "here"), said
+    assert ("is damaged in state.raw" in said) == bool(damaged) and [place.name for place in run.places] == [name] * (damaged != "there")
 
 
 def test_copies_need_another_node(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
