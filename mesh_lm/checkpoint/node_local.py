@@ -128,12 +128,7 @@ class NodeLocalCheckpoints:
                 if self._copies and self._index in lost:
                     self._copies.fetch(step, held_by[step][self._index])
                 abstract = without_used(layout, abstract_state(layout, optimizer))
-                try:
-                    saved, state = self._read(step, newest, abstract, layout)
-                except (OSError, ValueError) as error:
-                    if not self._fetch_again(step, listings, held_by[step][self._index], error):
-                        raise
-                    saved, state = self._read(step, newest, abstract, layout)
+                saved, state = self._read_or_fetch(step, newest, abstract, layout, listings)
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 outcome = [f"step {step} on process {self._index}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
@@ -157,16 +152,20 @@ class NodeLocalCheckpoints:
         self.forget(newest)
         return None
 
-    def _fetch_again(self, step: int, listings: list[list[Any]], holder: int, error: Exception) -> bool:
-        """Replaces files of this process that are damaged by a copy of another node, if one has any, and returns whether it did."""
-        if not self._copies or (isinstance(error, _Unusable) and not isinstance(error, _Damaged)):
-            return False
-        seen = {other for other, listing in enumerate(listings) if any(each == step and self._index in holds for each, holds in listing)}
-        if not (others := sorted(seen - self._copies.node - {holder})):
-            return False
-        self._copies.fetch(step, others[0])
-        print(f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; fetched from another node", flush=True)
-        return True
+    def _read_or_fetch(
+        self, step: int, newest: int, abstract: State, layout: ModelLayout, listings: list[list[Any]]
+    ) -> tuple[SavedCheckpoint, State]:  # fmt: skip
+        """As `_read`, but replaces damaged files that were here at the start by a copy of another node, if there is one."""
+        try:
+            return self._read(step, newest, abstract, layout)
+        except (OSError, ValueError) as error:
+            holders = {other for other, listing in enumerate(listings) for each, of in listing if each == step and self._index in of}
+            different = isinstance(error, _Unusable) and not isinstance(error, _Damaged)
+            if not self._copies or different or self._index not in holders or not (others := holders - self._copies.node):
+                raise
+            self._copies.fetch(step, min(others))
+            print(f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; fetched from another node", flush=True)
+        return self._read(step, newest, abstract, layout)  # not within the handler, which keeps the arrays that were read so far
 
     def forget(self, after: int) -> None:
         """Removes the steps after `after` from this node, because the run was rolled back."""
