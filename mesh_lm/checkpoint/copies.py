@@ -36,6 +36,8 @@ _CALLERS = 64
 """Connections that may wait to prove themselves; the oldest is closed first."""
 _QUIET = 60.0
 """Seconds between two lines about refused connections."""
+_REPEAT = 600.0
+"""Seconds between two warnings about copies that do not succeed."""
 
 Place = Callable[[int, int], Path]
 """(step, process) -> the directory of its files on this node."""
@@ -60,6 +62,10 @@ class Copies:
             self._server = Server(secret, host, place, stored, jax.process_count())
         self._addresses = [(name, port) for name, port in distributed.gather_from_all([known_as, self._server.port])]
         self._secret, self._place = secret, place
+        self.node = {*next(members for members in nodes if index in members)}
+        """The processes of this node."""
+        self.kept_here = self.node | {p for p in range(jax.process_count()) if {*receivers(nodes, p, n_copies)} & self.node}
+        """The processes whose steps this node keeps."""
         targets = [self._addresses[process] for process in receivers(nodes, index, n_copies)]
         self._sender = Sender(secret, targets, lambda step: place(step, index), index)
 
@@ -158,7 +164,7 @@ class Server:
 
 
 class Sender:
-    """A thread that sends the newest step to the targets. It warns once until it succeeds again."""
+    """A thread that sends the newest step to the targets. Until that succeeds again, it warns every ten minutes."""
 
     def __init__(self, secret: Secret, targets: list[tuple[str, int]], place: Callable[[int], Path], process: int) -> None:
         self._secret, self._targets, self._place, self._process = secret, targets, place, process
@@ -166,7 +172,7 @@ class Sender:
         self._next: int | None = None
         self._sending: int | None = None
         self._connection: Conversation | None = None
-        self._warned = self._closed = False
+        self._told, self._closed = -_REPEAT, False
         threading.Thread(target=self._run, name="sending local copies", daemon=True).start()
 
     def send(self, step: int) -> None:
@@ -177,7 +183,8 @@ class Sender:
             sending = self._sending
         if skipped is not None:
             self._warn(
-                f"step {skipped} was not copied to another node: copying step {sending} took longer than checkpoint.local_every steps"
+                f"step {skipped} was not copied to another node: copying step {sending} took longer than checkpoint.local_every steps",
+                "a lost node means the newest checkpoint in the output until checkpoint.local_every is longer than a copy takes",
             )
 
     def cancel(self) -> None:
@@ -213,7 +220,7 @@ class Sender:
                 try:
                     self._send(step, target)
                     if self._next is None:  # otherwise it does not keep up
-                        self._warned = False
+                        self._told = -_REPEAT
                 except (OSError, ValueError) as error:
                     if self._sending == step:  # otherwise it was cancelled
                         reason = getattr(error, "strerror", None) or error
@@ -231,10 +238,10 @@ class Sender:
                 with self._change:
                     self._connection = None
 
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            _print(f"warning: {text}; training continues, and if this node is lost, the run resumes from an older step")
-        self._warned = True
+    def _warn(self, text: str, then: str = "if this node is lost, the run resumes from an older step") -> None:
+        if time.monotonic() - self._told >= _REPEAT:
+            _print(f"warning: {text}; training continues, but {then}")
+            self._told = time.monotonic()
 
 
 @contextlib.contextmanager

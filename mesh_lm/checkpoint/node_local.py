@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -26,7 +25,7 @@ import numpy as np
 from mesh_lm import distributed, strict_json
 from mesh_lm.checkpoint.copies import Copies
 from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
-from mesh_lm.checkpoint.transfer import FILES, clear, sync
+from mesh_lm.checkpoint.transfer import FILES, clear, flush, sync
 from mesh_lm.config import CheckpointConfig, LaunchConfig
 from mesh_lm.launch.messages import number_ranges
 from mesh_lm.optim import Optimizer
@@ -118,13 +117,18 @@ class NodeLocalCheckpoints:
                 if not other.name.endswith(self._of):
                     reasons = reasons or [f"step {other.parent.name} was saved by {other.name.rpartition('-')[2]} processes"]
                     shutil.rmtree(other, ignore_errors=True)
+        # A node that had another place before keeps nothing of it that no process can use.
+        for step, processes in self._steps().items():
+            for process in processes if step not in held_by else []:
+                self._remove(step, process)
         for step in candidates:
             saved = state = None
             lost = [process for process, holder in enumerate(held_by[step]) if holder != process]
             try:
                 if self._copies and self._index in lost:
                     self._copies.fetch(step, held_by[step][self._index])
-                saved, state = self._read(step, newest, without_used(layout, abstract_state(layout, optimizer)), layout)
+                abstract = without_used(layout, abstract_state(layout, optimizer))
+                saved, state = self._read_or_fetch(step, newest, abstract, layout, listings)
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 outcome = [f"step {step} on process {self._index}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
@@ -147,6 +151,21 @@ class NodeLocalCheckpoints:
             distributed.print_on_process0(f"local checkpoints are not used: {'; '.join(reasons)}")
         self.forget(newest)
         return None
+
+    def _read_or_fetch(
+        self, step: int, newest: int, abstract: State, layout: ModelLayout, listings: list[list[Any]]
+    ) -> tuple[SavedCheckpoint, State]:  # fmt: skip
+        """As `_read`, but replaces damaged files that were here at the start by a copy of another node, if there is one."""
+        try:
+            return self._read(step, newest, abstract, layout)
+        except (OSError, ValueError) as error:
+            holders = {other for other, listing in enumerate(listings) for each, of in listing if each == step and self._index in of}
+            different = isinstance(error, _Unusable) and not isinstance(error, _Damaged)
+            if not self._copies or different or self._index not in holders or not (others := holders - self._copies.node):
+                raise
+            self._copies.fetch(step, min(others))
+            print(f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; fetched from another node", flush=True)
+        return self._read(step, newest, abstract, layout)  # not within the handler, which keeps the arrays that were read so far
 
     def forget(self, after: int) -> None:
         """Removes the steps after `after` from this node, because the run was rolled back."""
@@ -186,10 +205,10 @@ class NodeLocalCheckpoints:
                     for index, x in distinct.items():
                         about["parts"][leaf][index] = [file.tell(), *x.shape, host_digest(x)]
                         file.write(np.atleast_1d(x).reshape(-1).view(np.uint8).data)
-                _flush(file)
+                flush(file)
             with (place / f"{_DESCRIPTION}.writing").open("w") as file:
                 json.dump(about | {"sha256": _sha256(about)}, file)
-                _flush(file)
+                flush(file)
             (place / f"{_DESCRIPTION}.writing").rename(place / _DESCRIPTION)
             sync(place)
             self._failed = False
@@ -229,9 +248,16 @@ class NodeLocalCheckpoints:
         return {step: holds for step, holds in found.items() if holds}
 
     def _prune(self, process: int) -> None:
-        """Removes the older steps of a process from this node."""
-        for old in [step for step, holds in self._complete().items() if process in holds][:-_KEEP]:
-            self._remove(old, process)
+        """Removes the older steps of a process from this node, and those of processes that do not send their steps here any more."""
+        complete = self._complete()
+        own = [step for step, holds in complete.items() if process in holds]
+        for step in own[:-_KEEP]:
+            self._remove(step, process)
+        if self._copies and process == self._index and own:
+            for step, holds in complete.items():
+                for other in holds if step < own[-_KEEP:][0] else []:
+                    if other not in self._copies.kept_here:
+                        self._remove(step, other)
 
     def _remove(self, step: int, process: int) -> None:
         place = self._place(step, process)
@@ -244,7 +270,7 @@ class NodeLocalCheckpoints:
         place = self._place(step, self._index)
         about = strict_json.read(place / _DESCRIPTION)
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
-            raise _Unusable(f"{_DESCRIPTION} was changed after it was written")
+            raise _Damaged(f"{_DESCRIPTION} was changed after it was written")
         if about["layout"] != (expected := _layout(abstract, layout)):
             raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
@@ -274,6 +300,10 @@ class _Unusable(ValueError):
     """A local step cannot be used."""
 
 
+class _Damaged(_Unusable):
+    """Its files have other bytes than were written."""
+
+
 def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     def part(index: str) -> np.ndarray:
         if index not in parts:
@@ -282,7 +312,7 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
         file.seek(offset)
         raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
         if raw.size != np.prod(shape) or host_digest(found := raw.reshape(shape)) != proof:
-            raise _Unusable(f"{name} is damaged in {_ARRAYS}")
+            raise _Damaged(f"{name} is damaged in {_ARRAYS}")
         return found
 
     return assembled(abstract, part)
@@ -310,11 +340,6 @@ def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 def _sha256(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _identity(directory: Path) -> str:

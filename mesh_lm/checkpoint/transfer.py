@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mesh_lm.launch.channel import Channel, Refused
 from mesh_lm.launch.protocol import Check, boolean, items, require, text, whole
@@ -32,6 +32,10 @@ HANDSHAKE = 5.0
 """Seconds within which the other end must have proved itself."""
 SILENCE = 30.0
 """Seconds within which the other end must send or take a MiB."""
+STORED = 600.0
+"""Seconds within which it must have written to its disk what it still holds in memory."""
+_SYNCED = 2**28
+"""Bytes that the receiver holds in memory at most before it writes them to its disk."""
 _PIECE = 2**20
 _PURPOSE = "local copies"
 _STEP, _PROCESS = whole(0), whole(0, 2**20)
@@ -72,10 +76,13 @@ class Conversation:
         self._channel.send(message)
         self._flush(SILENCE)
 
-    def receive(self, *required: str) -> dict[str, Any]:
-        """Returns the next message, which has these fields. Raises TransferFailed if the other end reports a problem instead."""
+    def receive(self, *required: str, seconds: float | None = None) -> dict[str, Any]:
+        """Returns the next message, which has these fields. Raises TransferFailed if the other end reports a problem instead.
+
+        seconds: the time allowed, if not `SILENCE`.
+        """
         while not self._messages:
-            self._read(SILENCE)
+            self._read(SILENCE if seconds is None else seconds)
         message = self._messages.popleft()
         require(message, _SHAPES)
         if "problem" in message:
@@ -141,7 +148,7 @@ def send_step(to: Conversation, place: Path, about: dict[str, int]) -> None:
                 to.send_bytes(pieces[:n])
                 left -= n
     to.send(sha256=proof.hexdigest())
-    to.receive("stored")
+    to.receive("stored", seconds=STORED)
 
 
 def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
@@ -158,13 +165,16 @@ def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
         source.send(ready=True)
         for name, left in zip(FILES, sizes, strict=True):
             with open(arriving / name, "wb") as file:
+                unsynced = 0
                 while left:
                     n = source.receive_bytes(pieces[: min(left, _PIECE)])
                     proof.update(pieces[:n])
                     file.write(pieces[:n])
                     left -= n
-                file.flush()
-                os.fsync(file.fileno())
+                    if (unsynced := unsynced + n) >= _SYNCED:
+                        flush(file)
+                        unsynced = 0
+                flush(file)
         if source.receive("sha256")["sha256"] != proof.hexdigest():
             raise TransferFailed("the files arrived with other bytes than were sent")
         clear(place)
@@ -178,6 +188,12 @@ def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
         raise
     finally:
         shutil.rmtree(arriving, ignore_errors=True)
+
+
+def flush(file: IO[Any]) -> None:
+    """Makes what was written to a file survive a crash of the machine."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def clear(place: Path) -> None:

@@ -46,6 +46,7 @@ class Agent:
         self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
         self._checks, self._check = health.checks(job, environment), 0
         self._examination: health.Examination | None = None
+        self._examining = False
         self._doubts: set[str] = set()
         self._peer: Peer | None = None
         self._workers: dict[int, Worker] = {}
@@ -135,7 +136,7 @@ class Agent:
             fix = "give all nodes of this run the same secret (docs/network.md)"
             self._refused(f"the controller at {self._address[0]}:{self._address[1]} was refused: {self._peer.refused}; {fix}")
         self._peer.close()
-        self._peer = self._examination = None
+        self._peer, self._examining = None, False
         if self._welcome:  # the controller had answered before, so the time to reconnect starts now
             log(f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up to {self._job.rejoin:g} s")
             self._since, self._patience = time.monotonic(), self._job.rejoin
@@ -166,7 +167,8 @@ class Agent:
         elif message.get("end") == self._generation:
             self._end(tuple((after, number) for after, number in message.get("schedule", AT_ONCE)))
         elif "check" in message:
-            self._check, self._examination = message["check"], health.Examination(self._checks)
+            self._check, self._examining = message["check"], True
+            self._examination = health.Examination(self._checks, before=self._examination)
         elif "exit" in message:
             self._status = message["exit"]
             if message.get("refused"):
@@ -175,15 +177,16 @@ class Agent:
 
     def _examine(self) -> None:
         """Reports the result of a health check when it is there, and logs, once each, what could not be checked."""
-        if not self._peer or not self._examination or (found := self._examination.findings()) is None:
+        if not self._peer or not self._examining or not self._examination or (found := self._examination.findings()) is None:
             return
-        self._examination = None
+        self._examining = False
         for each in found:
             if each.outcome == "unknown" and each.check not in self._doubts:
                 self._doubts.add(each.check)
                 log(f"node {self._job.node}: health check {each.check} has no result: {each.text}")
         failed = [each._asdict() for each in found if each.outcome == "failed"]
-        self._peer.send(checked=self._check, port=free_port(LOOPBACK if self._job.nodes == 1 else ""), findings=failed)
+        port = free_port(LOOPBACK if self._job.nodes == 1 else "")
+        self._peer.send(checked=self._check, port=port, findings=failed, **self._checks.count)
 
     # The workers.
 

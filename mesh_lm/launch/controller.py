@@ -293,6 +293,7 @@ class Controller:
             killed = messages.shell_status(-signal.SIGKILL if now.failure is None else now.failure)
             self._status = EXIT_PREEMPTED if now.saved_and_left() else killed
         elif now.failure is None and now.stopping == "grow":
+            self._nodes.check_all()
             self._again(0.0)
         elif now.fewer and EXIT_FEWER in statuses:
             self._enough, self._expected = (len(now.members), now.fewer), now.fewer
@@ -340,7 +341,7 @@ class Controller:
         if self._count == 0 and not late and not {*range(self._job.size)} <= {*self._nodes} and now - self._complete < _FIRST:
             return
         usable = self._restarts.usable(self._nodes.healthy())
-        members = self._nodes.place(usable, self._wanted(len(usable)))
+        members = self._nodes.place(usable, self._wanted(len(usable)), self._restarts.failing)
         self._count, self._expected = self._count + 1, len(members)
         self._now = Generation(self._count, members, {*members}, self._job.per_node)
         self._now.looked = (now, {})

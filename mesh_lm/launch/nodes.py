@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mesh_lm.launch import messages
@@ -36,6 +37,10 @@ class Node:
     """When that was (time.monotonic)."""
     answered: bool = True
     """Whether it has reported that check."""
+    failed: str = ""
+    """The checks that it failed."""
+    gpus: int | None = None
+    """How many GPUs it found; None: it did not say."""
     wrong: str = ""
     """Why it is unhealthy; empty: it is not, as far as is known."""
     port: int = 0
@@ -85,12 +90,22 @@ class Nodes(dict[int, Node]):
             return
         node.answered, node.port = True, message.get("port", 0)
         found = [f"{each['check']}: {each['text']}" for each in message.get("findings", ()) if each["outcome"] == "failed"]
-        node.wrong = "; ".join(found[:_SHOWN])
-        before, self._reported[number] = self._reported.get(number, ""), node.wrong
-        if node.wrong and node.wrong != before:
-            log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
-        elif before and not node.wrong:
-            log(f"node {number} ({node.host}) is healthy again")
+        node.failed, node.gpus = "; ".join(found[:_SHOWN]), message.get("gpus")
+        self._compare()
+
+    def _compare(self) -> None:
+        """Sets which nodes are unhealthy, and logs what has changed. A node also is if it has fewer GPUs than most: one is lost."""
+        counts = Counter(node.gpus for node in self.values() if node.gpus is not None)
+        usual = max(counts, key=lambda gpus: (counts[gpus], gpus), default=0)
+        for number, node in [(number, node) for number, node in sorted(self.items()) if node.answered]:
+            node.wrong = node.failed
+            if not node.wrong and node.gpus is not None and node.gpus < usual:
+                node.wrong = f"nvidia-smi lists {node.gpus} GPUs, but {usual} on most nodes: reboot the node, or replace the missing GPU"
+            before, self._reported[number] = self._reported.get(number, ""), node.wrong
+            if node.wrong and node.wrong != before:
+                log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
+            elif before and not node.wrong:
+                log(f"node {number} ({node.host}) is healthy again")
 
     @property
     def pending(self) -> bool:
@@ -103,23 +118,33 @@ class Nodes(dict[int, Node]):
 
     # Which nodes compute, and where.
 
-    def place(self, usable: Sequence[int], count: int) -> list[int]:
+    def place(self, usable: Sequence[int], count: int, failing: Callable[[int], bool] = lambda number: False) -> list[int]:
         """Returns `count` of the usable nodes in the order of their processes. Nodes keep their places, and spares take free ones.
 
-        usable: the best first.
+        usable: the best first. failing: whether a node is used, and keeps its place, only if no other is left.
         """
-        before, kept = self._places, [number for number in self._places if number in usable][:count]
-        new = [number for number in usable if number not in kept][: count - len(kept)]
-        self._places = sorted([*kept, *new])
+        before = self._places
+        place = {number: place for place, number in enumerate(before)}
+        chosen = sorted(usable, key=lambda number: (failing(number), place.get(number, len(before))))[:count]
+        kept = [number for number in before if number in chosen]
+        new = [number for number in chosen if number not in kept]
+        self._places = sorted(chosen)
         if len(before) == count:
             spares = iter(new)
             self._places = [number if number in kept else next(spares) for number in before]
             for old, number in zip(before, self._places, strict=True):
                 if number != old:
                     log(f"node {number} ({self[number].host}) takes the place of node {old}")
+        if known := [number for number in self._places if self._can_coordinate(number)]:  # usually the first already
+            at = self._places.index(known[0])
+            self._places[0], self._places[at] = self._places[at], self._places[0]
         if self._job.spares and (idle := [number for number in usable if number not in self._places]):
             log(f"{messages.number_ranges(idle, 'node', 'nodes')} {'stands' if len(idle) == 1 else 'stand'} by")
         return [*self._places]
+
+    def _can_coordinate(self, number: int) -> bool:
+        """Whether a free port of a node is known: it has reported its checks, or this is its launcher."""
+        return number == 0 or self[number].port > 0
 
     def coordinator(self) -> str:
         """Returns host:port for process 0, on the first node that computes."""

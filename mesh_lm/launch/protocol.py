@@ -81,7 +81,7 @@ REPORT: Mapping[str, Check] = {
     "generation": _COUNT, "beats": mapping(text(8, "[0-9]+"), _REPORTED), "died": items(items(whole(-255, 2**20), size=3)),
     "fewer": _INDEX, "ended": boolean, "silent": _INDEX, "seconds": number,
     "stop": text(16, "|".join(each.name for each in signal.Signals)), "at_once": boolean,
-    "checked": _COUNT, "port": whole(1, 2**16 - 1), "findings": items(_FINDING),
+    "checked": _COUNT, "port": whole(1, 2**16 - 1), "gpus": whole(0, 2**12), "findings": items(_FINDING),
 }  # fmt: skip
 """What else an agent says."""
 ORDER: Mapping[str, Check] = {

@@ -37,8 +37,12 @@ class Restarts:
         self.futile += 1
         return pause
 
+    def failing(self, number: int) -> bool:
+        """Whether a node's workers failed first repeatedly."""
+        return number > 0 and self._failures[number] > 1
+
     def usable(self, nodes: Iterable[int]) -> list[int]:
         """The nodes that are connected, the best first. Nodes that fail repeatedly are left out if the others are enough."""
-        bad = [number for number in sorted(nodes) if number and self._failures[number] > 1]
+        bad = [number for number in sorted(nodes) if self.failing(number)]
         good = [number for number in sorted(nodes) if number not in bad]
         return good if len(good) >= self._job.least else good + bad

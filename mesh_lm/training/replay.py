@@ -23,7 +23,7 @@ from mesh_lm.model import Batch
 from mesh_lm.state import State
 from mesh_lm.state.digest import leaf_name
 from mesh_lm.state.host_copy import copied, put_back
-from mesh_lm.training.replicas import program
+from mesh_lm.training.replicas import program, yield_to_the_blamed
 from mesh_lm.training.step import Step
 
 _NAMED = 3
@@ -68,6 +68,8 @@ class ReplayedStep:
                 leaf.delete()
             state = put_back(copy, abstract)
             again = shard_digests(state)
+            # Here the watchdogs are patient with a process whose host memory is slow; in the step, which follows, they are not.
+            distributed.gather_from_all(None)
         state, metrics = self._step(state, batch)
         jax.block_until_ready(metrics)
         with self._monitor.paused():
@@ -95,6 +97,7 @@ def _require_equal(step: int, tree: State, pairs: list[tuple[Digests, Digests]])
     else:
         return
     told = listed(f"{head}; a device, its memory or a link is faulty", moved or made)
+    yield_to_the_blamed([process for process, (before, after) in enumerate(found) if (before if moved else after)])
     n_devices = leaves[0][1].sharding.mesh.size
     if not moved and len(made) == n_devices > 1:
         told += f"\nall {n_devices} devices differ, as after a gradient that one of them computed wrongly: this does not show which one"

@@ -11,8 +11,9 @@ it, so a flipped bit is overwritten, or copied to all replicas.
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import jax
@@ -24,6 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mesh_lm.errors import listed
 from mesh_lm.state.digest import digest, leaf_name
 
+_LATER = 2.0
+"""Seconds by which a process reports a fault of another one's device later than that one."""
+
 
 class ReplicasDiffer(RuntimeError):
     """Replicas of the state differ: it must be neither trusted nor saved."""
@@ -31,11 +35,18 @@ class ReplicasDiffer(RuntimeError):
 
 def require_equal(state: Mapping[str, Any]) -> None:
     """Raises ReplicasDiffer with the leaves and devices that `differing` finds. Every process must call it."""
-    if lines := differing(state):
-        problem = listed("replicas of the state differ; a device, its memory or a link is faulty", lines)
+    if found := _differences(state):
+        yield_to_the_blamed({process for _, processes in found for process in processes})
+        problem = listed("replicas of the state differ; a device, its memory or a link is faulty", [line for line, _ in found])
         raise ReplicasDiffer(
             f"{problem}\nthis state was not saved: continue from the newest checkpoint, without that device if it is named again"
         )
+
+
+def yield_to_the_blamed(processes: Collection[int]) -> None:
+    """Waits for a moment if none of these is this process: the launcher takes the node of the first that fails for the cause."""
+    if processes and jax.process_index() not in processes:
+        time.sleep(_LATER)
 
 
 def differing(state: Mapping[str, Any]) -> list[str]:
@@ -44,6 +55,11 @@ def differing(state: Mapping[str, Any]) -> list[str]:
     state: nested dicts of arrays on one mesh. Every process must call it, and gets the same result. Each device computes digests of its
     shards, in one program without collectives; only digests are gathered. Without a majority all devices are named.
     """
+    return [line for line, _ in _differences(state)]
+
+
+def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Returns the lines of `differing`, each with the processes of the devices that it names."""
     leaves = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if _shards(x.sharding, x.shape).replicated]
     if not leaves:
         return []
@@ -54,9 +70,9 @@ def differing(state: Mapping[str, Any]) -> list[str]:
     values = rows[..., 0].astype(np.uint64) << np.uint64(32) | rows[..., 1]
     devices = mesh.devices.reshape(-1)
     return [
-        f"{leaf_name(path)}{line}"
+        (f"{leaf_name(path)}{line}", processes)
         for (path, x), column in zip(leaves, values.T, strict=True)
-        for line in _minorities(_shards(x.sharding, x.shape), column, devices)
+        for line, processes in _minorities(_shards(x.sharding, x.shape), column, devices)
     ]
 
 
@@ -85,8 +101,8 @@ class _Shards:
 _shards = functools.lru_cache(maxsize=1024)(_Shards)
 
 
-def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> list[str]:
-    """Returns a line for each shard of one leaf whose replicas differ. values: the digests, by device."""
+def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> list[tuple[str, list[int]]]:
+    """Returns a line for each shard of one leaf whose replicas differ, and the processes that it names. values: the digests, by device."""
     _, firsts = np.unique(shards.of_device, return_index=True)
     wrong = values != values[firsts][shards.of_device]
     lines = []
@@ -94,12 +110,14 @@ def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> lis
         holders = np.flatnonzero(shards.of_device == shard)
         (top, votes), *others = Counter(values[holders].tolist()).most_common()
         tie = any(count == votes for _, count in others)
-        named = [_name(devices[i]) for i in holders if tie or values[i] != top]
-        lines.append(
-            f": {', '.join(named)} hold different bits, and no majority shows which are right"
+        blamed = [devices[i] for i in holders if tie or values[i] != top]
+        named = ", ".join(map(_name, blamed))
+        line = (
+            f": {named} hold different bits, and no majority shows which are right"
             if tie
-            else f": {', '.join(named)} {'differs' if len(named) == 1 else 'differ'} from the {votes} other replicas"
+            else f": {named} {'differs' if len(blamed) == 1 else 'differ'} from the {votes} other replicas"
         )
+        lines.append((line, [device.process_index for device in blamed]))
     return lines
 
 

@@ -68,7 +68,8 @@ def test_the_table_of_health_checks(tmp_path: Path) -> None:
     named = ", ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)).split(", ")
     assert {*named} == {*health.checks(one, {"PATH": str(tmp_path)})} and len(named) == len({*named})
     for figure in (
-        f"in the last {gpu.RECENT / 60:g} min", f"less than {system.FREE / 1e6:.0f} MB", f"end after {finding.LIMIT:g} s at most",
+        f"in the last {gpu.RECENT / 60:g} min; it counts for {gpu.COUNTS / 60:g} min",
+        f"less than {system.FREE / 1e6:.0f} MB", f"end after {finding.LIMIT:g} s at most",
         f"checked again every {nodes._AGAIN:g} s", f"waits at most {controller._FIRST:g} s", f"it has {programs._OWN:g} s",
     ):  # fmt: skip
         assert figure in " ".join(PAGE.split()), figure

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mesh_lm.launch.health.finding import Result
+from mesh_lm.launch.health.limited import run
 
 _LIMIT = 30.0
 """Seconds that nvidia-smi may take: without persistence mode it starts the driver first."""
@@ -30,7 +30,9 @@ XIDS = {
 }
 """Errors of the hardware, from NVIDIA's list of Xids. Others, such as 13, 31 and 43, are errors of programs."""
 RECENT = 600.0
-"""Seconds for which an Xid makes a node unhealthy."""
+"""Age in seconds of the oldest Xid that makes a node unhealthy."""
+COUNTS = 120.0
+"""Seconds for which it does, from the first check that finds it: less than a run waits for a node to be healthy again."""
 Ask = Callable[..., str]
 
 
@@ -38,13 +40,12 @@ def nvidia_smi(tool: str, environment: Mapping[str, str]) -> Ask:
     """Returns a function that runs nvidia-smi with the given words and returns what it prints. It raises RuntimeError if that fails."""
 
     def ask(*words: str) -> str:
-        done = subprocess.run(
-            [tool, *words], env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=_LIMIT,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"nvidia-smi ended with status {done.returncode}: {' '.join(done.stdout.split())}")
-        return done.stdout
+        status, text = run([tool, *words], environment, _LIMIT)
+        if status is None:
+            raise RuntimeError(f"nvidia-smi did not answer within {_LIMIT:g} s")
+        if status:
+            raise RuntimeError(f"nvidia-smi ended with status {status}: {' '.join(text.split())}")
+        return text
 
     return ask
 
@@ -55,17 +56,22 @@ class Gpus:
     def __init__(self, ask: Ask, environment: Mapping[str, str]) -> None:
         """ask: as `nvidia_smi` returns it. environment: CUDA_VISIBLE_DEVICES limits the GPUs that are checked."""
         self._ask, self._visible = ask, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        self._count, self._active = 0, dict[str, int]()
+        self._most, self._active = 0, dict[str, int]()
+        self._reported: dict[tuple[str, ...], float] = {}  # Xid -> when it was first reported, in seconds since the boot
+        self.count: int | None = None
+        """The number that `memory` found last; None: nvidia-smi did not say."""
 
     def memory(self) -> Result:
         """Returns failed if a GPU is missing, has uncorrected ECC errors since the driver started, or must remap memory rows."""
+        self.count = None
         try:
             gpus = self._query("ecc.errors.uncorrected.volatile.total")
             pending = self._remapped()
         except RuntimeError as error:
             lost = any(text in str(error) for text in _LOST)
             return ("failed" if lost else "unknown"), f"{error}{'; reboot the node' if lost else ''}"
-        before, self._count = self._count, max(self._count, len(gpus))
+        self.count = len(gpus)
+        before, self._most = self._most, max(self._most, len(gpus))
         if len(gpus) < before:
             return "failed", f"{len(gpus)} of {before} GPUs are left: reboot the node"
         wrong = []
@@ -92,7 +98,7 @@ class Gpus:
         return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{len(gpus)} GPUs")
 
     def nvlink(self) -> Result:
-        """Returns failed if a GPU has fewer active NVLinks than before, or than most of at least four GPUs."""
+        """Returns failed if a GPU has fewer active NVLinks than before, or than most of at least four GPUs that have any."""
         active: dict[str, int] = {}
         visible = {index for index, *_ in self._query()}
         for line in self._ask("nvlink", "--status").splitlines():
@@ -103,29 +109,37 @@ class Gpus:
             elif re.match(r"\s*Link \d+:", line):
                 active.setdefault(index, 0)
         active = {index: count for index, count in active.items() if index in visible}
-        usual, often = Counter(active.values()).most_common(1)[0] if active else (0, 0)
-        expected = usual if len(active) >= 4 and often > len(active) / 2 else 0
+        linked = [count for count in active.values() if count]  # cards without a bridge have none
+        usual, often = Counter(linked).most_common(1)[0] if linked else (0, 0)
+        expected = usual if len(linked) >= 4 and often > len(linked) / 2 else 0
         wrong = []
         for index, count in active.items():
-            if count < (wanted := max(expected, self._active.get(index, 0))):
+            if count < (wanted := max(expected if count else 0, self._active.get(index, 0))):
                 wrong.append(f"GPU {index} has {count} of {wanted} NVLinks: {_RESET.format(index)}")
         self._active = {index: max(count, self._active.get(index, 0)) for index, count in active.items()}
         return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{sum(active.values())} links")
 
     def xids(self, lines: Iterable[str], now: float) -> Result:
-        """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as in /dev/kmsg. now: seconds since the boot."""
+        """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as in /dev/kmsg. now: seconds since the boot.
+
+        Each Xid counts for a while only, because nothing clears the log when the GPU was reset. A fault that lasts fails other checks.
+        """
         try:
-            visible = {_slot(bus) for _, bus in self._query()}
-        except RuntimeError:  # a GPU that is lost
-            visible = set()
-        wrong = {}
+            hidden = {_slot(row[2]) for row in self._rows() if not self._sees(*row[:2])}  # GPUs that are not listed may have been lost
+        except RuntimeError:
+            hidden = set()
+        wrong, reported = {}, {}
         for line in lines:
             head, _, text = line.partition(";")
             found = re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", text)
-            if not found or int(found[2]) not in XIDS or (visible and _slot(found[1]) not in visible):
+            if not found or int(found[2]) not in XIDS or _slot(found[1]) in hidden:
                 continue
-            if (age := now - int(head.split(",")[2]) / 1e6) < RECENT:
+            if (age := now - int(head.split(",")[2]) / 1e6) >= RECENT:
+                continue
+            first = reported[found[1], found[2], head] = self._reported.get((found[1], found[2], head), now)
+            if now - first < COUNTS:
                 wrong[found[1], found[2]] = f"GPU at {found[1]}: Xid {found[2]} {age:.0f} s ago ({XIDS[int(found[2])]})"
+        self._reported = reported
         return ("failed", f"{'; '.join(wrong.values())}: reset the GPU, or reboot the node") if wrong else ("ok", "no Xid")
 
     def kernel_log(self, path: Path = Path("/dev/kmsg")) -> Result:
@@ -147,11 +161,15 @@ class Gpus:
 
     def _query(self, *fields: str) -> list[list[str]]:
         """Returns [index, bus, *fields] of each visible GPU."""
+        return [[index, *rest] for index, uuid, *rest in self._rows(*fields) if self._sees(index, uuid)]
+
+    def _rows(self, *fields: str) -> list[list[str]]:
+        """Returns [index, uuid, bus, *fields] of each GPU of the node."""
         lines = self._ask(f"--query-gpu={','.join(['index', 'uuid', 'pci.bus_id', *fields])}", "--format=csv,noheader,nounits").splitlines()
         rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
         if any(len(row) != 3 + len(fields) for row in rows):
             raise RuntimeError(f"nvidia-smi printed something else than was asked for: {lines[0]}")
-        return [[row[0], row[2].upper(), *row[3:]] for row in rows if self._sees(row[0], row[1])]
+        return [[index, uuid, bus.upper(), *rest] for index, uuid, bus, *rest in rows]
 
     def _sees(self, index: str, uuid: str) -> bool:
         if not all(re.fullmatch(r"\d+|GPU-[0-9a-f-]+", name) for name in self._visible):  # unset, or parts of a GPU

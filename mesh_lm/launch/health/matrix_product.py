@@ -3,10 +3,12 @@
 All sums are integers below 2^24, so fp32, TF32 and bf16 with any order of summation give the same bits on any hardware. It is run as a
 file, without the package: `python matrix_product.py gpu` (by JAX, on all devices that it sees), or `cpu` (by NumPy).
 
-It prints "devices N S": their number, and the seconds until they were found; then "N ok" or "N failed: why" for each.
+It prints "devices N S": their number, and the seconds until they were found; then "compiled S", when the first device has its program;
+then "N ok", "N failed: why" or "N unknown: why" for each.
 """
 
 import hashlib
+import re
 import sys
 import time
 from typing import Any
@@ -18,6 +20,8 @@ DIGESTS = {
     4096: "e65d0e69613199bb17a0cc67402b63b5d499c447c2ef4eac6792124a83933859",
 }
 """Rows of the matrices -> SHA-256 of the product as int32."""
+_FAULTS = re.compile(r"ILLEGAL_ADDRESS|illegal memory access|ECC|[Uu]ncorrectable|LAUNCH_FAILED|unspecified launch failure|LAUNCH_TIMEOUT")
+"""What errors of a faulty device say. Others, such as a lack of memory that another process holds, are no fault of the hardware."""
 _BEGAN = time.monotonic()
 
 
@@ -38,6 +42,12 @@ def verdict(product: Any) -> str:
     return "ok" if is_right(product) else "failed: its matrix product is wrong"
 
 
+def what_failed(error: Exception) -> str:
+    """Returns failed and the error if its text shows a fault of the device, else unknown and the error."""
+    text = " ".join(str(error).split())
+    return f"{'failed' if _FAULTS.search(text) else 'unknown'}: {text[:200]}"
+
+
 def by_numpy() -> None:
     """Multiplies on the CPU, which does not need JAX."""
     say("devices 1")
@@ -52,10 +62,15 @@ def by_jax(platform: str = "gpu", size: int = 4096) -> None:
     devices = [device for device in jax.local_devices() if device.platform == platform]
     say(f"devices {len(devices)}")
     a, b = matrices(size)
-    running = []
+    running, compiled = [], False
     for device in devices:
         try:
-            running.append(jax.numpy.matmul(jax.device_put(a, device), jax.device_put(b, device)))
+            here = jax.device_put(a, device), jax.device_put(b, device)
+            product = jax.jit(jax.numpy.matmul).lower(*here).compile()
+            if not compiled:
+                say("compiled")
+                compiled = True
+            running.append(product(*here))
         except Exception as error:
             running.append(error)
     for i, product in enumerate(running):
@@ -64,12 +79,12 @@ def by_jax(platform: str = "gpu", size: int = 4096) -> None:
                 raise product
             say(f"{i} {verdict(product)}")
         except Exception as error:
-            say(f"{i} failed: {' '.join(str(error).split())[:200]}")
+            say(f"{i} {what_failed(error)}")
 
 
 def say(text: str) -> None:
     """Prints a line at once, with the seconds since the start if it is about all devices."""
-    print(text + (f" {time.monotonic() - _BEGAN:.1f}" if text.startswith("devices") else ""), flush=True)
+    print(text if text[0].isdigit() else f"{text} {time.monotonic() - _BEGAN:.1f}", flush=True)
 
 
 if __name__ == "__main__":

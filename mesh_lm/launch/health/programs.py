@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mesh_lm.launch.health.finding import Result
-from mesh_lm.launch.worker import tied
+from mesh_lm.launch.health.limited import run
 
 _OWN = 30.0
 """Seconds that your own command may take."""
@@ -27,7 +24,7 @@ _QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONWARNINGS": "ignore"}
 def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Result:
     """Returns failed if the command ends with a status other than 0, with the last line that it printed."""
     path = shutil.which(command[0], path=environment.get("PATH")) or command[0]
-    status, text = _run([path, *command[1:]], environment, _OWN)
+    status, text = run([path, *command[1:]], environment, _OWN)
     last = (text.strip().splitlines() or [""])[-1]
     if status is None:
         return "unknown", f"{command[0]} did not end within {_OWN:g} s"
@@ -37,35 +34,24 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
 
 
 def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT) -> Result:
-    """Returns failed if a device computes a wrong product, reports an error or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
-    status, text = _run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
-    if not (found := re.search(r"^devices (\d+) ([\d.]+)$", text, re.MULTILINE)):
+    """Returns failed if a device computes a wrong product, reports a fault or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
+    status, text = run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
+    if not (found := re.search(r"^devices (\d+) [\d.]+$", text, re.MULTILINE)):
         last = (text.strip().splitlines() or [f"status {status}"])[-1]
         return "unknown", last if status is not None else f"no device was found within {limit:g} s"
     if found[1] == "0":
         return "unknown", "JAX finds no GPU here"
-    results = dict(re.findall(r"^(\d+) (ok|failed: .*)$", text, re.MULTILINE))
-    if bad := [f"device {i} {how}" for i, how in results.items() if how != "ok"]:
+    results = dict(re.findall(r"^(\d+) (ok|failed: .*|unknown: .*)$", text, re.MULTILINE))
+    if bad := [f"device {i} {how}" for i, how in results.items() if how.startswith("failed")]:
         return "failed", f"{'; '.join(bad)}; take the node out of service, and test the device"
     missing = [str(i) for i in range(int(found[1])) if str(i) not in results]
-    if missing and status is None and limit - float(found[2]) >= _HANGS:
-        return "failed", f"device {missing[0]} did not finish a matrix product within {limit - float(found[2]):.0f} s: reset it, or reboot"
+    compiled = re.search(r"^compiled ([\d.]+)$", text, re.MULTILINE)
+    if missing and status is None and compiled and (seconds := limit - float(compiled[1])) >= _HANGS:
+        return "failed", f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: reset it, or reboot"
+    if unclear := [f"device {i} {how.removeprefix('unknown: ')}" for i, how in results.items() if how != "ok"]:
+        return "unknown", "; ".join(unclear)
     return (
         ("unknown", f"no result of device {', '.join(missing)}, status {status}")
         if missing
         else ("ok", f"exact on all devices ({len(results)})")
     )
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str], limit: float) -> tuple[int | None, str]:
-    """Returns (status, output) of a command; the status is None if it did not end in time, and was killed."""
-    process = subprocess.Popen(
-        tied(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        text = process.communicate(timeout=limit)[0]
-        return process.returncode, text
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]

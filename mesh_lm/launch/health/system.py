@@ -12,7 +12,7 @@ from pathlib import Path
 from mesh_lm.launch.health.finding import Result
 
 FREE = 100 * 10**6
-"""Bytes that must be free on a directory of this node alone."""
+"""Bytes below which the launcher mentions a disk."""
 _SIZE = 4096
 _DEAD = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO, errno.EROFS}
 """Errors of a disk or mount that does not work. Others, such as a missing permission, are mistakes of the whole run, which reports them."""
@@ -20,32 +20,32 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Network:
-    """The links of a node: InfiniBand ports and network cards. Those that were up at the first check must stay up."""
+    """The InfiniBand and RoCE ports of a node. Those that were active at the first check must stay so.
+
+    Other network cards are not checked: those that the run does not use may go down, and without the others the node is lost anyway.
+    """
 
     def __init__(self, root: Path = Path("/sys/class")) -> None:
         self._root, self._up = root, set[str]()
 
     def __call__(self) -> Result:
-        """Returns failed if a link that was up is down."""
+        """Returns failed if a port that was active is not."""
         states = {f"{path.parts[-4]} port {path.parts[-2]}": _text(path) for path in self._root.glob("infiniband/*/ports/*/state")}
-        # What is not hardware, such as a bridge of containers, comes and goes.
-        states |= {path.parent.name: _text(path) for path in self._root.glob("net/*/operstate") if (path.parent / "device").exists()}
-        down = [f"{name} is {states.get(name, 'gone')}" for name in sorted(self._up) if states.get(name) not in ("up", "4: ACTIVE")]
-        self._up |= {name for name, state in states.items() if state in ("up", "4: ACTIVE")}
+        down = [f"{name} is {states.get(name, 'gone')}" for name in sorted(self._up) if states.get(name) != "4: ACTIVE"]
+        self._up |= {name for name, state in states.items() if state == "4: ACTIVE"}
         if down:
-            return "failed", f"{', '.join(down)}, but was up before: check the cable, the switch and the driver"
-        return "ok", f"{len(self._up)} links are up"
+            return "failed", f"{', '.join(down)}, but was active before: check the cable, the switch and the driver"
+        return "ok", f"{len(self._up)} ports are active"
 
 
 class Disk:
-    """A directory to which the run writes."""
+    """A directory to which the run writes. A full one is unknown: the run's own checkpoints may fill it, and only workers remove them."""
 
-    def __init__(self, directory: Path, *, shared: bool = False) -> None:
-        """shared: other nodes write there, too: a full disk is no fault of this node."""
-        self._directory, self._shared, self._worked = directory, shared, False
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._worked = directory, False
 
     def __call__(self) -> Result:
-        """Returns failed if a small file cannot be written there and read back, or a directory of this node alone is almost full."""
+        """Returns failed if the disk or mount does not work, or a small file is read with other contents; unknown if it is almost full."""
         place = self._directory.expanduser().absolute()
         try:
             while not place.exists() and place != place.parent:
@@ -53,15 +53,15 @@ class Disk:
             self._write(place)
             about = os.statvfs(place)
         except OSError as error:
-            failed = (error.errno in _FULL and not self._shared) or (error.errno in _DEAD and (error.errno != errno.EROFS or self._worked))
+            failed = error.errno in _DEAD and (error.errno != errno.EROFS or self._worked)
             fix = "free disk space" if error.errno in _FULL else "repair the disk or the mount"
             return "failed" if failed else "unknown", f"{place} cannot be written: {error.strerror}; {fix}"
         except ValueError as error:
             return "failed", f"{place}: {error}; replace the disk"
         self._worked = True
         free = about.f_bavail * about.f_frsize
-        if free < FREE and not self._shared:
-            return "failed", f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free disk space"
+        if free < FREE:
+            return "unknown", f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free disk space"
         return "ok", f"{place} can be written, {free / 1e9:.3g} GB are free"
 
     def _write(self, place: Path) -> None:

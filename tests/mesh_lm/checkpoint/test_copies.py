@@ -136,6 +136,26 @@ def proxy(port: int, change: Callable[[bytes, int], bytes | None]) -> int:
     return listener.getsockname()[1]
 
 
+def test_a_slow_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to the disk while the files arrive, and the sender waits longer for that than for a piece."""
+    synced: list[int] = []
+
+    def slow(descriptor: int) -> None:
+        synced.append(descriptor)
+        time.sleep(0.4)
+
+    monkeypatch.setattr(transfer, "SILENCE", 0.3)
+    monkeypatch.setattr(transfer.os, "fsync", slow)
+    nodes.saved(12)
+    sender = nodes.sender()
+    sender.send(12)
+    assert sender.wait(10) and nodes.arrived() == ["12"] and len(synced) == 3
+    monkeypatch.setattr(transfer.os, "fsync", synced.append)
+    monkeypatch.setattr(transfer, "_SYNCED", 2**20)
+    sender.send(12)
+    assert sender.wait(10) and len(synced) > 3 + 3
+
+
 def flip(piece: bytes, n: int) -> bytes:
     """Flips one bit in the middle of the files."""
     at = 2**20 - n
@@ -179,7 +199,11 @@ def test_a_silent_peer_holds_nobody_up(nodes: Nodes, monkeypatch: pytest.MonkeyP
     assert sender.wait(10)
     said = capsys.readouterr().out
     assert "warning: step 14 was not copied to another node: copying step 12 took longer than checkpoint.local_every steps; " in said
+    assert "a lost node means the newest checkpoint in the output until checkpoint.local_every is longer than a copy takes" in said
     assert said.count("warning") == 1
+    monkeypatch.setattr(copies, "_REPEAT", 0.0)
+    sender.send(16)
+    assert sender.wait(10) and capsys.readouterr().out.count("warning") == 1, "it is repeated"
 
 
 def test_what_was_rolled_back_is_given_up(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,17 +203,19 @@ def test_a_mixture_of_two_lives_is_never_taken(run: Run, monkeypatch: pytest.Mon
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", ["", "there", "here"])
 def test_files_that_are_lost_here_come_from_the_other_node(
-    run: Run, tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, damaged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """Process 0 has lost its disk, and process 1, whose server is the real one here, has its own files and a copy of those."""
+    """Process 0 has lost its disk, or it is damaged. Process 1, whose server is the real one here, has its files and a copy of those."""
     run.save(10, 12)
     (here,) = run.places
     there = tmp_path / "peer" / "12" / here.name
-    shutil.move(here, there)
-    if damaged:
-        (there / "state.raw").write_bytes(bytes((there / "state.raw").stat().st_size))
+    shutil.copytree(here, there)
+    for place in [here] * (damaged == "here") + [there] * (damaged == "there"):
+        (place / "state.raw").write_bytes(bytes((place / "state.raw").stat().st_size))
+    if damaged != "here":
+        shutil.rmtree(here)
     monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
     server = Server(Secret.shared(), LOOPBACK, lambda step, process: tmp_path / "peer" / str(step) / f"{process}-of-1", print, 2)
 
@@ -230,11 +232,12 @@ def test_files_that_are_lost_here_come_from_the_other_node(
     monkeypatch.setattr(distributed, "gather_from_all", two)
     with_copies = dataclasses.replace(run.config.checkpoint, local_copies=1)
     run.config = dataclasses.replace(run.config, checkpoint=with_copies)
-    run.require(10 if damaged else 12)
+    run.require(10 if damaged == "there" else 12)
     said, name = capsys.readouterr().out, here.name
     server.close()
-    assert ("newer than the output's checkpoints; fetched from other nodes: process 0\n" in said) != damaged, said
-    assert ("is damaged in state.raw" in said) == damaged and [place.name for place in run.places] == [name] * (not damaged)
+    assert ("newer than the output's checkpoints; fetched from other nodes: process 0\n" in said) == (not damaged), said
+    assert ("is damaged in state.raw; fetched from another node\n" in said) == (damaged == "here"), said
+    assert ("is damaged in state.raw" in said) == bool(damaged) and [place.name for place in run.places] == [name] * (damaged != "there")
 
 
 def test_copies_need_another_node(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +249,23 @@ def test_copies_need_another_node(run: Run, monkeypatch: pytest.MonkeyPatch, cap
     run.save(2)
     assert "warning: checkpoint.local_copies=1, but only 1 nodes are left: local checkpoints have 0 copies" in capsys.readouterr().out
     assert [path.parent.name for path in run.places] == ["2"]
+
+
+def test_a_start_removes_what_no_process_can_use(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that comes back in another place has steps of its old one, which nothing there would replace."""
+    run.save(10, 12, 14, 20)
+    assert [path.parent.name for path in run.places] == ["12", "14"]
+    run.require(20)
+    assert not run.places
+    run.config = dataclasses.replace(run.config, checkpoint=dataclasses.replace(run.config.checkpoint, local_copies=1))
+    monkeypatch.setenv("MESH_LM_ELASTIC", "2")
+    monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
+    run.save(22)
+    shutil.copytree(run.places[0], run.places[0].with_name("3-of-1"))
+    run.save(24)
+    assert [path.parent.name for path in run.places] == ["22", "22", "24"], "the other one may still be needed"
+    run.save(26)
+    assert [(path.parent.name, path.name) for path in run.places] == [("24", "0-of-1"), ("26", "0-of-1")]
 
 
 def test_what_no_longer_belongs_to_the_run_is_not_taken(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

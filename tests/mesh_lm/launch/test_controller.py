@@ -330,6 +330,8 @@ def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.Captur
     second.peer.send(checked=again, port=1, findings=[])
     first.hears("end")
     first.dies(1, (0, 99, signal.SIGTERM))
+    for each in (first, second):  # also for ports that are free now
+        each.peer.send(checked=each.hears("check")["check"], port=1, findings=[])
     assert first.hears("start")["nodes"] == second.hears("start")["nodes"] == 2
     for process, each in enumerate((first, second)):
         each.dies(2, (process, 0, 0))

@@ -8,6 +8,7 @@ import pytest
 from replayed import UP, Calls, flipped, sharded, trainer
 from support import host_batch, on_devices, with_flipped_bit
 
+from mesh_lm import distributed
 from mesh_lm.state.initial import init_state
 from mesh_lm.training import replay
 from mesh_lm.training.replay import StepsDiffer
@@ -18,11 +19,19 @@ EACH = ["fsdp", pytest.param("distributed", marks=pytest.mark.slow), pytest.para
 
 
 @pytest.mark.parametrize("rules", EACH)
-def test_a_healthy_run_is_not_changed(rules: str) -> None:
+def test_a_healthy_run_is_not_changed(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout included; every second step is made twice, once outside of what counts as training, and nothing is compiled again."""
     _, _, step = trainer(rules)
-    calls = Calls(lambda: step)
+    calls, met = Calls(lambda: step), list[tuple[int, bool]]()
+    gather = distributed.gather_from_all
+
+    def meet(value: object) -> list[object]:
+        met.append((calls.calls, calls.inside))
+        return gather(value)
+
+    monkeypatch.setattr(distributed, "gather_from_all", meet)
     after = calls.train(rules, 4)
+    assert met == [(2, True), (3, True), (5, True), (6, True)], "they meet before the second run, where the watchdogs are patient"
     assert (calls.calls, calls.paused_calls) == (6, 2)
     assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
     plain, batch = init_state(*trainer(rules)[:2], 0), on_devices(host_batch(1), trainer(rules)[0])

@@ -13,6 +13,7 @@ from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
+from mesh_lm.training import replicas
 from mesh_lm.training.replicas import ReplicasDiffer, differing, program, require_equal
 from mesh_lm.training.step import Step, train_step
 from sharding_rules.lab import h100
@@ -142,3 +143,19 @@ def test_the_error_names_the_device_and_what_to_do() -> None:
     with pytest.raises(ReplicasDiffer, match=r"(?s)params/0: device 2 .*params/7: .*and 2 more.*checkpoint") as error:
         require_equal(state)
     assert "params/8" not in str(error.value)
+
+
+def test_the_process_of_the_faulty_device_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher blames the node whose process fails first."""
+    waits: list[float] = []
+    monkeypatch.setattr(replicas.time, "sleep", waits.append)
+    for processes in ([], [0], [0, 1]):
+        replicas.yield_to_the_blamed(processes)
+    assert waits == []
+    replicas.yield_to_the_blamed([1])
+    assert waits == [2.0]
+    x = jax.device_put(np.ones((4, 4), np.float32), jax.NamedSharding(mesh_of(data=8), jax.P()))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ReplicasDiffer):
+        require_equal({"params": {"0": with_flipped_bit(x, device=2)}})
+    assert waits == [2.0, 2.0], "all devices are those of process 0"
