@@ -15,6 +15,7 @@ from mesh_lm.data import blend, sources
 from mesh_lm.data.epochs import epochs_problems
 from mesh_lm.data.indexed import bin_path, idx_path
 from mesh_lm.errors import ConfigError, StorageError, listed, storage_failed
+from mesh_lm.launch.environment import HEARTBEAT
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.report.weights_and_biases import require_login
 
@@ -39,10 +40,12 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
-    problems: list[str] = list(_data(config)) if data is None else []
-    counted = thorough and is_first and not problems
+    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all are told.
+    looks = slot is None or slot.count == 1 or HEARTBEAT in os.environ
+    problems: list[str] = list(_data(config, look=looks)) if data is None else []
+    counted = thorough and looks and is_first and not problems
     full = False
-    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)]
+    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if looks else []
     if config.wandb and is_first:  # the process that writes the metrics
         checks.append(lambda: require_login(config.wandb))
     for check in checks:
@@ -58,8 +61,8 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
         raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
 
 
-def _data(config: TrainConfig) -> Iterator[str]:
-    """Whether there is something to train on, without reading it."""
+def _data(config: TrainConfig, *, look: bool) -> Iterator[str]:
+    """Whether there is something to train on, without reading it. look: also whether its files are there."""
     data = config.data
     if not (data.path or data.blend):
         yield (
@@ -72,6 +75,8 @@ def _data(config: TrainConfig) -> Iterator[str]:
         heldout = blend.parse(data.valid_blend, "data.valid_blend")[0] if data.valid_blend else []
     except ConfigError as error:
         yield str(error)
+        return
+    if not look:
         return
     for field, prefix in [*(("blend", prefix) for prefix in prefixes), *(("valid_blend", prefix) for prefix in heldout)]:
         lacking = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.expanduser().is_file()]

@@ -323,7 +323,7 @@ def test_an_error_is_the_status_of_the_process(arguments, tmp_path: Path) -> Non
     process = spawn(arguments(tmp_path, data__path="/no/such/text"))
     out = ended(process)
     assert process.returncode == 1 and "Traceback" not in out
-    assert out.splitlines()[-1].startswith("error: ") and "data.path=/no/such/text" in out
+    assert "\nerror: this run cannot start\n  - data.path=/no/such/text" in f"\n{out}"
 
 
 @pytest.fixture(scope="module")
