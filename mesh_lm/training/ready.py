@@ -40,7 +40,7 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
-    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all are told.
+    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all report it.
     looks = slot is None or slot.count == 1 or HEARTBEAT in os.environ
     problems: list[str] = list(_data(config, look=looks)) if data is None else []
     counted = thorough and looks and is_first and not problems
