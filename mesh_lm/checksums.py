@@ -20,7 +20,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/\0]+)")
 def write(directory: Path) -> None:
     """Lists all files of a directory. Raises OSError."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != NAME)
-    (directory / NAME).write_text("".join(f"{_digest(path)}  {path.name}\n" for path in files))
+    (directory / NAME).write_text("".join(f"{file_digest(path)}  {path.name}\n" for path in files))
 
 
 def problems(directory: Path, names: Iterable[str]) -> list[str]:
@@ -36,7 +36,7 @@ def problems(directory: Path, names: Iterable[str]) -> list[str]:
     for name in sorted({*names} & listed.keys()):
         if not (directory / name).is_file():
             found.append(f"{name} is missing, but {NAME} lists it")
-        elif _digest(directory / name) != listed[name]:
+        elif file_digest(directory / name) != listed[name]:
             found.append(f"{name} is not as {NAME} has it: one of them is damaged; fetch it again, or remove {NAME} to read without it")
     return found
 
@@ -51,6 +51,7 @@ def require(directory: Path, *names: str) -> None:
         raise ConfigError("\n  - ".join([f"{directory} is damaged", *found]))
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, hexadecimal. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

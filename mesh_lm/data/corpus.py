@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from mesh_lm import distributed, strict_json
+from mesh_lm.checksums import file_digest
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data import lost_bytes, sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, stored_order
-from mesh_lm.data.digests import file_digest
 from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.index_cache import IndexCache

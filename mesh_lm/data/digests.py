@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from mesh_lm import strict_json
+from mesh_lm.checksums import file_digest
 from mesh_lm.data.rows import ranges
 from mesh_lm.errors import ConfigError
 
@@ -104,12 +105,6 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
     }  # fmt: skip
     content = json.dumps(header).encode() + b"\n" + b"".join(part.tobytes() for part in sums)
     return content + hashlib.sha256(content).digest()
-
-
-def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Blocks:
