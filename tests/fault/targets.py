@@ -215,7 +215,7 @@ def goodput(root: Path) -> Target:
         print(describe(found))
         return found
 
-    return Target(root, lambda: files_in(root / "run"), read, lambda found, said: found == wanted or bool(said), "damaged records left out")
+    return Target(root, lambda: files_in(root / "run"), read, lambda found, said: found == wanted or bool(said), "left out")
 
 
 def metrics(root: Path) -> Target:
