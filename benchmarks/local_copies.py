@@ -40,6 +40,12 @@ KINDS = ("without", "saved", "copied")
 SECRET = b"the secret of this benchmark"
 
 
+class Copies(Sender):
+    """Stands in for the copies of a run: one process, which sends its files to one other node."""
+
+    kept_here = frozenset({0})
+
+
 def serve(directory: str, ports: Any) -> None:
     """The other node: keeps the newest two steps, as a run does."""
     root = Path(directory)
@@ -54,14 +60,16 @@ def serve(directory: str, ports: Any) -> None:
     time.sleep(10**6)
 
 
-def measure(run: TrainConfig, rounds: int, every: int, port: int) -> tuple[np.ndarray, dict[str, list[float]], list[float], int]:
+def measure(
+    run: TrainConfig, rounds: int, every: int, port: int, peer: Path
+) -> tuple[np.ndarray, dict[str, list[float]], list[float], int]:
     """Returns the seconds of each interval [rounds, kinds], of each save's blocking part by kind, and of each copy; and a copy's bytes."""
     layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
     batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout))
     (output := Path(run.output) / "checkpoints").mkdir(parents=True)
     local = NodeLocalCheckpoints(run.checkpoint, output, LaunchConfig())
-    sender = Sender(Secret(SECRET), [(LOOPBACK, port)], lambda step: local.directory / str(step) / "0-of-1", 0)
+    sender = Copies(Secret(SECRET), [(LOOPBACK, port)], lambda step: local.directory / str(step) / "0-of-1", 0)
     seconds, blocking, copying, n = np.zeros((rounds + 1, len(KINDS))), {kind: [] for kind in KINDS[1:]}, [], 0
     with contextlib.closing(batches.train()) as training:
         for row in seconds:
@@ -83,6 +91,7 @@ def measure(run: TrainConfig, rounds: int, every: int, port: int) -> tuple[np.nd
                 local._finish()
                 if kind == "copied":
                     assert sender.wait(600), "the copy took longer than the interval"
+                    assert (peer / str(n - every + 1)).exists(), "nothing arrived"
         place = local.directory / str(n - every + 1) / "0-of-1"
         for _ in range(3):  # alone
             before = time.perf_counter()
@@ -95,12 +104,12 @@ def measure(run: TrainConfig, rounds: int, every: int, port: int) -> tuple[np.nd
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
     record = Record(f"local_copies{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
-    rounds, every = (1, 5) if arguments.quick else (3, 20)
+    rounds, every = (1, 5) if arguments.quick else (3, 100)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="local-copies-") as directory:
         ports = context.Queue()
-        (Path(directory) / "peer").mkdir()
-        other = context.Process(target=serve, args=(str(Path(directory) / "peer"), ports), daemon=True)
+        (peer := Path(directory) / "peer").mkdir()
+        other = context.Process(target=serve, args=(str(peer), ports), daemon=True)
         other.start()
         run = tiny.config(Path(directory), arguments.quick, 10**6)
         model = run.model if arguments.quick else dataclasses.replace(run.model, **MODEL)
@@ -108,7 +117,7 @@ def main() -> int:
         run = dataclasses.replace(run, model=model, checkpoint=policy, train=dataclasses.replace(run.train, global_batch=4))
         load = os.getloadavg()[0]
         with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
-            seconds, blocking, copying, size = measure(run, rounds, every, ports.get())
+            seconds, blocking, copying, size = measure(run, rounds, every, ports.get(), peer)
         other.kill()
     rows = [
         {"round": i, **{f"{kind}_s": float(x) for kind, x in zip(KINDS, row, strict=True)},

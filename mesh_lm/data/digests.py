@@ -1,12 +1,12 @@
 """The side file `<prefix>.digests`, with which prepared tokens are verified while they are read; Megatron-LM ignores it.
 
 The first line is JSON: `format` | `block`: bytes per block | `bytes`: size of the .bin | `index`, `about`: SHA-256 of the .idx, and of the
-.json if there is one | `sampled`: the fingerprint that the files had without this one. Then come the CRC-32 of each block of the .bin, u32
+.json if there is one | `sampled`: the fingerprint that the files had without this one. Then come the XXH3-64 of each block of the .bin, u64
 little-endian, and the SHA-256 of everything before it.
 
-A CRC-32 misses one damaged block in 2^32. It is against disks, copies and accidents, not against an attacker, and takes less than half as
-long as SHA-256 (benchmarks/verified_data.py). A block is half a read-ahead of Linux: smaller ones make the file larger, and larger ones
-make the first samples of a run slower, each of which touches blocks of its own.
+XXH3 is against disks, copies and accidents, not against an attacker, and reads memory several times as fast as CRC-32 and SHA-256
+(benchmarks/verified_data.py). A block is half a read-ahead of Linux: smaller ones make the file larger, and larger ones make the first
+samples of a run slower, each of which touches blocks of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import dataclasses
 import hashlib
 import json
 import threading
-import zlib
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from mesh_lm import strict_json
 from mesh_lm.checksums import file_digest
@@ -27,7 +27,7 @@ from mesh_lm.errors import ConfigError
 
 BLOCK_BITS = 15
 """log2 of the bytes per block."""
-_FORMAT = 1
+_FORMAT = 2
 _OWN = hashlib.sha256().digest_size
 _HEADER_SIZE = 2**12
 _READ = 2**22
@@ -50,7 +50,7 @@ class Digests:
     about: str | None
     sampled: str
     table: np.ndarray
-    """CRC-32 of each block, uint32 [blocks]."""
+    """XXH3-64 of each block, uint64 [blocks]."""
     own: str
     """SHA-256 of all of it, hexadecimal: it identifies the contents of the .bin and the .idx."""
 
@@ -82,7 +82,7 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
         header = strict_json.loads(head)
         if header.pop("format") != _FORMAT:
             raise ValueError("it is of another format")
-        table = np.frombuffer(content, "<u4", -(-header["bytes"] // header["block"]), len(head) + 1)
+        table = np.frombuffer(content, "<u8", -(-header["bytes"] // header["block"]), len(head) + 1)
         return Digests(path=path, table=table, own=own.hex(), **header)
     except FileNotFoundError:
         return None
@@ -98,7 +98,7 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
     sums: list[np.ndarray] = []
     with open(data, "rb") as file:
         while part := memoryview(file.read(_READ)):
-            sums.append(np.array([zlib.crc32(part[i : i + block]) for i in range(0, len(part), block)], "<u4"))
+            sums.append(np.array([xxhash.xxh3_64_intdigest(part[i : i + block]) for i in range(0, len(part), block)], "<u8"))
     header = {
         "format": _FORMAT, "block": block, "bytes": data.stat().st_size, "index": file_digest(index),
         "about": None if about is None else hashlib.sha256(about).hexdigest(), "sampled": sampled,
@@ -118,7 +118,7 @@ class Blocks:
         """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block. Raises ConfigError for another size."""
         if len(data) != digests.bytes:
             raise ConfigError(f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of {digests.path}; {cure}")
-        self._path, self._data, self._digests, self._cure = path, data, digests, cure
+        self._path, self._data, self._digests, self._cure = path, data.data, digests, cure
         # A further element, for a range that is empty and starts where the data end.
         self._seen = np.zeros(len(digests.table) + 1, bool)
         self._seen[-1] = True
@@ -129,15 +129,16 @@ class Blocks:
         """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n]. Raises ConfigError for a damaged one."""
         first = starts // self._digests.block
         last = np.maximum((stops - 1) // self._digests.block, first)
-        if self._seen[first].all() and self._seen[last].all() and (last - first).max(initial=0) <= 1:
+        # Nearly always a range is in one block, or in two. This is called for every batch, so few steps of NumPy count.
+        blocks = np.concatenate([first, last]) if (last - first).max(initial=0) <= 1 else ranges(first, last + 1)[1]
+        unseen = blocks[~self._seen[blocks]]
+        if not unseen.size:
             return
-        _, blocks = ranges(first, last + 1)
-        blocks = np.array(sorted({*blocks[~self._seen[blocks]].tolist()}), np.int64)  # few: np.unique takes longer
-        for block in blocks.tolist():
-            self._compare(block)
+        new = np.array(sorted({*unseen.tolist()}), np.int64)  # few: np.unique takes longer
+        self._compare(new)
         with self._lock:  # another thread may have verified some of them meanwhile
-            self._left -= int((~self._seen[blocks]).sum())
-            self._seen[blocks] = True
+            self._left -= int((~self._seen[new]).sum())
+            self._seen[new] = True
             self.complete = not self._left
 
     def require_all(self) -> None:
@@ -145,11 +146,14 @@ class Blocks:
         if not self.complete:
             self.require(np.zeros(1, np.int64), np.array([len(self._data)]))
 
-    def _compare(self, block: int) -> None:
-        start = block * self._digests.block
-        part = self._data[start : start + self._digests.block]
-        if zlib.crc32(part.data) != self._digests.table[block]:
+    def _compare(self, blocks: np.ndarray) -> None:
+        size = self._digests.block
+        found = (xxhash.xxh3_64_intdigest(self._data[start : start + size]) for start in (blocks * size).tolist())
+        damaged = blocks[np.fromiter(found, np.uint64, len(blocks)) != self._digests.table[blocks]]
+        if len(damaged):
+            start = int(damaged[0]) * size
+            stop = min(start + size, len(self._data))
             raise ConfigError(
-                f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are not as they were when {self._digests.path} "
-                f"was written (CRC-32); {self._cure}"
+                f"{self._path} is damaged: bytes {start:,} to {stop - 1:,} are not as they were when {self._digests.path} was written "
+                f"(XXH3-64); {self._cure}"
             )
