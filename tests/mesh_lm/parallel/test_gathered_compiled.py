@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deviceless
 LAYERS = 4
 
 
-def report_of(reports: str, rules: str, mesh: MeshConfig, **model: object) -> Report:
+def report_of(reports: str, rules: str, mesh: MeshConfig, flags: str = "overlap_two", **model: object) -> Report:
     """Of LAYERS layers of megatron_16b, a sequence on each GPU."""
     config: TrainConfig = load("configs/megatron_16b.py")
     config = dataclasses.replace(
@@ -27,7 +27,7 @@ def report_of(reports: str, rules: str, mesh: MeshConfig, **model: object) -> Re
         train=dataclasses.replace(config.train, global_batch=16),
         launch=LaunchConfig(compile_cache=reports),
     )
-    return compile_config(config, "h100", 16, options("overlap_two"))
+    return compile_config(config, "h100", 16, options(flags))
 
 
 def of_layers(report: Report) -> list[Collective]:
@@ -83,3 +83,14 @@ def test_halves_hide_what_tensor_parallelism_sends(reports: str) -> None:
     )
     assert sum(one.times for one in of_halves) == 2 * sum(one.times for one in looped) > 0
     assert 0 < sum(one.exposed for one in of_halves) <= 0.6 * sum(one.exposed for one in looped)
+
+
+@pytest.mark.slow
+def test_sums_in_bfloat16_begin_before_the_last_collective_of_tensor_parallelism(reports: str) -> None:
+    """With three collectives at once a layer's gather and sums go beside more of its matmuls than with two."""
+    rules, hidden = "zero3+megatron_sp+reduce_bfloat16", []
+    for flags in ("layers", "layers_bfloat16"):
+        report = report_of(reports, rules, MeshConfig(data=8, tensor=2), flags, remat="full")
+        hidden.append([one.flops_hidden_behind for one in of_layers(report) if one.where.phase == "backward"])
+    two, three = hidden
+    assert len(two) == len(three) == 2 and min(three) > 1.3 * max(two) > 0, hidden
