@@ -127,33 +127,34 @@ class Blocks:
 
     def require(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n]. Raises ConfigError for a damaged one."""
-        first = starts // self._digests.block
-        last = np.maximum((stops - 1) // self._digests.block, first)
-        # Nearly always a range is in one block, or in two. This is called for every batch, so few steps of NumPy count.
-        blocks = np.concatenate([first, last]) if (last - first).max(initial=0) <= 1 else ranges(first, last + 1)[1]
+        # Nearly always a range is in one block, or in two. This is called for every batch, so every step of NumPy counts.
+        blocks = np.concatenate([starts, np.maximum(stops - 1, starts)]) // self._digests.block
+        if (stops - starts).max(initial=0) > self._digests.block:
+            blocks = ranges(blocks[: len(starts)], blocks[len(starts) :] + 1)[1]
         unseen = blocks[~self._seen[blocks]]
         if not unseen.size:
             return
-        new = np.array(sorted({*unseen.tolist()}), np.int64)  # few: np.unique takes longer
+        new = sorted({*unseen.tolist()})
         self._compare(new)
         with self._lock:  # another thread may have verified some of them meanwhile
-            self._left -= int((~self._seen[new]).sum())
-            self._seen[new] = True
+            for block in new:
+                self._left -= not self._seen[block]
+                self._seen[block] = True
             self.complete = not self._left
 
     def require_all(self) -> None:
         """Verifies all blocks that have not been."""
-        if not self.complete:
-            self.require(np.zeros(1, np.int64), np.array([len(self._data)]))
+        step = self._digests.block << 12  # the numbers of a few blocks are in memory, not those of all
+        for start in range(0, 0 if self.complete else len(self._data), step):
+            self.require(np.array([start]), np.array([min(start + step, len(self._data))]))
 
-    def _compare(self, blocks: np.ndarray) -> None:
-        size = self._digests.block
-        found = (xxhash.xxh3_64_intdigest(self._data[start : start + size]) for start in (blocks * size).tolist())
-        damaged = blocks[np.fromiter(found, np.uint64, len(blocks)) != self._digests.table[blocks]]
-        if len(damaged):
-            start = int(damaged[0]) * size
-            stop = min(start + size, len(self._data))
-            raise ConfigError(
-                f"{self._path} is damaged: bytes {start:,} to {stop - 1:,} are not as they were when {self._digests.path} was written "
-                f"(XXH3-64); {self._cure}"
-            )
+    def _compare(self, blocks: list[int]) -> None:
+        size, wanted = self._digests.block, self._digests.table[blocks].tolist()
+        for block, digest in zip(blocks, wanted, strict=True):
+            start = block * size
+            part = self._data[start : start + size]
+            if xxhash.xxh3_64_intdigest(part) != digest:
+                raise ConfigError(
+                    f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are not as they were when "
+                    f"{self._digests.path} was written (XXH3-64); {self._cure}"
+                )

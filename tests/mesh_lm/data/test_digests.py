@@ -82,7 +82,7 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
 def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compared: list[int] = []
     compare = digests.Blocks._compare
-    monkeypatch.setattr(digests.Blocks, "_compare", lambda self, block: (compared.append(block), compare(self, block)))
+    monkeypatch.setattr(digests.Blocks, "_compare", lambda self, blocks: (compared.extend(blocks), compare(self, blocks)))
     documents = Documents(prefix)
     order = GPTDataset(TokenStream(documents), SEQ, n_samples=1, cache=IndexCache(str(tmp_path)), fingerprint="", seed=3)
     order.read(np.array([0]))
