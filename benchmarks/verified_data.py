@@ -73,6 +73,7 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
         bare, found = directory / f"bare{number}", []
         for path in (bin_path(prefix), bin_path(prefix).with_suffix(".idx")):
             bare.with_suffix(path.suffix).hardlink_to(path)
+        assert [Documents(each).is_sealed for each in (bare, prefix)] == [False, True]
         for turn in range(repeats):  # each is the first half of the time, because the second finds warmer caches
             taken = {each: seconds(each, directory, seq_len, batch) for each in ((bare, prefix), (prefix, bare))[turn % 2]}
             found.append([taken[bare], taken[prefix]])

