@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from mesh_lm.commands.options import command
@@ -104,12 +105,14 @@ def _require(program: Sequence[str]) -> None:
     """Raises ConfigError where Python would find no such script or module: starting that again would change nothing."""
     name = program[0]
     if name == "-m":
-        path, parts, found = None, program[1].split("."), None
-        for i in range(len(parts)):  # not find_spec, which imports what the module is in
-            found = PathFinder.find_spec(".".join(parts[: i + 1]), path)
+        # The worker looks in this directory, too. find_spec also asks the finder of an editable installation; of a module inside of a
+        # package it would import the package.
+        path, parts = [str(Path.cwd()), *sys.path], program[1].split(".")
+        for i in range(len(parts)):
+            found = PathFinder.find_spec(".".join(parts[: i + 1]), path) or (find_spec(parts[0]) if i == 0 and parts[0] != "__main__" else None)
             if found is None:
                 raise ConfigError(f"-m {program[1]}: no module named {'.'.join(parts[: i + 1])}")
-            path = found.submodule_search_locations
+            path = found.submodule_search_locations or []
         return
     if not Path(name).exists():
         beside = [str(other) for other in Path(name).parent.glob("*.py")]

@@ -120,3 +120,19 @@ def test_both_doors_are_one() -> None:
     for words in (["-m", "mesh_lm", "launch"], ["-m", "mesh_lm.launch"]):
         done = subprocess.run([sys.executable, *words, "nowhere.py"], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: nowhere.py: no such script in {ROOT}\n")
+
+
+def test_the_installed_launcher_starts_commands_and_modules_of_the_working_directory(tmp_path: Path) -> None:
+    """Its sys.path has neither the working directory nor, in an editable installation, that of mesh_lm."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "hello.py").write_text("print('hello from', __name__)")
+    launcher = [str(Path(sys.executable).with_name("mesh-lm")), "launch", "--health=off"]
+
+    def said(*words: str) -> str:
+        done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert "hello from __main__" in said("-m", "mine.hello")
+    assert "-m mine.helo: no module named mine.helo" in said("-m", "mine.helo")
+    found = said("train", "gpt_tiny", "--train.stepz=2")
+    assert "no such field; did you mean --train.steps?" in found and "no module named" not in found
