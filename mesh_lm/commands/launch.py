@@ -108,8 +108,10 @@ def _require(program: Sequence[str]) -> None:
         # The worker looks in this directory, too. find_spec also asks the finder of an editable installation; of a module inside of a
         # package it would import the package.
         path, parts = [str(Path.cwd()), *sys.path], program[1].split(".")
-        for i in range(len(parts)):
-            found = PathFinder.find_spec(".".join(parts[: i + 1]), path) or (find_spec(parts[0]) if i == 0 and parts[0] != "__main__" else None)
+        for i, part in enumerate(parts):
+            found = PathFinder.find_spec(".".join(parts[: i + 1]), path)
+            if found is None and i == 0 and part != "__main__":
+                found = find_spec(part)
             if found is None:
                 raise ConfigError(f"-m {program[1]}: no module named {'.'.join(parts[: i + 1])}")
             path = found.submodule_search_locations or []
