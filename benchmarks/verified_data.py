@@ -74,7 +74,7 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
         for path in (bin_path(prefix), bin_path(prefix).with_suffix(".idx")):
             bare.with_suffix(path.suffix).hardlink_to(path)
         assert [Documents(each).is_sealed for each in (bare, prefix)] == [False, True]
-        for turn in range(repeats):  # each is the first half of the time, because the second finds warmer caches
+        for turn in range(repeats):  # take turns in being first: the second finds warmer caches
             taken = {each: seconds(each, directory, seq_len, batch) for each in ((bare, prefix), (prefix, bare))[turn % 2]}
             found.append([taken[bare], taken[prefix]])
         for phase in PHASES:

@@ -41,11 +41,11 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
     # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all report it.
-    looks = slot is None or slot.count == 1 or HEARTBEAT in os.environ
-    problems: list[str] = list(_data(config, look=looks)) if data is None else []
-    counted = thorough and looks and is_first and not problems
+    checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
+    problems: list[str] = list(_data(config, with_files=checks_files)) if data is None else []
+    counted = thorough and checks_files and is_first and not problems
     full = False
-    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if looks else []
+    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if checks_files else []
     if config.wandb and is_first:  # the process that writes the metrics
         checks.append(lambda: require_login(config.wandb))
     for check in checks:
@@ -61,8 +61,8 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
         raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
 
 
-def _data(config: TrainConfig, *, look: bool) -> Iterator[str]:
-    """Whether there is something to train on, without reading it. look: also whether its files are there."""
+def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
+    """Whether there is something to train on, without reading it. with_files: also whether its files are there."""
     data = config.data
     if not (data.path or data.blend):
         yield (
@@ -76,7 +76,7 @@ def _data(config: TrainConfig, *, look: bool) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if not look:
+    if not with_files:
         return
     for field, prefix in [*(("blend", prefix) for prefix in prefixes), *(("valid_blend", prefix) for prefix in heldout)]:
         lacking = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.expanduser().is_file()]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from mesh_lm.commands.main import run
 from mesh_lm.data import digests
@@ -98,6 +99,32 @@ def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pyt
     assert 9 <= before <= 4 * 9, "threads that meet at a block may both compare it"
     tokens_of(order)
     assert len(compared) == before
+
+
+def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
+    """Blocks of 8 bytes, more of them than `require_all` takes at once."""
+    block, n = 8, 5000
+    data = np.random.default_rng(0).integers(0, 256, block * n - 3, np.uint8)
+    table = np.array([xxhash.xxh3_64_intdigest(data[i : i + block].data) for i in range(0, len(data), block)], np.uint64)
+    sealed = digests.Digests(tmp_path, block, len(data), "", None, "", table, "")
+
+    def blocks(data: np.ndarray) -> digests.Blocks:
+        return digests.Blocks(tmp_path / "x.bin", data, sealed, "")
+
+    chance = np.random.default_rng(1)
+    for longest in (0, 1, block, block + 1, 50 * block):
+        starts = chance.integers(0, len(data) + 1, 20)
+        stops = np.minimum(starts + chance.integers(0, longest + 1, 20), len(data))
+        (read := blocks(data)).require(starts, stops)
+        touched = {i // block for start, stop in zip(starts, stops, strict=True) for i in range(start, stop)}
+        assert touched <= {*np.flatnonzero(read._seen).tolist()}
+        assert read._left == n - read._seen[:-1].sum() and not read.complete
+    (whole := blocks(data)).require_all()
+    assert whole.complete and whole._seen.all()
+    for at in (0, 4096 * block, len(data) - 1):
+        (damaged := data.copy())[at] ^= 1
+        with pytest.raises(ConfigError, match=f"x.bin is damaged: bytes {at // block * block:,} to "):
+            blocks(damaged).require_all()
 
 
 def test_each_random_corruption_is_refused(pristine: dict[str, bytes], tmp_path: Path):
