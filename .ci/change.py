@@ -103,6 +103,7 @@ def code_of(page: bytes) -> list[str] | None:
     code: list[str] = []
     prose: list[str] = []
     closing_fence = ""
+    indentation = ""
     in_comment = False
     for line in text.split("\n"):
         # 1. A fenced block ends at the same fence with the same indentation.
@@ -110,8 +111,8 @@ def code_of(page: bytes) -> list[str] | None:
             code.append(line)
             if line == closing_fence:
                 closing_fence = ""
-            elif _FENCE.search(line):
-                return None
+            elif _FENCE.search(line) or (line.strip() and not line.startswith(indentation)):
+                return None  # a line that is less indented ends a list item, and with it the block
             continue
 
         # 2. Prose.
@@ -130,7 +131,8 @@ def code_of(page: bytes) -> list[str] | None:
         code += [*context, line]
         prose = []
         if opening:
-            closing_fence = opening[1] + opening[2]
+            indentation = opening[1]
+            closing_fence = indentation + opening[2]
         elif in_comment or starts_comment:
             in_comment = line.rfind("-->") < line.rfind("<!--") if starts_comment else "-->" not in line
     return None if closing_fence or in_comment else code

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 SIZE = 1024
 PRODUCTS = 50
-LAYERS = 3
+LAYERS = 7
 SCANNED_LAYERS = 4
 WIDTH = 64
 
