@@ -32,6 +32,7 @@ def load(name: str) -> ModuleType:
 
 change = load("change")
 report = load("report")
+yardstick = load("yardstick")
 
 PAGE = """# Title
 
@@ -154,7 +155,7 @@ def read_by_a_browser(page: str) -> list[tuple[str, str]]:
     return [(token.info, token.content) for token in COMMON_MARK.parse(page) if token.type == "fence"]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(PAGES, EDITS)
 def test_no_change_of_code_is_prose(lines: list[str], edit: tuple[int, int, list[str]]) -> None:
     """Where a change is called prose, two other readers find the same code in both versions."""
@@ -364,6 +365,12 @@ def test_a_run_that_ended_early() -> None:
     assert report.measurement(parts, [], 2, "") is None
     assert report.report(parts, 30, None, None)[-1].endswith("30 s  the installation")
     assert report.report([], 0, None, None)
+
+
+def test_the_yardstick_is_the_mean_of_all_cores() -> None:
+    measured = [{"matmul": 2.0, "compile": 1.0}, {"matmul": 3.0, "compile": 1.5}]
+    assert yardstick.mean(measured) == {"matmul": 2.5, "compile": 1.25}
+    assert "jax" not in vars(yardstick) and "numpy" not in vars(yardstick), "they are imported after the environment is set"
 
 
 def test_the_committed_ratio() -> None:
