@@ -1,7 +1,7 @@
 """What CI prints at its end: its parts, the five dearest of them, and how long the README's test command took for this machine.
 
-python3 .ci/report.py PARTS --seconds=N           # .ci/run does this; PARTS is the file that it writes
-python3 .ci/report.py PARTS --seconds=N --write   # writes .ci/yardstick.json, with which later runs are compared
+python .ci/report.py PARTS --seconds=N           # .ci/run does this; PARTS is the file that it writes
+python .ci/report.py PARTS --seconds=N --write   # writes .ci/yardstick.json, with which later runs are compared
 """
 
 from __future__ import annotations
