@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,10 +225,12 @@ def _tracked(git: _Git, root: Path, base: str) -> list[FileChange]:
         path = os.fsdecode(name)
         if status not in ("A", "M"):
             raise Doubt(f"{path} was removed, replaced, or is in conflict")
-        if new_mode != _REGULAR_FILE:
-            raise Doubt(f"{path} is no regular file, or is executable")
-        old = b"" if old_mode == _ABSENT else git.output("cat-file", "blob", old_object)
-        changes.append(FileChange(path, old_mode, new_mode, old, (root / path).read_bytes()))
+        change = FileChange(path, old_mode, new_mode, b"", b"")
+        if (old_mode, new_mode) == (_REGULAR_FILE, _REGULAR_FILE):
+            change = replace(change, old=git.output("cat-file", "blob", old_object))
+        if new_mode == _REGULAR_FILE:
+            change = replace(change, new=(root / path).read_bytes())
+        changes.append(change)
     return changes
 
 

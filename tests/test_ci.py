@@ -270,7 +270,7 @@ def test_files_that_are_no_prose(repository: Repository) -> None:
     assert "README.md was removed, replaced" in repository.answer(MESH_LM_CI_BASE="main")
     repository.git("checkout", "-q", "README.md")
     (repository.root / "README.md").chmod(0o755)
-    assert "README.md is no regular file, or is executable" in repository.answer(MESH_LM_CI_BASE="main")
+    assert "README.md was removed, is no regular file, or has another mode" in repository.answer(MESH_LM_CI_BASE="main")
     repository.git("checkout", "-q", "README.md")
     (repository.root / "docs" / "new.md").symlink_to("a.md")
     assert "docs/new.md is no regular file" in repository.answer(MESH_LM_CI_BASE="main")
