@@ -1,81 +1,108 @@
-"""Runs every check of this repository that needs no GPU, and records the results. CI leaves out exhaustive tests and most faults.
+"""Runs every check of this repository that needs no GPU, and records the results: the tier "full" of the tests, with those of CI.
 
-Needs all extras: pip install -e '.[dev,aot,eval,wandb,oracle]'. The record is written after each part, so that an interrupted run shows
-what it has done; --only runs the missing parts.
+Needs all extras: pip install -e '.[dev,aot,eval,wandb,oracle]'. It takes hours. The record is written after each part, so that an
+interrupted run shows what it has done: `--resume` runs the parts that the newest record lacks, `--only` some parts.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from pathlib import Path
 
 from record import ROOT, Record, Row, options
 
+sys.path.insert(0, str(ROOT / "tests"))
+import tiers
+
 PYTHON = sys.executable
 PYTEST = [PYTHON, "-m", "pytest", "-rs"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
+"""The versions that pyproject.toml promises."""
+NEWEST_JAX = {"3.11": "", "3.12": "jax==0.11.2", "3.13": "jax==0.11.2"}
+"""The newest jax of each Python that the project allows; empty: what pip chooses."""
 PARTS = {
     "ruff": [PYTHON, "-m", "ruff", "check", "."],
     "format": [PYTHON, "-m", "ruff", "format", "--check", "."],
     "pyright": [PYTHON, "-m", "pyright", "--pythonpath", PYTHON],
     "configs": [PYTHON, "benchmarks/plan_table.py", "--check"],
-    "fast": [*PYTEST, "-n", "auto", "-m", "not slow and not gpu and not fault"],
-    "slow": [*PYTEST, "-n", "auto", "-m", "slow and not exhaustive and not gpu and not fault"],
-    "exhaustive": [*PYTEST, "-n", "auto", "-m", "exhaustive and not gpu and not fault"],
-    "faults": [*PYTEST, "-m", "fault", "tests/fault"],
+    "fast": [*PYTEST, "-n", "auto", "-m", tiers.FAST],
+    "ci": [*PYTEST, "-n", "auto", "-m", tiers.CI],
+    "full": [*PYTEST, "-n", "auto", "-m", tiers.FULL],
+    "mutations": [PYTHON, "tests/mutations/run.py", "--jobs=2"],
+    "faults": [PYTHON, "benchmarks/faults.py"],
+    **{f"python {version}": [PYTHON, __file__, f"--python={version}"] for version in PYTHONS},
 }
-"""The parts in the order in which they run. Faults run alone, because their time limits are in seconds."""
-SECONDS = ROOT / "tests" / "seconds.json"
-"""Seconds of each file's tests, by part, by which tests/conftest.py orders them."""
+"""The parts in the order in which they run. Faults run alone and three times, because their time limits are in seconds."""
 OUTCOMES = ("passed", "failed", "skipped")
 
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="the parts that take seconds")
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
+    parser.add_argument("--resume", action="store_true", help="keep what passed in the newest record, and run the other parts")
+    parser.add_argument("--python", default="", metavar="VERSION", help="run the fast tests in a new environment of this Python alone")
     arguments = parser.parse_args()
-    wanted = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
-    if unknown := [name for name in wanted if name not in PARTS]:
+    if arguments.python:
+        return fast_tests_of(arguments.python)
+    chosen = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    record = Record(f"full_run{'-quick' * arguments.quick}", arguments.output, commit=commit())
+
     rows: dict[str, Row] = {name: {"part": name, "status": "not run"} for name in PARTS}
+    if arguments.resume:
+        done = passed_before(arguments.output)
+        rows |= done
+        chosen = [name for name in chosen if name not in done]
+    record = Record(f"full_run{'-quick' * arguments.quick}", arguments.output, commit=commit())
     with tempfile.TemporaryDirectory() as cache:
-        for name in (name for name in PARTS if name in wanted):
+        for name in (name for name in PARTS if name in chosen):
             rows[name] = ran(name, Path(cache))
             record.table("Parts", list(rows.values()), "pytest -rs lists skipped tests with their reasons.")
             record.write()
-    return 0 if all(rows[name]["status"] == 0 for name in wanted) else 1
+    return 0 if all(rows[name]["status"] == 0 for name in chosen) else 1
 
 
 def commit() -> str:
     """Returns the commit of the checkout, "with changes" if files differ from it; empty outside of a repository."""
-    found = [
+    head, changes = (
         subprocess.run(["git", *words.split()], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in ("rev-parse --short=12 HEAD", "status --porcelain --untracked-files=no")
-    ]
-    return found[0] + " with changes" * bool(found[0] and found[1])
+    )
+    return head + " with changes" * bool(head and changes)
+
+
+def passed_before(directory: Path) -> dict[str, Row]:
+    """Returns the rows of parts that passed, of the newest record in the directory."""
+    records = sorted(directory.glob("full_run_*.json"), key=lambda path: path.stat().st_mtime)
+    if not records:
+        return {}
+    rows = json.loads(records[-1].read_text())["tables"]["Parts"]["rows"]
+    return {row["part"]: row for row in rows if row["part"] in PARTS and row["status"] == 0}
 
 
 def ran(name: str, cache: Path) -> Row:
     """Runs a part, and returns its row. cache: a directory with the compilation cache that all parts share."""
-    command, report = list(PARTS[name]), cache / f"{name}.xml"
-    if command[:3] == PYTEST[:3]:
+    command = list(PARTS[name])
+    report = cache / f"{name}.xml"
+    is_pytest = command[: len(PYTEST)] == PYTEST
+    if is_pytest:
         command.append(f"--junitxml={report}")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MESH_LM_TEST_CACHE": str(cache), "MESH_LM_DEVICELESS": "required"}
-    begin = time.monotonic()
+    started = time.monotonic()
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-    row: Row = {"part": name, "status": status, "seconds": round(time.monotonic() - begin)}
-    if not report.exists():
-        return row
-    if name in ("fast", "slow", "exhaustive") and not status:
-        remember(name, report)
-    return row | counted(report)
+    row: Row = {"part": name, "status": status, "seconds": round(time.monotonic() - started), "commit": commit()}
+    return row | counted(report) if report.exists() else row
 
 
 def counted(report: Path) -> Row:
@@ -87,17 +114,33 @@ def counted(report: Path) -> Row:
     return found
 
 
-def remember(name: str, report: Path) -> None:
-    """Writes the seconds of a part's files into SECONDS, and keeps those of other parts."""
-    known: dict[str, dict[str, float]] = json.loads(SECONDS.read_text())
-    found: Counter[str] = Counter()
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        found[case.get("file", "")] += float(case.get("time", 0))
-    kept = {file: {part: s for part, s in parts.items() if part != name} for file, parts in known.items()}
-    for file, seconds in found.items():
-        kept.setdefault(file, {})[name] = round(seconds, 1)
-    lines = (f"{json.dumps(file)}: {json.dumps(parts)}" for file, parts in sorted(kept.items()) if parts and (ROOT / file).is_file())
-    SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def fast_tests_of(version: str) -> int:
+    """Returns the status of the fast tests on this version of Python, in an environment that is made for them; 2 without that Python."""
+    interpreter = find_python(version)
+    if not interpreter:
+        print(f"no Python {version} on this machine", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as directory:
+        environment = Path(directory) / "venv"
+        subprocess.run([interpreter, "-m", "venv", str(environment)], check=True)
+        python = str(environment / "bin" / "python")
+        # Not editable: an editable installation of another Python would write the same files into the checkout.
+        packages = [f"{ROOT}[test]", *filter(None, [NEWEST_JAX.get(version, "")])]
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        return subprocess.run([python, "-m", "pytest", "-n", "auto"], cwd=ROOT).returncode
+
+
+def find_python(version: str) -> str:
+    """Returns the path of an interpreter of this version, on PATH or of pyenv; empty if there is none."""
+    versions = f"{os.environ.get('PYENV_ROOT', Path.home() / '.pyenv')}/versions/{version}.*/bin/python{version}"
+    for candidate in (f"python{version}", *sorted(glob.glob(versions))):
+        check = f"import sys; sys.exit(sys.version_info[:2] != {tuple(map(int, version.split('.')))})"
+        try:
+            if subprocess.run([candidate, "-c", check], capture_output=True).returncode == 0:
+                return candidate
+        except OSError:
+            continue
+    return ""
 
 
 if __name__ == "__main__":

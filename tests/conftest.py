@@ -28,6 +28,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers, and processes that tests start, would compile every module again
 
+import costs
 import hypothesis
 import jax
 import pytest
@@ -43,11 +44,16 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
-_SECONDS: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "seconds.json").read_text())
+_COSTS: dict[str, dict[str, dict[str, float]]] = json.loads((Path(__file__).parent / "seconds.json").read_text())
 _FRAMES = jax.config.jax_traceback_in_locations_limit
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A JUnit file gets what each test cost."""
+    config.pluginmanager.register(costs.Recorder(), "costs")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,13 +87,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _work(items: list[pytest.Item]) -> float:
-    """Returns the expected seconds of a file's tests: those of the last benchmarks/full_run.py, or a guess."""
-    kinds = {next((kind for kind in ("exhaustive", "slow") if item.get_closest_marker(kind)), "fast") for item in items}
-    known = _SECONDS.get(str(items[0].path.relative_to(items[0].config.rootpath)), {})
-    if kinds <= known.keys():
-        return sum(known[kind] for kind in kinds)
+    """Returns the expected seconds of a file's tests: those that benchmarks/suite_costs.py measured last, or a guess."""
+    tiers = {_tier(item) for item in items}
+    known = _COSTS.get(str(items[0].path.relative_to(items[0].config.rootpath)), {})
+    if tiers <= known.keys():
+        return sum(known[tier]["seconds"] for tier in tiers)
     marked = sum(5 if item.get_closest_marker("slow") or item.get_closest_marker("deviceless") else 0 for item in items)
     return marked + getattr(getattr(items[0], "module", None), "COMPILE_BUDGET", 0) / 5
+
+
+def _tier(item: pytest.Item) -> str:
+    if item.get_closest_marker("exhaustive"):
+        return "full"
+    return "ci" if item.get_closest_marker("slow") or item.get_closest_marker("deviceless") else "fast"
 
 
 @pytest.hookimpl(tryfirst=True)

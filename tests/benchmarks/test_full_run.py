@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 from processes import ROOT
 
 MARKS = ("slow", "exhaustive", "deviceless", "fault")
@@ -21,14 +22,17 @@ def full_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_test_is_in_one_part(full_run) -> None:
-    """Every test is in a part, whatever its marks; exhaustive tests are slow, and faults are in a folder of their own."""
+    """Every test is in a part, whatever its marks; exhaustive tests are slow, and faults are in a folder of their own.
+
+    A deviceless test that is not slow is in two: CI's slow part accepts no skipped one.
+    """
     chosen = [command[command.index("-m", 3) + 1] for command in full_run.PARTS.values() if command[:3] == full_run.PYTEST[:3]]
-    assert len(chosen) == 4
+    assert chosen == [tiers.FAST, tiers.CI, tiers.FULL] and "faults" in full_run.PARTS
     for values in itertools.product((False, True), repeat=len(MARKS)):
-        marks = dict(zip(MARKS, values, strict=True), gpu=False)
-        if marks["slow"] >= marks["exhaustive"]:
-            assert sum(eval(each, {}, marks) for each in chosen) == 1, marks
-        assert not any(eval(each, {}, marks | {"gpu": True, "fault": False}) for each in chosen)
+        marks = {name for name, value in zip(MARKS, values, strict=True) if value}
+        parts = sum(tiers.selects(expression, marks) for expression in (*chosen, tiers.FAULTS))
+        assert parts == (2 if marks == {"deviceless"} else 1), marks
+        assert not any(tiers.selects(expression, (marks | {"gpu"}) - {"fault"}) for expression in chosen)
     marked = [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.fault" in path.read_text() and path != Path(__file__)]
     assert {path.parent.name for path in marked} == {"fault"}
 
@@ -41,17 +45,25 @@ def test_outcomes_are_counted(full_run, tmp_path: Path) -> None:
     assert full_run.counted(tmp_path / "report.xml") == {"passed": 2, "failed": 2, "skipped": 1}
 
 
-def test_seconds_are_remembered_by_file_and_part(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that no longer exist are dropped; the other known seconds are kept."""
-    here, other = "tests/test_house.py", "tests/test_readme.py"
-    monkeypatch.setattr(full_run, "SECONDS", tmp_path / "seconds.json")
-    full_run.SECONDS.write_text(
-        json.dumps({here: {"fast": 1, "slow": 9}, other: {"slow": 5, "fast": 2}, "tests/test_gone.py": {"fast": 3}})
-    )
-    cases = (f'<testcase file="{file}" time="{time}"/>' for file, time in ((here, 2.25), (here, 0.5), ("tests/test_new.py", 1)))
-    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    full_run.remember("slow", tmp_path / "report.xml")
-    assert json.loads(full_run.SECONDS.read_text()) == {here: {"fast": 1, "slow": 2.8}, other: {"fast": 2}}
+def test_a_resumed_run_keeps_what_passed(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = "import sys; sys.exit({})".format
+    parts = {"good": [sys.executable, "-c", python(0)], "bad": [sys.executable, "-c", python(3)]}
+    monkeypatch.setattr(full_run, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/full_run.py", f"--output={tmp_path}"])
+    assert full_run.main() == 1
+    parts["good"] = parts["bad"]
+    parts["bad"] = [sys.executable, "-c", python(0)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/full_run.py", "--resume", f"--output={tmp_path}"])
+    assert full_run.main() == 0
+    (results,) = tmp_path.glob("full_run_*.json")
+    assert [row["status"] for row in json.loads(results.read_text())["tables"]["Parts"]["rows"]] == [0, 0]
+
+
+def test_a_python_that_is_not_here(full_run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert full_run.fast_tests_of("3.99") == 2
+    assert "no Python 3.99 on this machine" in capsys.readouterr().err
+    assert full_run.find_python(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert "3.11" in full_run.PYTHONS and {*full_run.PYTHONS} == {*full_run.NEWEST_JAX}
 
 
 def test_what_failed_and_what_was_not_run_is_told(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def test_matrices_are_used_in_the_type_that_they_say() -> None:
     assert {str(jnp.dtype(leaf.dtype)) for leaf in kept[MASTER].leaves.values()} == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_bias_balances_experts_on_any_mesh() -> None:
     """Two steps on one device and on stages, replicas and tensor-parallel devices: the same bits, by the page's formula."""
     routed = load(str(ROUTED))

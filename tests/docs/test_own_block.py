@@ -42,6 +42,7 @@ def test_its_numbers_are_the_same_on_any_mesh() -> None:
             np.testing.assert_allclose(found[name], gradient, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_trains_and_is_found_again_by_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(FILE.read_text() * 8)
     model = dataclasses.replace(MODEL, vocab_size=272)

@@ -26,6 +26,7 @@ def test_pages(page: Path) -> None:
     assert not style.problems(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PROGRAMS)
 def test_programs(package: str) -> None:
     assert not [problem for file in sorted((ROOT / package).glob("**/*.py")) for problem in style.problems(file)]

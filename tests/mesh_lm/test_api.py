@@ -134,6 +134,7 @@ def test_callbacks_are_told_of_every_step_and_evaluation(config: TrainConfig, tm
     assert {"loss", "grad_norm", "learning_rate"} < {*about["step"]} and about["evaluation"] == ["heldout_bpb", "heldout_loss"]
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_callback_is_the_users_after_the_run_was_saved(config: TrainConfig, trained: mesh_lm.Run, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="mine"):
         mesh_lm.train(to(tmp_path, config), callbacks=[Noted(raises=3)])
@@ -167,6 +168,7 @@ class SignDescent:
         return {name: self._scale * jnp.sign(g) for name, g in grads.items()}, {}
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     """As a class and as an object; it goes on from its own checkpoint, and no other optimizer does."""
     by_class = mesh_lm.train(to(tmp_path / "class", config), optimizer=SignDescent)
@@ -215,6 +217,7 @@ class Counted:
         return TokenWindows.of(((indices[:, None] % self._n + np.arange(self.seq_len + 1)) % 512).astype(np.int32))
 
 
+@pytest.mark.slow
 def test_data_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     """An array of ids, a list of them, and a dataset; each goes on from its own checkpoint, and no other data does."""
     ids = (np.arange(20_000) ** 2 % 509).astype(np.uint16)

@@ -90,6 +90,7 @@ def test_mosaic_reuses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         check(arrays(392, 448, 384, "float16"), 1, **HOPPER)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @example(64, 64, 64, (64, 64), 1)
 @example(136, 128, 64, (64, 256), 5)

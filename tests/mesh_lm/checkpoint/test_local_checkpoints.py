@@ -1,6 +1,7 @@
 """Node-local checkpoints: used if complete, newest and of the same layout, else the durable one; never with a wrong bit."""
 
 import dataclasses
+import functools
 import re
 import resource
 import shutil
@@ -39,18 +40,20 @@ class Run:
     shard: Shard
     pipeline: PipelineConfig = PipelineConfig()
 
-    @property
+    @functools.cached_property
     def layout(self) -> ModelLayout:
         return ModelLayout.of(self.config.model, self.shard, self.pipeline)
 
-    def state(self, step: int) -> State:
-        abstract = abstract_state(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
+    @functools.cached_property
+    def abstract(self) -> State:
+        return abstract_state(self.layout, Optimizer(self.config.optimizer, self.config.train.steps))
 
+    def state(self, step: int) -> State:
         def filled(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = fixture.pattern(jax.tree_util.keystr(path), leaf.shape, np.dtype(np.float32)) + step
             return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
-        return with_used(self.layout, jax.tree_util.tree_map_with_path(filled, abstract))
+        return with_used(self.layout, jax.tree_util.tree_map_with_path(filled, self.abstract))
 
     def save(self, *steps: int) -> None:
         with Checkpoints(self.config) as checkpoints:

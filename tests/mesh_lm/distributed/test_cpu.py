@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from mesh_lm.distributed import cpu
 
 _COLLECTIVES = """
@@ -24,6 +26,7 @@ print("total", float(total))
 """
 
 
+@pytest.mark.slow
 def test_independent_collectives_do_not_wait_for_one_another() -> None:
     """With a thread for each device, which is XLA's default, this program waits forever."""
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}

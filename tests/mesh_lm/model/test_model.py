@@ -137,6 +137,7 @@ def test_remat_changes_no_gradient(policy: str) -> None:
     assert_same_gradients(gradients(config, shard_on("ddp"))[2], reference(GPT)[2], tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_unrolled_layers_are_recomputed_too() -> None:
     """Without barriers XLA finds a recomputation equal to the forward pass in the same computation, and saves its activations."""
     flops = {}

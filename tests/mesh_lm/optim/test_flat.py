@@ -197,7 +197,7 @@ def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
 FLAT = [case for case in CASES if case != "one device"]
 
 
-SLOW = {"fsdp": pytest.mark.slow, "nodes": pytest.mark.slow, "nodes that gather": pytest.mark.exhaustive}
+SLOW = dict.fromkeys(("uneven stages", "fsdp", "nodes"), pytest.mark.slow) | {"nodes that gather": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW.get(case, ())) for case in FLAT])
@@ -223,7 +223,8 @@ def test_a_step_in_int8_is_near_one_devices(case: str) -> None:
     assert_same_gradients(params, wanted_params, 1e-3)
 
 
-@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "lion"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.exhaustive), "lion"])
 def test_adamw_and_lion_do_not_know_that_they_are_flat(name: str) -> None:
     """With two replicas both sums round the same way, so hardly a sign differs. The gradient of a K bias is only noise."""
     config = OptimizerConfig(name=name, warmup_steps=0, clip_norm=0)
@@ -255,7 +256,8 @@ def bits(state: State) -> dict[str, bytes]:
     return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
-@pytest.mark.parametrize("case", ["tensor", pytest.param("uneven stages", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tensor", "uneven stages"])
 def test_layers_use_the_master_cast(case: str) -> None:
     """`params` follow the master initially, after a step, after a skipped step, which changes nothing, and after a restore."""
     layout, optimizer = layout_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)

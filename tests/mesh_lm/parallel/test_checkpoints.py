@@ -101,14 +101,8 @@ def saved_in(output: Path) -> SavedCheckpoint:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("place", "to"),
-    [
-        pytest.param(place, to, marks=() if (place, to) == ("interleaved", "one stage") else pytest.mark.slow)
-        for place in ("interleaved", "uneven")
-        for to in PLACES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "to"), [(place, to) for place in ("interleaved", "uneven") for to in PLACES])
 def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
     output, wanted, losses = runs(place)
     layout = layout_at(to)

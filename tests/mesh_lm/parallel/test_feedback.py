@@ -21,6 +21,7 @@ from mesh_lm.training.step import train_step
 COMPILE_BUDGET = 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [

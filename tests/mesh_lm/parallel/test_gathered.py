@@ -21,6 +21,7 @@ from sharding_rules import Rules, preset
 
 COMPILE_BUDGET = 200
 TINY = get_config()
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 FULL = dataclasses.replace(GPT, remat="full")
 SAVED = dataclasses.replace(GPT, n_layers=3, remat="save_names")
@@ -38,17 +39,17 @@ HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
     ("model", "rules", "mesh", "microbatches", "separate"),
     [
         (FULL, "zero3", {"data": 8}, 1, False),
-        (SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
+        pytest.param(SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
         (NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False),
-        (GROUPED, "zero3", {"data": 4}, 2, True),
+        pytest.param(GROUPED, "zero3", {"data": 4}, 2, True, marks=SLOW),
         (GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False),
-        (NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True),
-        (GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False),
-        (FULL, "zero3", {"data": 1}, 2, True),
-        (PARTLY, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
-        (KEPT, "zero3", {"data": 4}, 1, False),
-        (MIXED, "zero3", {"data": 4}, 2, True),
-        (HALVES, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True),
+        pytest.param(NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True, marks=EXHAUSTIVE),
+        pytest.param(GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False, marks=SLOW),
+        pytest.param(FULL, "zero3", {"data": 1}, 2, True, marks=SLOW),
+        pytest.param(PARTLY, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
+        pytest.param(KEPT, "zero3", {"data": 4}, 1, False, marks=SLOW),
+        pytest.param(MIXED, "zero3", {"data": 4}, 2, True, marks=SLOW),
+        pytest.param(HALVES, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
     ],
     ids=str,
 )
@@ -59,6 +60,7 @@ def test_gradients_equal_one_device(model: ModelConfig, rules: str, mesh: dict[s
     assert_same_gradients(grads, wanted)
 
 
+@pytest.mark.slow
 def test_segments_with_sums_equal_one_device() -> None:
     """An auxiliary loss, loads for each layer, and a matrix that the layers of both segments use."""
     layout = ModelLayout.of(experts_toy.MODEL, shard_on(experts_toy.rules("zero3"), data=4))
@@ -85,6 +87,7 @@ def gathered_gradients(
     return {name: float(x) for name, x in sums.items()}, unflattened(layout, jax.tree.map(np.asarray, grads))
 
 
+@pytest.mark.slow
 def test_a_step_equals_one_device() -> None:
     """The new weights and moments, through `check` and the state, in two microbatches."""
     example = {"model": "gpt", "mesh": {"data": 4, "tensor": 2}, "microbatches": 2}

@@ -15,6 +15,7 @@ from mesh_lm.model.halves import in_halves
 COMPILE_BUDGET = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rules", "mesh", "microbatches", "pipeline"),
     [

@@ -53,8 +53,8 @@ CASES: dict[str, Case] = {
     "a stage for each layer": (UNTIED, "ddp", {"pipeline": 4, "data": 2}, 4, paired(chunks=2), False),
 }
 """Model, rules, mesh, microbatches, pipeline, whether documents are separate."""
-FAST = ("unequal stages", "auxiliary loss")
-SLOW = ("chunks", "two segments", "bf16 gradients", "gpipe", "unequal stages with dropout", "layers that permute")
+FAST = ("auxiliary loss",)
+SLOW = ("unequal stages", "chunks", "two segments", "bf16 gradients", "gpipe", "unequal stages with dropout", "layers that permute")
 
 
 def marks(name: str) -> Any:
@@ -90,7 +90,9 @@ def test_equals_one_device_and_slots_one_after_the_other(name: str) -> None:
         assert_same_gradients(grads, one_device(case[0], case[-1])[2])
 
 
-@pytest.mark.parametrize("name", ["chunks", pytest.param("two segments", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("chunks", marks=pytest.mark.slow), pytest.param("two segments", marks=pytest.mark.exhaustive)]
+)
 def test_idle_slots_cannot_poison_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
     stash = ring.stash

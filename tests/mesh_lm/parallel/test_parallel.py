@@ -74,6 +74,7 @@ def test_positions_cut_by_rows_equal_one_device() -> None:
     assert_same_gradients(grads, reference(GPT)[2])
 
 
+@pytest.mark.slow
 def test_padded_layers_have_no_gradient() -> None:
     """Weights of 0 give other weights no gradient; a bias added to the residual stream gets one if the layer runs."""
     config = dataclasses.replace(GPT, n_layers=3, dropout=0.0)

@@ -19,21 +19,19 @@ UNEVEN = dataclasses.replace(GPT, n_layers=7, remat="full")
 GROUPED = dataclasses.replace(LLAMA, n_layers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rules", "mesh", "microbatches", "pipeline", "separate"),
     [
-        pytest.param(DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 4, "stash": "residuals"}, False, marks=pytest.mark.slow),
+        (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 4, "stash": "residuals"}, False),
         (DEEP, "zero3+megatron_sp", {"pipeline": 2, "data": 2, "tensor": 2}, 4, {"chunks": 2, "stash": "residuals"}, True),
         (UNEVEN, "zero3+megatron", {"pipeline": 2, "data": 2, "tensor": 2}, 2, {"chunks": 2, "balance": "flops"}, False),
         (GROUPED, "zero3+reduce_float32", {"pipeline": 2, "data": 2}, 4, {"chunks": 2}, True),
-        pytest.param(
-            DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 2, "stash": "residuals", "pair_layers": True}, True,
-            marks=pytest.mark.slow,
-        ),
+        (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 2, "stash": "residuals", "pair_layers": True}, True),
         (DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_gradients_equal_one_device(
     model: ModelConfig, rules: str, mesh: dict[str, int], microbatches: int, pipeline: dict[str, Any], separate: bool
 ) -> None:

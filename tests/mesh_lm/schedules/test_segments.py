@@ -50,12 +50,16 @@ CASES = {
     "no pipeline": ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, PipelineConfig()),
     "own rules": (SPLIT, {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(layers=(3, 3))),
 }
-FAST = ("own rules",)
-SLOW = ("sequence parallel", "residuals", "two chunks", "no pipeline")
+SLOW = ("own rules", "sequence parallel", "residuals", "two chunks", "no pipeline")
 
 
 def marks(name: str) -> Any:
-    return () if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
+    return pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
+
+
+@functools.cache
+def weights() -> dict[str, np.ndarray]:
+    return initial(ModelLayout.of(MODEL, shard_on(rules("ddp"))))
 
 
 @functools.cache
@@ -68,9 +72,9 @@ def test_equals_one_device(case: str) -> None:
     """Includes the shared matrix, whose gradient comes from layers in both segments and on all stages, and the loads of every layer."""
     strategy, mesh, microbatches, pipeline = CASES[case]
     strategy = rules(strategy) if isinstance(strategy, str) else strategy
+    _, wanted_sums, wanted = one_device()
     params, sums, grads = gradients(MODEL, shard_on(strategy, **mesh), microbatches, pipeline=pipeline)
-    wanted_params, wanted_sums, wanted = one_device()
-    for name, value in wanted_params.items():
+    for name, value in weights().items():
         np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
     assert sums.keys() == wanted_sums.keys() >= {"router_z", "moe/load"} and wanted_sums["moe/load"].shape == (4, EXPERTS)
     for name, value in wanted_sums.items():
@@ -79,6 +83,7 @@ def test_equals_one_device(case: str) -> None:
     assert np.abs(wanted["mixer"]).max() > 0
 
 
+@pytest.mark.slow
 def test_an_auxiliary_loss_is_part_of_the_objective() -> None:
     sums = one_device()[1]
     assert sums["objective"] == pytest.approx(sums["loss"] + sums["router_z"], rel=1e-6) and sums["router_z"] > 1
@@ -89,7 +94,7 @@ def test_evaluation_equals_one_device() -> None:
 
     def sums(strategy: Rules, mesh: dict[str, int], pipeline: PipelineConfig) -> dict[str, float]:
         layout = ModelLayout.of(MODEL, shard_on(strategy, **mesh), pipeline)
-        params = by_stage(layout, one_device()[0])
+        params = by_stage(layout, weights())
         found = jax.jit(engine.evaluate(layout))(params, on_devices(host_batch(4), layout))
         return {name: float(x) for name, x in found.items()}
 
@@ -109,7 +114,7 @@ def test_each_segment_has_its_own_rules() -> None:
 def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[int, ...]) -> None:
     """Rows in memory equal those computed with NumPy, and are restored to model order bit for bit."""
     layout = ModelLayout.of(MODEL, shard_on(rules("hsdp"), fsdp=2, pipeline=2), PipelineConfig(chunks=chunks, layers=layers))
-    params = one_device()[0]
+    params = weights()
     disk = {name: jax.device_put(x, layout.canonical_shardings("params")[name]) for name, x in params.items()}
     memory, wanted = layout.to_memory_order(disk, "params"), by_stage(layout, params)
     for name, x in memory.items():
@@ -131,6 +136,7 @@ def test_one_segment_is_the_same_program_as_none() -> None:
     assert program(dataclasses.replace(GPT, segments=(SegmentConfig("blocks", 2),))) == program(GPT)
 
 
+@pytest.mark.slow
 def test_each_segment_has_its_own_precision() -> None:
     """The residual stream has the model's dtype, so the loss is close to that of fp32, but not equal."""
     assert "bf16" not in program(GPT) and "bf16" in program(SPLIT_GPT)

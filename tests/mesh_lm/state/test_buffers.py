@@ -98,8 +98,8 @@ def test_a_bias_follows_the_loads() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "flat stages",
-        pytest.param("tensor", marks=pytest.mark.slow),
+        "tensor",
+        pytest.param("flat stages", marks=pytest.mark.slow),
         *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("stages", "residuals", "flat")),
     ],
 )
@@ -120,8 +120,8 @@ def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
     [
         pytest.param("stages", "tensor", marks=pytest.mark.exhaustive),
         pytest.param("stages", "flat stages", marks=pytest.mark.exhaustive),
-        pytest.param("flat stages", "one device", marks=pytest.mark.slow),
-        ("flat stages", "flat"),
+        pytest.param("flat stages", "one device", marks=pytest.mark.exhaustive),
+        pytest.param("flat stages", "flat", marks=pytest.mark.slow),
     ],
 )
 def test_buffers_resume_bit_for_bit(place: str, to: str, tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def test_local_checkpoints_keep_buffers(tmp_path: Path) -> None:
-    place = "flat stages"
+@pytest.mark.parametrize("place", ["tensor", pytest.param("flat stages", marks=pytest.mark.slow)])
+def test_local_checkpoints_keep_buffers(place: str, tmp_path: Path) -> None:
     policy = CheckpointConfig(every=10, local=str(tmp_path / "disk"), local_every=2)
     config = config_at(tmp_path / "run", place, checkpoint=policy)
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0, 1)
@@ -170,8 +170,8 @@ def test_local_checkpoints_keep_buffers(tmp_path: Path) -> None:
     assert same({jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}, wanted)
 
 
-def test_a_skipped_step_leaves_buffers_alone() -> None:
-    place = "flat stages"
+@pytest.mark.parametrize("place", ["tensor", pytest.param("flat stages", marks=pytest.mark.slow)])
+def test_a_skipped_step_leaves_buffers_alone(place: str) -> None:
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0)
     before, batch = canonical(state, place), batch_at(place, 1)
     state, metrics = step_at(place)(state, batch | {"weights": batch["weights"] * np.float32(np.nan)})

@@ -64,13 +64,14 @@ def wanted() -> Any:
     return by_hand(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [
         ("diloco", {}),
-        pytest.param("diloco", {"data": 2}, marks=pytest.mark.slow),
-        pytest.param("diloco+fsdp+megatron_sp", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("diloco+zero1+ring", {"data": 2, "sequence": 2}, marks=pytest.mark.slow),
+        pytest.param("diloco", {"data": 2}, marks=pytest.mark.exhaustive),
+        ("diloco+fsdp+megatron_sp", {"fsdp": 2, "tensor": 2}),
+        ("diloco+zero1+ring", {"data": 2, "sequence": 2}),
     ],
 )
 def test_islands_equal_a_loop_by_hand(wanted: Any, rules: str, mesh: dict[str, int]) -> None:

@@ -18,6 +18,7 @@ MORE = pytest.mark.exhaustive
 EACH = ["fsdp", pytest.param("distributed", marks=pytest.mark.slow), pytest.param("ddp", marks=MORE), pytest.param("zero2", marks=MORE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", EACH)
 def test_a_healthy_run_is_not_changed(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout included; every second step is made twice, once outside of what counts as training, and nothing is compiled again."""

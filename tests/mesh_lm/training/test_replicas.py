@@ -114,7 +114,7 @@ def after_one_step(rules: str, part: str = "", device: int = 0, word: int = 0, b
     return step(state, on_devices(host_batch(1), layout))[0]
 
 
-@pytest.mark.parametrize(("part", "bit"), [("params", 20), ("mu", 30)])
+@pytest.mark.parametrize(("part", "bit"), [pytest.param("params", 20, marks=pytest.mark.slow), ("mu", 30)])
 def test_a_step_does_not_repair_it(part: str, bit: int) -> None:
     """Under DDP each device updates its own replica: a difference before a step is still there after it, in that leaf and device alone."""
     lines = differing(after_one_step("ddp", part, device=3, word=9, bit=bit))
@@ -128,6 +128,7 @@ def test_a_step_of_well_devices_leaves_them_equal() -> None:
     require_equal(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "fate"), [(0, "everywhere"), (-1, "gone")])
 def test_a_step_of_zero_hides_it(word: int, fate: str) -> None:
     """Weights are gathered from the device that updates each, so after a step a flipped bit has spread or is gone."""

@@ -147,6 +147,7 @@ def test_losses_over_steps_do_not_depend_on_the_mesh() -> None:
         np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in alone], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
     clean, _ = run_steps("zero2", {"data": 8})
     seen, state = run_steps("zero2", {"data": 8}, poison=1)

@@ -106,6 +106,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     """8 uninterrupted steps equal 6 steps, kill -9, and those since the last checkpoint: all leaves, dropout and data order included."""
     changes = {

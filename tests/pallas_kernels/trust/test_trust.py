@@ -65,12 +65,14 @@ def runs(tmp_path: Path) -> int:
     ("fault", "limits", "status", "reason"),
     [
         ("none", {}, "passed", "it agrees with XLA, and repeatedly"),
-        ("hang", {"run": 1.0}, "failed", "it did not finish within 1 s"),
+        pytest.param("hang", {"run": 1.0}, "failed", "it did not finish within 1 s", marks=pytest.mark.slow),
         ("dies", {}, "failed", "its self-test was ended by SIGSEGV when the kernel ran"),
-        ("wrong", {}, "failed", "out is too far from the reference: over 0.008"),
+        pytest.param("wrong", {}, "failed", "out is too far from the reference: over 0.008", marks=pytest.mark.slow),
         pytest.param(*("races", {}, "failed", "out differs when it is computed again"), marks=pytest.mark.slow),
         pytest.param(*("refused", {}, "failed", "NotImplementedError: no lowering for this version of jax"), marks=pytest.mark.slow),
-        ("no memory", {}, "untested", "its self-test could not be run: RuntimeError: RESOURCE_EXHAUSTED"),
+        pytest.param(
+            "no memory", {}, "untested", "its self-test could not be run: RuntimeError: RESOURCE_EXHAUSTED", marks=pytest.mark.slow
+        ),
         ("slow start", {"start": 0.5}, "untested", "its self-test did not start within 0.5 s"),
     ],
 )
@@ -81,6 +83,7 @@ def test_a_planted_fault_is_found_in_a_process_of_its_own(fault: str, limits: di
     assert time.monotonic() - began < 100, "a hanging test was not ended"
 
 
+@pytest.mark.slow
 def test_a_test_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
     """A kernel that hangs must not hold the GPU of a run that was killed."""
     code = (
