@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def pairs(first: Iterable[Any], second: Iterable[Any], *, mark: Any = pytest.mark.slow) -> list[Any]:
-    """Every pair as parameters: those on a diagonal, which has each value of both, are marked `mark`, and all others exhaustive."""
+def pairs(
+    first: Iterable[Any], second: Iterable[Any], chosen: Collection[tuple[Any, Any]] = (), *, mark: Any = pytest.mark.slow
+) -> list[Any]:
+    """Every pair as parameters: the chosen ones are marked `mark`, and all others exhaustive.
+
+    Without `chosen`, those on a diagonal, which has each value of both. Raises ValueError if a chosen one is not a pair.
+    """
     first, second = list(first), list(second)
+    every = [(a, b) for a in first for b in second]
+    unknown = [pair for pair in chosen if pair not in every]
+    if unknown:
+        raise ValueError(f"{unknown} of {every}")
     size = min(len(first), len(second))
-    return [
-        pytest.param(a, b, marks=mark if i % size == j % size else pytest.mark.exhaustive, id=f"{a}-{b}")
-        for i, a in enumerate(first) for j, b in enumerate(second)
-    ]  # fmt: skip
+    diagonal = [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if i % size == j % size]
+    marked = chosen or diagonal
+    return [pytest.param(*pair, marks=mark if pair in marked else pytest.mark.exhaustive, id=f"{pair[0]}-{pair[1]}") for pair in every]
 
 
 def some(cases: Iterable[Any], chosen: Iterable[Any], *, mark: Any = pytest.mark.slow) -> list[Any]:

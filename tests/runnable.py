@@ -6,6 +6,8 @@ A comment right before a block says why it cannot run here, `<!-- needs: gpu, an
 
 from __future__ import annotations
 
+import atexit
+import functools
 import glob
 import json
 import os
@@ -14,9 +16,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked import Forks
 from processes import PATIENCE, bare
 
 ROOT = Path(__file__).parents[1]
@@ -92,15 +96,30 @@ def commands(block: Block) -> list[Command]:
 def scene(directory: Path) -> Path:
     """A directory as a reader's: this checkout's runnable files, a place for what is installed, and no environment of the tests."""
     directory.mkdir(parents=True)
-    (directory / "installed").mkdir()
-    for package in PACKAGES:
-        (directory / "installed" / package).symlink_to(ROOT / package)
+    _install(directory / "installed")
     shutil.copy(ROOT / "train.py", directory)
     shutil.copytree(ROOT / "configs", directory / "configs", ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "docs" / "images").mkdir(parents=True)
     for file in (ROOT / "docs").glob("*.py"):
         shutil.copy(file, directory / "docs")
     return directory
+
+
+def _install(directory: Path) -> None:
+    """Makes a directory in which Python finds this checkout's packages, and nothing else of it."""
+    directory.mkdir()
+    for package in PACKAGES:
+        (directory / package).symlink_to(ROOT / package)
+
+
+@functools.cache
+def forks() -> Forks:
+    """The process whose forks are the commands of all pages."""
+    directory = Path(tempfile.mkdtemp(prefix="mesh_lm-pages-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _install(directory / "installed")
+    path = "" if READER else str(directory / "installed")
+    return Forks(READER or sys.executable, bare(HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST, PYTHONPATH=path))
 
 
 def run(words: list[str], here: Path, *, stdin: str = "", patience: float = 3 * PATIENCE) -> subprocess.CompletedProcess[str]:
@@ -111,6 +130,8 @@ def run(words: list[str], here: Path, *, stdin: str = "", patience: float = 3 * 
         given[name] = value
     environment = bare(HOME=str(here), HF_HUB_OFFLINE="1", XLA_FLAGS=_FAST) | given
     environment = environment | {"PYTHONPATH": "" if READER else str(here / "installed")}
+    if words[0] == "mesh-lm" and words[1] != "launch" and not given:
+        return forks().run(words[1:], cwd=here, environment=environment, stdin=stdin, timeout=patience)
     programs = {"python": [READER or sys.executable], "mesh-lm": [READER or sys.executable, "-m", "mesh_lm"]}
     words = [*programs.get(words[0], words[:1]), *words[1:]]
     return subprocess.run(words, cwd=here, env=environment, input=stdin, capture_output=True, text=True, timeout=patience)

@@ -145,7 +145,10 @@ def test_every_page_is_read() -> None:
 
 def by_length(pages: list[str]) -> list[object]:
     """The pages as parameters; those whose commands take longer than half a minute are in the exhaustive set."""
-    long = {"docs/context.md", "docs/gradients.md", "docs/multi_host.md", "docs/operations.md", "docs/optimizers.md", "docs/pipeline.md"}
+    long = {
+        "docs/context.md", "docs/gradients.md", "docs/multi_host.md", "docs/operations.md", "docs/optimizers.md", "docs/pipeline.md",
+        "docs/python.md",
+    }  # fmt: skip
     return [pytest.param(page, marks=pytest.mark.exhaustive) if page in long or "/tours/" in page else page for page in pages]
 
 

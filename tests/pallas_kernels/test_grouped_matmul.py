@@ -2,6 +2,7 @@
 
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,10 +167,8 @@ def test_kernels_compile_well(D: int, F: int, E: int, reports: str) -> None:
         assert kernel.set_registers == (("dec", 24), ("inc", 240))
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("columns", [64, 128, 192, 256])
-@pytest.mark.parametrize("name", ["rows", "transposed", "weights"])
+@pytest.mark.parametrize(("name", "columns"), covering.pairs(["rows", "transposed", "weights"], [64, 128, 256, 192]))
 def test_every_plan_compiles_well(name: str, columns: int, reports: str) -> None:
     x, w, sizes = shapes(T=8192)
     [kernel] = resources(*single(name, columns, x, w, sizes), cache=reports)

@@ -108,7 +108,7 @@ def test_two_nodes_of_slurm(fields: Callable[..., list[str]], alone: tuple[dict,
     assert_same_run(outcome(tmp_path / "run"), alone, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_nodes_of_slurm_under_launchers(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
     """One launcher per node; a worker is killed during the run, which ends with the same result."""
     if reason := why_not():
@@ -208,7 +208,7 @@ def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path: Path, absent: int) -> None:
     """The run fails long before JAX's timeout, and both processes print the reason."""
     homes = [tmp_path / "a", tmp_path / "b"]

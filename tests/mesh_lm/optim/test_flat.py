@@ -257,7 +257,7 @@ def bits(state: State) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["tensor", "uneven stages"])
+@pytest.mark.parametrize("case", ["tensor", pytest.param("uneven stages", marks=pytest.mark.exhaustive)])
 def test_layers_use_the_master_cast(case: str) -> None:
     """`params` follow the master initially, after a step, after a skipped step, which changes nothing, and after a restore."""
     layout, optimizer = layout_of(case, HALF), Optimizer(OptimizerConfig(warmup_steps=0), 9)

@@ -15,18 +15,18 @@ from mesh_lm.parallel.layout import ModelLayout
 from sharding_rules import preset
 
 COMPILE_BUDGET = 130
-SLOW = pytest.mark.slow
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 CASES = [
-    ("ddp", {"data": 8}, 1, "gpt", SLOW),
+    ("ddp", {"data": 8}, 1, "gpt", EXHAUSTIVE),
     ("ddp", {"data": 4}, 4, "llama", ()),
-    ("zero1", {"data": 8}, 2, "gpt", SLOW),
+    ("zero1", {"data": 8}, 2, "gpt", EXHAUSTIVE),
     ("zero2", {"data": 8}, 1, "llama", ()),
     ("fsdp", {"fsdp": 8}, 2, "gpt", SLOW),
     ("hsdp", {"data": 2, "fsdp": 4}, 1, "llama", SLOW),
     ("megatron", {"data": 2, "tensor": 4}, 2, "gpt", ()),
-    ("megatron_sp", {"data": 2, "tensor": 4}, 1, "llama", SLOW),
-    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2, "llama", SLOW),
+    ("megatron_sp", {"data": 2, "tensor": 4}, 1, "llama", EXHAUSTIVE),
+    ("fsdp+megatron", {"fsdp": 4, "tensor": 2}, 2, "llama", EXHAUSTIVE),
     ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, "llama", SLOW),
     ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt", ()),
 ]

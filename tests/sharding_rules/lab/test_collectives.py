@@ -205,7 +205,7 @@ def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
     return +found
 
 
-@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [*GOLDENS, *STAGED[::2], REDUCED[1], *REDUCED[5:7]]))
+@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [*GOLDENS, *STAGED[:3:2], REDUCED[5]]))
 def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
@@ -226,7 +226,7 @@ def test_without_remat_the_weights_are_not_kept(reports: str) -> None:
     assert not kept
 
 
-@pytest.mark.parametrize("program", each(FLAT, FLAT[:2], [FLAT[2], *FLAT[4:7], FLAT[9]]))
+@pytest.mark.parametrize("program", each(FLAT, FLAT[:2], [FLAT[6], FLAT[9]]))
 def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, program: Program) -> None:
     """A vector a layer, each element of which is reduced once and gathered once, exactly; beside them only norms and biases are summed."""
     report, terms = compiled(program.config, reports), expected_of(program.config)
@@ -252,7 +252,7 @@ def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, pro
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
 
 
-@pytest.mark.parametrize("program", each(GATHERED, GATHERED[1:2], GATHERED))
+@pytest.mark.parametrize("program", each(GATHERED, GATHERED[1:2], GATHERED[:2]))
 def test_layers_that_gather_their_weights(reports: str, program: Program) -> None:
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
@@ -260,7 +260,7 @@ def test_layers_that_gather_their_weights(reports: str, program: Program) -> Non
     assert not [one for one in lint(report, program.config.rules) if one.severity == "error"]
 
 
-@pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT[:5]))
+@pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT[2:5]))
 def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Program) -> None:
     """And no ring permutes without attention beside it: the network is waited for at its ends at most, where nothing is left to do."""
     config = program.config
@@ -271,7 +271,13 @@ def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("like", "program"), [(GOLDENS[5], REDUCED[0]), (FAST[3], REDUCED[1])], ids=["fsdp", "hsdp+megatron_sp"])
+@pytest.mark.parametrize(
+    ("like", "program"),
+    [
+        pytest.param(GOLDENS[5], REDUCED[0], id="fsdp"),
+        pytest.param(FAST[3], REDUCED[1], id="hsdp+megatron_sp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_fp32_sums_change_nothing_but_their_type(reports: str, like: Program, program: Program) -> None:
     auto, asked = ([one for one in compiled(p.config, reports).collectives if one.payload > SCALAR] for p in (like, program))
 
@@ -301,7 +307,7 @@ def test_golden_ledger(reports: str, program: Program) -> None:
     assert not said, f"{program} sends something else than golden/ says (MESH_LM_GOLDEN=write writes it anew):\n{said}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_edit_of_the_rules_is_told_in_words(reports: str) -> None:
     program = next(p for p in GOLDENS if p.preset == "fsdp")
     edited = dataclasses.replace(program.config, rules=program.config.rules.replace(params={"norm": "fsdp"}))
@@ -351,7 +357,7 @@ def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int
     assert {one.severity for one in findings} <= {"notice"} and {one.check for one in findings} <= NOTICES
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "rules",
     [

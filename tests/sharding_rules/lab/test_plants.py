@@ -24,9 +24,11 @@ QUICK = {
 
 LONG = {
     "hop of whole sequences", "logits gathered", "head in a transposed layout", "keys of the whole batch", "master gathered in f32",
-    "hop in f32",
+    "hop in f32", "activations['mlp'] forgotten", "kv heads gathered", "gradients all-reduced for ZeRO-2", "update of whole weights",
+    "heads not sharded", "norm in f32", "cross-entropy without a constraint", "llama, fsdp", "gpt, zero2+megatron_sp",
+    "gpt, distributed+megatron_sp", "llama, hsdp+megatron_sp", "gpt, one sequence on a device",
 }  # fmt: skip
-"""Those that compile for twenty seconds and more, which CI leaves out."""
+"""Those of the trainer that CI leaves out: it has one for each check of lint, and a program with stages and one without."""
 
 
 def each(programs: Any) -> list[Any]:
