@@ -152,7 +152,7 @@ def test_a_change_of_rules(here: str, capsys: pytest.CaptureFixture) -> None:
 
 
 @ELSEWHERE
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 def test_the_refusal(here: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Of all changes that are tried, the page's first, which fits, and its last, which is not enough, are compiled."""

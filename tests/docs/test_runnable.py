@@ -143,17 +143,33 @@ def test_every_page_is_read() -> None:
     assert len(OURS) > 60 and sum(map(len, PYTHON.values())) > 60
 
 
-def by_length(pages: list[str]) -> list[object]:
-    """The pages as parameters; those whose commands take longer than half a minute are in the exhaustive set."""
-    long = {
-        "docs/context.md", "docs/gradients.md", "docs/multi_host.md", "docs/operations.md", "docs/optimizers.md", "docs/pipeline.md",
-        "docs/python.md",
-    }  # fmt: skip
-    return [pytest.param(page, marks=pytest.mark.exhaustive) if page in long or "/tours/" in page else page for page in pages]
+LONG = {
+    "docs/context.md", "docs/gradients.md", "docs/multi_host.md", "docs/operations.md", "docs/optimizers.md", "docs/pipeline.md",
+    "docs/python.md",
+}  # fmt: skip
+"""Pages that take longer than half a minute."""
+TYPED = {
+    "docs/custom_model.md": "test_custom_model.py",
+    "docs/evaluation.md": "test_generation.py",
+    "docs/generation.md": "test_generation.py",
+    "docs/huggingface.md": "test_huggingface.py",
+}
+"""Pages whose commands another file of this directory runs, without processes of their own."""
+
+
+def on_ci(pages: list[str]) -> list[object]:
+    """The pages as parameters. Those of LONG and TYPED, and the tours, are exhaustive."""
+    left_out = {page for page in pages if page in LONG or page in TYPED or "/tours/" in page}
+    return [pytest.param(page, marks=pytest.mark.exhaustive) if page in left_out else page for page in pages]
+
+
+def test_pages_that_others_type_are_read_there() -> None:
+    for page, file in TYPED.items():
+        assert Path(page).name in (Path(__file__).parent / file).read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", by_length([page for page, found in PYTHON.items() if found and page not in ELSEWHERE]))
+@pytest.mark.parametrize("page", on_ci([page for page, found in PYTHON.items() if found and page not in ELSEWHERE]))
 def test_python(page: str, scene: Path) -> None:
     found = [block for block in PYTHON[page] if not block.needs]
     done = runnable.run_python(page, found, here(scene, f"{page}.python"))
@@ -170,7 +186,7 @@ def runs(command: Command) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", by_length([page for page, found in COMMANDS.items() if any(map(runs, found))]))
+@pytest.mark.parametrize("page", on_ci([page for page, found in COMMANDS.items() if any(map(runs, found))]))
 def test_commands(page: str, scene: Path) -> None:
     directory = here(scene, page)
     for command in filter(runs, COMMANDS[page]):

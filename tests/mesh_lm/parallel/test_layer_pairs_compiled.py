@@ -91,7 +91,7 @@ def test_gradients_are_added_in_place_once_for_each_weight_and_layer(reports: st
     assert slices_of_layers(module_of(reports), matrices) == []
 
 
-@pytest.mark.parametrize("remat", ["save_names", *(pytest.param(other, marks=pytest.mark.slow) for other in ("full", "none"))])
+@pytest.mark.parametrize("remat", ["save_names", *(pytest.param(other, marks=pytest.mark.exhaustive) for other in ("full", "none"))])
 def test_no_stash_is_copied(reports: str, remat: str) -> None:
     report = report_of(reports, remat=remat)
     assert not [one for one in report.copies if one.bytes > SENT and one.times > 1]

@@ -29,7 +29,7 @@ def config(rules: str, **mesh: int) -> TrainConfig:
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [
-        ("diloco", {"island": 2, "data": 4}),
+        pytest.param("diloco", {"island": 2, "data": 4}, marks=pytest.mark.exhaustive),
         ("diloco+hsdp+megatron_sp", {"island": 2, "data": 2, "fsdp": 2, "tensor": 4}),
     ],
 )

@@ -62,8 +62,8 @@ def errors(found: tuple[Finding, ...]) -> dict[str, list[Finding]]:
     ("config", "name", "mesh"),
     [
         pytest.param(GPT, "hsdp+megatron_sp", MESH, id="gpt"),
-        pytest.param(GPT, "hsdp+megatron_sp+reduce_float32", MESH, marks=pytest.mark.slow, id="gpt, fp32 sums"),
-        pytest.param(LLAMA, "zero2+megatron_sp", {"data": 4, "tensor": 4}, marks=pytest.mark.slow, id="llama"),
+        pytest.param(GPT, "hsdp+megatron_sp+reduce_float32", MESH, marks=pytest.mark.exhaustive, id="gpt, fp32 sums"),
+        pytest.param(LLAMA, "zero2+megatron_sp", {"data": 4, "tensor": 4}, marks=pytest.mark.exhaustive, id="llama"),
     ],
 )
 def test_presets_are_clean(reports: str, config: DecoderConfig, name: str, mesh: dict[str, int]) -> None:
@@ -173,7 +173,7 @@ def test_other_typos_raise(change: dict[str, Any], message: str) -> None:
         ModelLayout.of(GPT, Shard(RULES.replace(**change), h100(**MESH))).shardings("params")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicated_embedding(reports: str) -> None:
     found = errors(findings(reports, RULES.replace(params={"vocab": None}, activations={"vocab": None})))
     (one,) = found["replicated"]
@@ -192,7 +192,7 @@ def test_reduction_in_each_microbatch(reports: str, monkeypatch: pytest.MonkeyPa
     assert found["microbatch-reduction"][0].bytes > 50e6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_device_order(reports: str) -> None:
     mesh = h100(**MESH)
     devices = mesh.devices.reshape(4, 2, 2).transpose(1, 2, 0).reshape(mesh.devices.shape)
