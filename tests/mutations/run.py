@@ -1,164 +1,90 @@
-"""Plants mistakes into copies of the code, one at a time, and says which of them the tests let live.
+"""Plants mistakes into copies of the code, one at a time, and says which of them the tests of CI let live.
 
 python tests/mutations/run.py [--list] [--jobs=N] [--write=KIND] [id ...]
 
 The mistakes are data: the .toml files beside this one. For each, the files that git tracks are copied to a temporary directory, the text is
 replaced there, and the tests that must fail run on the copy. The working tree is never touched. The same tests run on an unchanged copy
 first: where they fail without the mistake, they prove nothing.
+
+Of the named tests only those run that CI selects (tests/tiers.py). A mistake with none of them is "not in CI".
+
+The mistakes in kernels (tests/pallas_kernels/kernel_mutations.toml) are planted by a test of their own, which passes if each is found. They
+are judged by that test here, so that one record has all. Their ids begin with "kernels/".
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
-import platform
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
-PATIENCE = 600.0
-"""Seconds that the tests of one mutation may take."""
-KILLED, SURVIVED, MISPLACED = "killed", "SURVIVED", "does not apply"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """One planted mistake."""
-
-    id: str
-    file: str
-    """Of the repository."""
-    old: str
-    """Is in the file exactly once."""
-    new: str
-    plants: str
-    """The wrong behaviour, in one sentence."""
-    tests: tuple[str, ...]
-    """Ids of tests that must fail."""
-
-    def place(self, root: Path) -> str:
-        """Why it does not apply to the files below `root`, or nothing."""
-        path = root / self.file
-        times = path.read_text().count(self.old) if path.is_file() else 0
-        return "" if times == 1 else f"its old text is {times} times in {self.file}" if path.is_file() else f"there is no {self.file}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Of one mutation, or of tests without any."""
-
-    status: str
-    seconds: float = 0.0
-    why: str = ""
-    """The first test that failed and what it said, or what stood in the way."""
-
-
-def load() -> list[Mutation]:
-    """All, in the order of the files and of the entries in them."""
-    entries = [entry for path in sorted(HERE.glob("*.toml")) for entry in tomllib.loads(path.read_text())["mutation"]]
-    return [Mutation(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
-
-
-def tracked() -> list[str]:
-    """The files that git tracks and that are there, by their paths in the repository."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-
-
-class Copies:
-    """Copies of the repository in a temporary directory, and what JAX compiled for their tests, which they share."""
-
-    def __init__(self, where: Path) -> None:
-        self._where, self._files = where, tracked()
-        (where / "compiled").mkdir()
-
-    def run(self, tests: Sequence[str], mutation: Mutation | None = None) -> Verdict:
-        """The verdict of the tests on a new copy, which is removed after it: killed where one of them fails."""
-        copy = Path(tempfile.mkdtemp(prefix="copy-", dir=self._where))
-        try:
-            for name in self._files:
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
-            if mutation:
-                if problem := mutation.place(copy):
-                    return Verdict(MISPLACED, why=problem)
-                path = copy / mutation.file
-                path.write_text(path.read_text().replace(mutation.old, mutation.new))
-            return self._tested(copy, tests)
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
-
-    def _tested(self, copy: Path, tests: Sequence[str]) -> Verdict:
-        (copy / ".tmp").mkdir()
-        python_path = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
-        changes = {"PYTHONPATH": os.pathsep.join(python_path), "TMPDIR": str(copy / ".tmp"), "MESH_LM_REPORTS": str(copy / ".reports")}
-        changes["MESH_LM_TEST_CACHE"] = str(self._where / "compiled")
-        # Any mark will do, so that a slow test can be named.
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "", "--junitxml=.junit.xml", *tests]
-        before = time.monotonic()
-        try:
-            done = subprocess.run(command, cwd=copy, env=os.environ | changes, capture_output=True, text=True, timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            return Verdict("timed out", time.monotonic() - before, f"no end after {PATIENCE:g} s")
-        seconds = time.monotonic() - before
-        if done.returncode not in (0, 1):  # of 0 and 1 pytest says: the tests ran
-            return Verdict("broken", seconds, (done.stdout + done.stderr).strip()[-600:])
-        cases = list(ElementTree.parse(copy / ".junit.xml").iter("testcase"))
-        if done.returncode:
-            return Verdict(KILLED, seconds, _failure(cases))
-        skipped = sum(case.find("skipped") is not None for case in cases)
-        return Verdict("skipped" if skipped else SURVIVED, seconds, f"{skipped} of {len(cases)} skipped" if skipped else "")
-
-
-def _failure(cases: Iterable[ElementTree.Element]) -> str:
-    for case in cases:
-        for found in (*case.iter("failure"), *case.iter("error")):
-            said = next(iter((found.get("message") or "").strip().splitlines()), "")
-            said = re.sub(rf"\b{re.escape(platform.node())}\b", "HOST", said)  # it may be kept, and the host is nobody's business
-            return f"{case.get('name')}: {said[:200]}"
-    return ""
+import tiers
+from mutations import planted
+from mutations.copies import ACCEPTED, KILLED, NOT_IN_CI, SURVIVED, Copies, Verdict
+from mutations.planted import Mutation
 
 
 def judge(mutations: Sequence[Mutation], jobs: int) -> dict[str, Verdict]:
     """The verdict of each by its id, printed as it comes."""
+    in_kernels = [mutation for mutation in mutations if mutation.planted_by_test]
+    in_copies = [mutation for mutation in mutations if not mutation.planted_by_test]
     verdicts: dict[str, Verdict] = {}
-    with tempfile.TemporaryDirectory(prefix="mesh_lm-mutations-") as where, ThreadPoolExecutor(jobs) as pool:
-        copies = Copies(Path(where))
-        sets = dict.fromkeys(mutation.tests for mutation in mutations)
-        unchanged = dict(zip(sets, pool.map(copies.run, sets), strict=True))
-        for tests, verdict in unchanged.items():
-            if verdict.status != SURVIVED:
-                print(f"without any mutation: {' '.join(tests)}: {_outcome(verdict)}: {verdict.why}", flush=True)
-
-        def one(mutation: Mutation) -> Verdict:
-            alone = unchanged[mutation.tests]
+    with (
+        tempfile.TemporaryDirectory(prefix="mesh_lm-mutations-") as where,
+        Copies(Path(where), jobs) as copies,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        unchanged: dict[tuple[str, ...], Verdict] = {}
+        for batch in pool.map(copies.run_unchanged, batches([mutation.tests for mutation in in_copies], jobs)):
+            unchanged |= batch
+        for tests, alone in unchanged.items():
             if alone.status != SURVIVED:
-                return Verdict("proves nothing", alone.seconds, f"without it: {_outcome(alone)}: {alone.why}")
+                print(f"without any mutation: {' '.join(tests)}: {alone.of_unchanged}", flush=True)
+
+        def judge_one(mutation: Mutation) -> Verdict:
+            alone = unchanged[mutation.tests]
+            if alone.status == NOT_IN_CI:
+                return alone
+            if alone.status != SURVIVED:
+                return alone.proves_nothing()
             return copies.run(mutation.tests, mutation)
 
-        for mutation, verdict in zip(mutations, pool.map(one, mutations), strict=True):
+        judged = pool.map(judge_one, in_copies)
+        of_kernels = pool.submit(copies.run_kernels, in_kernels) if in_kernels else None
+        for mutation, verdict in zip(in_copies, judged, strict=True):
             verdicts[mutation.id] = verdict
-            more = f": {verdict.why}" if verdict.status not in (KILLED, SURVIVED) else ""
-            print(f"{verdict.status:14} {verdict.seconds:6.1f} s  {mutation.id}{more}", flush=True)
-            if verdict.status == SURVIVED:
-                print(f"  {mutation.file}: {mutation.plants}\n  {' '.join(mutation.tests)}", flush=True)
+            show(mutation, verdict)
+        if of_kernels:
+            verdicts |= of_kernels.result()
+            for mutation in in_kernels:
+                show(mutation, verdicts[mutation.id])
     return verdicts
 
 
-def _outcome(verdict: Verdict) -> str:
-    return "a test fails" if verdict.status == KILLED else verdict.status
+def batches(sets: Iterable[tuple[str, ...]], jobs: int) -> Iterator[list[tuple[str, ...]]]:
+    """Divides sets of tests into one batch per job, but never those that CI selects by different expressions. Files stay together."""
+    by_expression: dict[str, list[tuple[str, ...]]] = {}
+    for tests in sorted(set(sets)):
+        by_expression.setdefault(tiers.ci_selects(tests[0].partition("::")[0]), []).append(tests)
+    for batch in by_expression.values():
+        size = -(-len(batch) // jobs)
+        for start in range(0, len(batch), size):
+            yield batch[start : start + size]
+
+
+def show(mutation: Mutation, verdict: Verdict) -> None:
+    """Prints a verdict."""
+    more = f": {verdict.why}" if verdict.status not in (*ACCEPTED, SURVIVED) else ""
+    print(f"{verdict.status:14} {verdict.seconds:6.1f} s  {mutation.id}{more}", flush=True)
+    if verdict.status == SURVIVED:
+        print(f"  {mutation.file}: {mutation.plants}\n  {' '.join(mutation.tests)}", flush=True)
 
 
 def summary(statuses: Sequence[str], seconds: float) -> str:
@@ -169,22 +95,24 @@ def summary(statuses: Sequence[str], seconds: float) -> str:
 
 def write(kind: str, verdicts: dict[str, Verdict]) -> Path:
     """Leaves the verdicts in benchmarks/results, with the machine and the versions; those that it holds of others stay."""
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(planted.ROOT))
     from benchmarks.record import RESULTS, Record
 
     record = Record("mutations", RESULTS, kind=kind)
     record.data["command"] = f"python tests/mutations/run.py --write={kind}"
     before = RESULTS / f"{record.stem}.json"
     rows = {row["id"]: row for row in json.loads(before.read_text())["tables"]["Verdicts"]["rows"]} if before.exists() else {}
-    for mutation in load():
+    mutations = planted.load()
+    for mutation in mutations:
         if verdict := verdicts.get(mutation.id):
             rows[mutation.id] = {
                 "id": mutation.id, "file": mutation.file, "verdict": verdict.status, "wall_s": round(verdict.seconds, 1),
                 "plants": mutation.plants, "said": verdict.why,
             }  # fmt: skip
-    kept = [rows[mutation.id] for mutation in load() if mutation.id in rows]
+    kept = [rows[mutation.id] for mutation in mutations if mutation.id in rows]
     record.data["summary"] = summary([row["verdict"] for row in kept], sum(row["wall_s"] for row in kept))
-    record.table("Verdicts", kept, "wall_s: of the tests of the mutation, up to the first that failed.", show=False)
+    note = "wall_s: of the tests of the mutation, up to the first that failed; of those in kernels, of its test alone."
+    record.table("Verdicts", kept, note, show=False)
     return record.write()
 
 
@@ -195,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutations at once")
     parser.add_argument("--write", metavar="KIND", default="", help="write benchmarks/results/mutations_<date>_<KIND>.json and .md")
     arguments = parser.parse_args(argv)
-    mutations = [m for m in load() if not arguments.ids or m.id.startswith(tuple(arguments.ids))]
+    mutations = [m for m in planted.load() if not arguments.ids or m.id.startswith(tuple(arguments.ids))]
     if unknown := [each for each in arguments.ids if not any(m.id.startswith(each) for m in mutations)]:
         parser.error(f"no mutation {', '.join(unknown)}; --list says which there are")
     if arguments.jobs < 1:
@@ -207,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = judge(mutations, arguments.jobs)
     print(summary([verdict.status for verdict in verdicts.values()], time.monotonic() - before))
     if arguments.write:
-        print(write(arguments.write, verdicts).relative_to(ROOT))
-    return 0 if all(verdict.status == KILLED for verdict in verdicts.values()) else 1
+        print(write(arguments.write, verdicts).relative_to(planted.ROOT))
+    return 0 if all(verdict.status in ACCEPTED for verdict in verdicts.values()) else 1
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def until(condition: Callable[[], object]) -> None:
 def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
     mine = Lease.acquire(tmp_path)
     until(lambda: held(tmp_path).renewed > 2)
+    assert (tmp_path / ".lease").stat().st_size == lease._SIZE, "renewing it needs no space"
     assert held(tmp_path).pid == os.getpid() and held(tmp_path).life == mine.life
     mine.require()
     mine.release()
@@ -188,6 +189,17 @@ def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
             check()
     mine.release()
     assert held(tmp_path) == elsewhere(since=held(tmp_path).since), "another's lease is not touched"
+
+
+def test_the_commit_after_a_suspension_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that renews the lease was suspended, too, and has noticed nothing."""
+    monkeypatch.setattr(lease, "RENEW", 1000.0)
+    mine = Lease.acquire(tmp_path)
+    (tmp_path / ".lease").write_bytes(elsewhere().encoded())
+    mine.require_kept()
+    with pytest.raises(ReplacedError, match="process 4194303 on node7"):
+        mine.require()
+    mine.release()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 512, b"{}", b"[" * 100_000], ids=["deleted", "empty", "zeros", "{}", "nested"])

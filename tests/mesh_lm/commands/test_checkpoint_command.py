@@ -21,6 +21,7 @@ from support import shard_on
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.checkpoint.arrays import StoredArray, StoredArrays
 from mesh_lm.checkpoint.listing import CheckpointEntry
+from mesh_lm.checkpoint.reader import seal
 from mesh_lm.commands.checkpoint import main
 from mesh_lm.config import TrainConfig
 from mesh_lm.parallel.layout import ModelLayout
@@ -151,7 +152,24 @@ def description(step: Path) -> str:
     return r"data/metadata and metadata/metadata are not those that were written \(seal\)"
 
 
-@pytest.mark.parametrize("damage", [element, shape, dtype, part, missing, index, tree, description])
+def unsealed(step: Path) -> str:
+    path = step / "metadata" / "metadata"
+    metadata = json.loads(path.read_text())
+    del metadata["seal"]
+    path.write_text(json.dumps(metadata))
+    return r"data/metadata and metadata/metadata are not those that were written \(seal\)"
+
+
+def undigested(step: Path) -> str:
+    """As if a later version had saved an array that it did not digest."""
+    data, path = json.loads((step / "data" / "metadata").read_text()), step / "metadata" / "metadata"
+    metadata = json.loads(path.read_text())
+    del metadata["digests"]["nu/embedding"]
+    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}))
+    return "nu/embedding: was not saved: it has no digest"
+
+
+@pytest.mark.parametrize("damage", [element, shape, dtype, part, missing, index, tree, description, unsealed, undigested])
 def test_damage_is_named(run: Path, capsys: pytest.CaptureFixture[str], damage) -> None:
     reason = damage(run / "checkpoints" / "1")
     status, out, err = said(capsys, "verify", run)

@@ -112,7 +112,7 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
         return digests.Blocks(tmp_path / "x.bin", data, sealed, "")
 
     chance = np.random.default_rng(1)
-    for longest in (0, 1, block, block + 1, 50 * block):
+    for longest in (0, 1, block, block + 1, 2 * block, 50 * block):
         starts = chance.integers(0, len(data) + 1, 20)
         stops = np.minimum(starts + chance.integers(0, longest + 1, 20), len(data))
         (read := blocks(data)).require(starts, stops)

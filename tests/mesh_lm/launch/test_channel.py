@@ -50,6 +50,7 @@ def test_nothing_is_said_before_the_other_end_has_proved_itself() -> None:
     client.send({"config": "private"})
     assert taken(client).startswith(b"mesh_lm 1 ") and not client.proven
     client.feed(b"mesh_lm 1 " + b"0" * 32 + b"\n")
+    client.send({"config": "private"})
     with pytest.raises(Refused, match="another secret"):
         client.feed(b"0" * 64 + b" {}\n")
     assert b"private" not in taken(client)
@@ -81,6 +82,20 @@ def test_lines_of_another_connection_repeated_reordered_or_sent_back_are_refused
     stranger = Channel(SECRET, "test", serves=True)
     with pytest.raises(Refused, match="not mesh_lm"):  # its own nonce, sent back
         stranger.feed(taken(stranger))
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_a_whole_conversation_that_was_recorded_is_refused(end: str) -> None:
+    """By either end: its own nonce is a new one."""
+    server, client = Channel(SECRET, "test", serves=True), Channel(SECRET, "test", serves=False)
+    recorded = {"server": b"", "client": b""}
+    for _ in range(3):
+        for name, sender, receiver in (("client", client, server), ("server", server, client)):
+            recorded[name] += (data := taken(sender))
+            receiver.feed(data)
+    assert server.proven and client.proven
+    with pytest.raises(Refused, match="another secret"):
+        Channel(SECRET, "test", serves=end == "server").feed(recorded["client" if end == "server" else "server"])
 
 
 def test_a_line_that_was_changed_is_refused() -> None:
@@ -163,6 +178,17 @@ def test_the_reader_raises_nothing_but_value_errors(value: object, depth: int) -
         strict_json.loads(text, depth=depth)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [(protocol.BEAT, {"step": True}), (protocol.BEAT, {"since": False}), (protocol.REPORT, {"stop": "SIGTERMS"}),
+     (protocol.HELLO, {"hello": "mesh_lm 2"}), (protocol.REPORT, {"beats": {"0 ": {}}}), (protocol.ORDER, {"exit": 256})],
+)  # fmt: skip
+def test_values_that_are_almost_right(table: dict, message: dict) -> None:
+    (name,) = message
+    with pytest.raises(ValueError, match=f"not as expected: {name}$"):
+        protocol.require(message, table)
+
+
 def test_brackets_in_strings_do_not_nest() -> None:
     text = '{"a": [{"b": "[[[[[[[[[[\\"{{{{{"}]}'
     assert strict_json.loads(text, depth=3) == json.loads(text)
@@ -189,6 +215,23 @@ def test_a_peer_that_floods_is_closed_and_one_call_ends() -> None:
             except (BlockingIOError, BrokenPipeError):
                 break
         assert peer.receive() == [] and not peer.open and "256 bytes" in peer.refused
+
+
+def test_a_peer_that_reads_nothing_is_given_up() -> None:
+    """And what waits for it has a limit."""
+    with listen(0, LOOPBACK) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        peer = Peer(listener.accept()[0], SECRET, "test", serves=True)
+        client = Channel(SECRET, "test", serves=False)
+        while not peer.proven:
+            theirs.sendall(taken(client))
+            client.feed(theirs.recv(2**16))
+            theirs.sendall(taken(client))
+            peer.receive()
+        for _ in range(80):
+            if peer.open:
+                peer.send(text="x" * 2**18)
+        assert not peer.open and len(peer._unsent) < 2**21
+        peer.close()
 
 
 def test_where_a_secret_comes_from(tmp_path: Path) -> None:

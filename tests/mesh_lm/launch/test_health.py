@@ -73,7 +73,7 @@ def test_gpu_memory() -> None:
     smi.unknown = ("remapped_rows",)
     assert gpus.memory()[0] == "ok", "a GPU that does not remap rows"
     smi.gpus.remove(7)
-    assert gpus.memory() == ("failed", "7 of 8 GPUs are left: reboot the node")
+    assert gpus.memory() == gpus.memory() == ("failed", "7 of 8 GPUs are left: reboot the node")
     smi.error = "nvidia-smi ended with status 15: Unable to determine the device handle for GPU0000:7A:00.0: GPU is lost."
     assert gpus.memory() == ("failed", f"{smi.error}; reboot the node")
     smi.error = "nvidia-smi ended with status 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."

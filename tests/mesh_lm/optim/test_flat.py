@@ -100,6 +100,33 @@ def test_every_matrix_is_in_one_vector(mesh: Mesh, rules: Any, drawn: list[Any],
             )
 
 
+def one_layer(dtypes: dict[str, str]) -> FlatLayout:
+    """The layout of matrices [1, 4, 4] without replicas, in which layers use the given types."""
+    rules, mesh = preset("distributed"), MESHES[0]
+    leaves = {f"blocks.{name}.weight": ArraySpec((1, 4, 4), np.dtype("float32"), ("layers", "embed", "mlp")) for name in dtypes}
+    where = {name: rules.sharding("params", leaf.axes, mesh, leaf.shape, name) for name, leaf in leaves.items()}
+    return FlatLayout.of(rules, leaves, where, {f"blocks.{name}.weight": dtype for name, dtype in dtypes.items()}, segment_of)
+
+
+def test_matrices_of_two_types_are_in_two_vectors() -> None:
+    """Such as those of a router, which stay in fp32."""
+    found = one_layer({"up": "bfloat16", "router": "float32", "down": "bfloat16"})
+    assert {name: str(dtype) for name, dtype in found.compute_dtypes.items()} == {
+        "blocks.up.weight": "bfloat16", "blocks.router.weight": "float32", "blocks.down.weight": "bfloat16"
+    }  # fmt: skip
+    assert [len(vector.matrices) for vector in found.vectors] == [2, 1] and len(found.leaves) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sum_has_the_type_that_is_asked_for(dtype: str) -> None:
+    """Whatever the layers use. Nothing is compiled."""
+    for used in ("bfloat16", "float32"):
+        (vector,) = one_layer({"up": used}).vectors
+        row = {"blocks.up.weight": jax.ShapeDtypeStruct((4, 4), np.dtype("float32"))}
+        program = str(jax.make_jaxpr(lambda row, vector=vector: vector.reduce_scatter_row(row, dtype))(row))
+        assert ("bf16" in program) == (dtype == "bfloat16"), program
+
+
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 7, 8, 12, 20, 48, 96]), min_size=1, max_size=4)
 
 
