@@ -90,9 +90,8 @@ def test_equals_one_device_and_slots_one_after_the_other(name: str) -> None:
         assert_same_gradients(grads, one_device(case[0], case[-1])[2])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("chunks", marks=pytest.mark.exhaustive), pytest.param("two segments", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chunks", "two segments"])
 def test_idle_slots_cannot_poison_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
     stash = ring.stash
