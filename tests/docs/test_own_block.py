@@ -30,6 +30,7 @@ def test_it_is_short() -> None:
     assert len(lines) <= 15
 
 
+@pytest.mark.slow
 def test_its_numbers_are_the_same_on_any_mesh() -> None:
     params, sums, grads = gradients(MODEL, shard_on("ddp"))
     names = {name.split(".")[1] for name in params if name.startswith("blocks.")}

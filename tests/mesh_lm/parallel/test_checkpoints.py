@@ -136,6 +136,7 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: p
 MUON = "mu, nu\nnu/blocks.attention.out.weight: [8, 32, 4, 8, 'float32'] in the checkpoint, absent in this config"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "keeps"), [("lion", "mu"), ("muon", MUON), ("adafactor", "v_row, v_col, v")])
 def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None:
     """It is not treated as damage, which would set the checkpoint aside, and slots of the same name are not confused."""
@@ -148,6 +149,7 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_the_disk_holds_the_model(runs: Runs) -> None:
     """Compares shapes on disk, not those of padded stages: another division is still the same model."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
@@ -156,6 +158,7 @@ def test_the_disk_holds_the_model(runs: Runs) -> None:
     assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs("interleaved")[0], "one stage")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["interleaved", pytest.param("uneven", marks=pytest.mark.slow)])
 def test_a_run_begins_from_the_weights_of_another(runs: Runs, to: str) -> None:
     output, wanted, _ = runs("interleaved")
@@ -166,6 +169,7 @@ def test_a_run_begins_from_the_weights_of_another(runs: Runs, to: str) -> None:
     assert not any(x.any() for x in in_model_order({"mu": state["mu"]}, layout).values())
 
 
+@pytest.mark.slow
 def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_at("interleaved")
     state = saved_in(runs("interleaved")[0]).resumed(layout, OPTIMIZER)

@@ -40,7 +40,7 @@ HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
     [
         (FULL, "zero3", {"data": 8}, 1, False),
         pytest.param(SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
-        (NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False),
+        pytest.param(NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False, marks=SLOW),
         pytest.param(GROUPED, "zero3", {"data": 4}, 2, True, marks=SLOW),
         (GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False),
         pytest.param(NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True, marks=EXHAUSTIVE),

@@ -48,9 +48,10 @@ def test_fp32_sums_of_a_bf16_model_are_nearer_to_an_fp32_model() -> None:
     assert len(asked) == 4 and all(asked[name] < auto[name] < 0.02 for name in asked), (asked, auto)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "mesh"),
-    [("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}), pytest.param("zero2", {"data": 8}, marks=pytest.mark.slow)],
+    [("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}), pytest.param("zero2", {"data": 8}, marks=pytest.mark.exhaustive)],
 )
 def test_bf16_sums_over_data_round_matrices_alone(rules: str, mesh: dict[str, int]) -> None:
     """An fp32 model, whose sums over fsdp stay in fp32, so that only the rounding to eight bits is lost."""

@@ -98,8 +98,7 @@ def test_a_bias_follows_the_loads() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "tensor",
-        pytest.param("flat stages", marks=pytest.mark.slow),
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("tensor", "flat stages")),
         *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("stages", "residuals", "flat")),
     ],
 )
