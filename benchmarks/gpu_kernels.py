@@ -112,6 +112,19 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     return [row for group in found.values() for row in group]
 
 
+def grouped_repaired(lab: Lab) -> Iterator[Table]:
+    """The grouped matmul, which was wrong when it first ran on a GPU: compared with a loop at a small shape, and timed if it is right."""
+    how: dict[str, Any] = {"patience": PATIENCE, "reruns": 1, "title": "Smoke", "note": note_of(smoke)}
+    rows = lab.spread("smoke", [{"kernel": GROUPED}], worker=KERNELS, lanes=1, dry_run=lab.dry_run, **how)
+    yield "Smoke", rows, note_of(smoke)
+    if not lab.problems:
+        yield from grouped(lab)
+
+
+GROUPED = "grouped matmul"
+"""As kernel_worker.py names it."""
+
+
 def grouped(lab: Lab) -> Iterator[Table]:
     """The grouped matmul of a mixture of experts, bf16, beside a dense matmul of as many tokens and the same FLOPs, in turns. spread: the
     largest group over the mean. ratio: the dense matmul's time over this one's. chosen: what a model takes. bwd: both gradients."""
