@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Forked, script
 from gpu_lock import VARIABLE
 from gpu_power import Power
 from gpu_resume import Earlier
@@ -50,6 +52,8 @@ class Lab:
         self.modules: set[str] = set()
         self.implementations = ["xla", "auto"]
         self.device: Row = {}
+        self.forks = False
+        """Processes are forked from this one, in which `forked.preload` has imported JAX: for a dry run."""
         self.caches = directory
         """The directory of the compilation caches."""
         self.output = directory
@@ -227,6 +231,9 @@ class Lab:
         python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
         command = [*under, python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
+            if self.forks:
+                run = partial(script, *command[1:])
+                return Forked(run, stdin=stdin, stdout=stdout, stderr=stderr, env=environment), out, err  # type: ignore[return-value]
             return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
     def rows(self, out: Path) -> list[Row]:

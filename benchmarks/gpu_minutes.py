@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import gpu_attention
 import gpu_kernels
 import gpu_training
 import gpu_truth
 import gpu_twins
+from forked import Forked, preload
 from gpu_lab import Lab, kind_of_device, nvidia_driver
 from gpu_resume import Earlier
 from gpu_session import Block, Results, Session, end_with_parent, interrupted_by_sigterm, locked, say, seconds_of, tell
@@ -66,7 +69,10 @@ def main() -> int:
             if held:
                 say(f"not started: {held}")
                 return 1
-            return measure(arguments, [block for block in BLOCKS if block.name in chosen], Path(directory), began)
+            blocks = [block for block in BLOCKS if block.name in chosen]
+            if arguments.dry_run:
+                blocks = [block._replace(least=5.0) for block in blocks]  # a CPU needs less for tiny shapes
+            return measure(arguments, blocks, Path(directory), began)
     except KeyboardInterrupt:
         say("interrupted; the rows so far are kept")
         return 130
@@ -77,6 +83,8 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace, blocks: list[Block], directory: Path, began: float) -> int:
     """Probes the device, and runs the blocks. Returns the exit status."""
+    if arguments.dry_run:
+        preload(directory)
     device = probed(directory, arguments.dry_run)
     if isinstance(device, str):
         say(device)
@@ -89,11 +97,14 @@ def measure(arguments: argparse.Namespace, blocks: list[Block], directory: Path,
     given: Row = {"output": str(arguments.output.resolve()), "kind": kind, "device": device, "dry_run": arguments.dry_run}
     given |= {"resume": arguments.resume, "file": name, "caches": str(directory)}
 
-    def command(block: Block, seconds: float, found: Row) -> list[str]:
+    def start(block: Block, seconds: float, found: Row, stderr: IO[str]) -> subprocess.Popen[bytes]:
         words = given | {"name": block.name, "seconds": seconds, "found": found, "directory": str(directory / block.name)}
-        return [sys.executable, str(Path(__file__).resolve()), f"--block={json.dumps(words)}"]
+        streams: Row = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr, "start_new_session": True}
+        if arguments.dry_run:
+            return Forked(partial(run_block, **words), **streams)  # type: ignore[return-value]
+        return subprocess.Popen([sys.executable, str(Path(__file__).resolve()), f"--block={json.dumps(words)}"], **streams)
 
-    session = Session(results, began + arguments.seconds, command, directory / "log")
+    session = Session(results, began + arguments.seconds, start, directory / "log")
     status = session.run(blocks)
     say(f"imported though a GPU machine may lack it: {', '.join(sorted(session.modules)) or 'nothing'}")
     say(f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: {record.stem}.json and .md in {arguments.output.name}/")
@@ -113,6 +124,7 @@ def earlier_of(output: Path, name: str, kind: str, resume: bool) -> Earlier:
 def probed(directory: Path, dry_run: bool) -> Row | str:
     """Returns the device that JAX finds; or in one line why it cannot be measured."""
     lab = Lab(directory, dry_run)
+    lab.forks = dry_run
     device = next(iter(lab.run("probe", worker="device_worker.py")), None)
     if device is None:
         reason = " ".join("; ".join(lab.problems).split())
@@ -131,6 +143,7 @@ def run_block(
     block = next(block for block in BLOCKS if block.name == name)
     Path(directory).mkdir()
     lab = Lab(Path(directory), dry_run)
+    lab.forks = dry_run
     lab.deadline = time.monotonic() + seconds - MARGIN
     lab.output, lab.caches, lab.device, lab.found = Path(output), Path(caches), device, found
     lab.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the GPU

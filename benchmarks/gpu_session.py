@@ -15,10 +15,10 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -51,6 +51,11 @@ class Block(NamedTuple):
     @property
     def name(self) -> str:
         return self.run.__name__
+
+
+Start = Callable[[Block, float, Row, IO[str]], "subprocess.Popen[bytes]"]
+"""Starts a block's process from its seconds, values that earlier blocks have found, and a file for its standard error. The process leads a
+group of its own. Its standard input is a pipe that nobody writes to, and that ends when the session does (see `end_with_parent`)."""
 
 
 class Ended(NamedTuple):
@@ -133,9 +138,9 @@ class Results:
 class Session:
     """Runs blocks, in order, until `deadline` (time.monotonic)."""
 
-    def __init__(self, results: Results, deadline: float, command: Callable[[Block, float, Row], list[str]], log: Path) -> None:
-        """command: makes a block's command line from its seconds, and from values that earlier blocks have found. log: for its stderr."""
-        self.results, self.deadline, self.command, self.log = results, deadline, command, log
+    def __init__(self, results: Results, deadline: float, start: Start, log: Path) -> None:
+        """start: starts a block. log: for its stderr."""
+        self.results, self.deadline, self.start, self.log = results, deadline, start, log
         self.found: Row = {}
         self.logs: dict[str, str] = {}
         self.modules: set[str] = set()
@@ -187,7 +192,7 @@ class Session:
                 done.append(json.loads(text))
 
         try:
-            ended = run_group(self.command(block, limit, self.found), limit, take, self.log)
+            ended = run_group(partial(self.start, block, limit, self.found), limit, take, self.log)
         except OSError as error:  # no process can be started, or there is no room for its log
             ended = None
             problem = f"cannot start: {error.strerror or error}"
@@ -218,16 +223,14 @@ class Session:
         return f"exit status {ended.status}"
 
 
-def run_group(command: Sequence[str], limit: float, take: Callable[[str], None], log: Path) -> Ended:
-    """Runs a command in a process group of its own, which is killed at the limit, and when the command has ended. take: gets its lines.
+def run_group(start: Callable[[IO[str]], subprocess.Popen[bytes]], limit: float, take: Callable[[str], None], log: Path) -> Ended:
+    """Runs a process that leads a group of its own. The group is killed at the limit, and when the process has ended.
 
-    The command's standard input is a pipe that nobody writes to: it ends when this process does (see `end_with_parent`).
+    start: takes a file for the standard error. take: gets the process's lines.
     """
     began = time.monotonic()
     with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )  # fmt: skip
+        process = start(stderr)
     assert process.stdin and process.stdout
     try:
         with process.stdin, process.stdout:
@@ -292,4 +295,3 @@ def interrupted_by_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    sys.stdout.reconfigure(line_buffering=True) if hasattr(sys.stdout, "reconfigure") else None  # type: ignore[union-attr]

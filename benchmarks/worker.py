@@ -18,6 +18,8 @@ from gpu_lock import last_window, measuring
 
 NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
 """Packages that a bare GPU machine may lack. (rich comes with flax.)"""
+PRELOADED = "PRELOADED"
+"""Environment variable with those of NOT_NEEDED, separated by commas, that a dry run imports for all processes."""
 ROUNDS = 5
 SAMPLE = 0.04
 """Approximate seconds that the calls of one sample take."""
@@ -48,7 +50,8 @@ def reported(**variant: Any) -> Iterator[None]:
 def serve(tasks: dict[str, Callable[..., None]], may: tuple[str, ...] = ()) -> None:
     """Runs the task of the command line. may: packages of NOT_NEEDED that this worker does need."""
     tasks[sys.argv[1]](**json.loads(sys.argv[2]))
-    print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in may]), flush=True)
+    known = (*may, *os.environ.get(PRELOADED, "").split(","))
+    print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in known]), flush=True)
 
 
 def serve_turns(shown: dict[str, Any], step: Callable[[], float], seconds: float, facts: dict[str, Any], losses: list[float]) -> None:
