@@ -36,13 +36,17 @@ def preload(caches: Path) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
     }
-    outside = dict(os.environ)
+    outside = {name: os.environ.get(name) for name in settings}
     os.environ |= settings  # JAX reads them when it is imported
     for name in MODULES:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
-    os.environ.clear()
-    os.environ |= outside
+    # Variables that the imports have set stay: Mosaic finds its runtime by one.
+    for name, value in outside.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     os.environ[PRELOADED] = ",".join(name for name in NOT_NEEDED if name in sys.modules)
 
 

@@ -22,7 +22,7 @@ OURS, THEIRS = "mesh_lm", "torch.compile"
 TOGETHER = {"gpt2_124m": 40, "gpt_1_3b": 90}
 """Config -> GiB that JAX may take on a GPU on which both processes fit beside each other."""
 SECONDS, ROUNDS = 2.0, 6
-"""Of a turn, and turns of each."""
+"""Seconds of a turn, and the turns of each process."""
 TURN_COLUMNS = ("steps", "step_ms", "slowest_ms", "loss_last", "watts", "sm_mhz", "celsius", "host_load")
 STARTS = 2
 """Starts of each process where both do not fit beside each other."""
@@ -98,11 +98,13 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
     step. step_ms: the median of the turns; spread: (slowest - fastest turn) / median. ratio: our tokens per second over theirs, the median
     of the rounds, with the lowest and the highest. predicted_ms: the lab's, for one GPU of this kind. joules: of the GPU alone."""
     fields = {**TINY, **TINY_TIMED} if lab.dry_run else TIMED[name][1]
+    batch = 2 if lab.dry_run else batch_of(lab, name)
     ours = variant(lab, {"model": fields}, name, "mosaic" if lab.dry_run else "auto")
+    ours["changes"]["train"]["global_batch"] = batch
     shape = lab.run("shapes", platform="cpu", models={name: fields}, device_kind=lab.device["device_kind"])[0]
     starts: dict[str, Any] = {OURS: lambda: Entrant(lab, OURS, "turns", variants=[ours], **_ours(lab))}
     if torch_there():
-        their = shape | {"batch": batch_of(lab, name)}
+        their = shape | {"batch": batch}
         starts[THEIRS] = lambda: Entrant(lab, THEIRS, "turns", worker=TORCH, variants=[their], seconds=_seconds(lab), dry_run=lab.dry_run)
     else:
         lab.left_out.append("torch is not installed: ours alone")
@@ -113,7 +115,7 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
         found[entrant].append(row)
         turns = [row for rows in found.values() for row in rows if "step_ms" in row]
         yield f"{name}, turns", turns, note_of(twins)
-        yield f"{name} beside torch.compile", compared(name, shape, batch_of(lab, name), found, plan), note_of(twins)
+        yield f"{name} beside torch.compile", compared(name, shape, batch, found, plan), note_of(twins)
 
 
 def _ours(lab: Lab) -> Row:
