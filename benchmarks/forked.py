@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
+from record import ROOT
 from worker import NOT_NEEDED, PRELOADED
 
 MODULES = (
@@ -96,10 +97,14 @@ class Forked:
         assert self.returncode is not None
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Sends SIGKILL, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def _number(stdout: int | IO[str]) -> int:
@@ -116,7 +121,8 @@ def _become(run: Callable[[], int | None], streams: tuple[int, ...], env: Mappin
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.closerange(3, 1024)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+        # New objects, because a thread of the parent may hold the locks of the old ones.
+        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
@@ -132,7 +138,12 @@ def _become(run: Callable[[], int | None], streams: tuple[int, ...], env: Mappin
 
 
 def script(path: str, *words: str) -> None:
-    """Runs a Python file as a program, in this process."""
-    sys.argv = [path, *words]
-    runpy.run_path(path, run_name="__main__")
+    """Runs a Python file as a program, in this process and in the root of the repository; after "-m" a module."""
+    os.chdir(ROOT)
+    if path == "-m":
+        sys.argv = [*words]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [path, *words]
+        runpy.run_path(path, run_name="__main__")
     sys.stdout.flush()

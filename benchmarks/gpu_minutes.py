@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace, blocks: list[Block], directory: Path,
         return subprocess.Popen([sys.executable, str(Path(__file__).resolve()), f"--block={json.dumps(words)}"], **streams)
 
     session = Session(results, began + arguments.seconds, start, directory / "log")
-    status = session.run(blocks)
+    status = session.run(blocks, lanes=2 if arguments.dry_run else 1)
     say(f"imported though a GPU machine may lack it: {', '.join(sorted(session.modules)) or 'nothing'}")
     say(f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: {record.stem}.json and .md in {arguments.output.name}/")
     return status

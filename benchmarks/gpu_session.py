@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -105,17 +106,19 @@ class Results:
         self.record, self.earlier = record, earlier
         self._printed: dict[str, list[Row]] = {}
         self._reported: set[str] = set()
+        self._writing = threading.RLock()
 
     def table(self, block: str, title: str, rows: list[Row], note: str) -> None:
         """Adds or replaces a table, and prints its new rows."""
-        printed = self._printed.get(title, [])
-        for row in rows:
-            if row not in printed:
-                say(json.dumps({"block": block, "table": title, **row}))
-        self._printed[title] = rows
-        self.record.table(title, rows, note, show=False)
-        self.write()
-        self._try(lambda: self.earlier.progress(title, rows))
+        with self._writing:
+            printed = self._printed.get(title, [])
+            for row in rows:
+                if row not in printed:
+                    say(json.dumps({"block": block, "table": title, **row}))
+            self._printed[title] = rows
+            self.record.table(title, rows, note, show=False)
+            self.write()
+            self._try(lambda: self.earlier.progress(title, rows))
 
     def complete(self, block: str, summary: Row, tables: dict[str, Any], found: Row) -> None:
         """Keeps a block that had no problem, so that --resume does not run it again."""
@@ -127,7 +130,8 @@ class Results:
 
     def _try(self, write: Callable[[], object]) -> None:
         try:
-            write()
+            with self._writing:
+                write()
         except OSError as error:
             reason = error.strerror or str(error)
             if reason not in self._reported:
@@ -146,15 +150,23 @@ class Session:
         self.modules: set[str] = set()
         self.summary: list[Row] = []
 
-    def run(self, blocks: Sequence[Block]) -> int:
-        """Returns the exit status: 1 if a block failed or was stopped at its limit."""
+    def run(self, blocks: Sequence[Block], lanes: int = 1) -> int:
+        """Returns the exit status: 1 if a block failed or was stopped at its limit.
+
+        lanes: blocks that run at the same time, for a rehearsal, which measures nothing.
+        """
         earlier = self.results.earlier.parts
         for block in blocks:
             if block.name in earlier:
                 self._take_over(earlier[block.name])
-        for block in blocks:
-            if block.name not in earlier:
+        missing = [block for block in blocks if block.name not in earlier]
+        if lanes == 1:
+            for block in missing:
                 self._finish(self._run(block))
+        else:
+            with ThreadPoolExecutor(lanes) as pool:
+                for row in pool.map(self._run, missing):
+                    self._finish(row)
         return int(any(row["status"] in (Status.FAILED, Status.STOPPED) for row in self.summary))
 
     def _take_over(self, part: Row) -> None:
@@ -191,13 +203,14 @@ class Session:
             elif kind == "DONE":
                 done.append(json.loads(text))
 
+        log = self.log.with_name(f"{self.log.name}-{block.name}")
         try:
-            ended = run_group(partial(self.start, block, limit, self.found), limit, take, self.log)
+            ended = run_group(partial(self.start, block, limit, self.found), limit, take, log)
         except OSError as error:  # no process can be started, or there is no room for its log
             ended = None
             problem = f"cannot start: {error.strerror or error}"
         else:
-            problem = self._problem(ended, limit, done)
+            problem = _problem(ended, limit, done, log)
         report = done[0] if done else {}
         problems = [*report.get("problems", ()), *([problem] if problem else [])]
         status = Status.STOPPED if ended and ended.status is None else Status.FAILED if problems else Status.OK
@@ -211,16 +224,17 @@ class Session:
             self.results.complete(block.name, row, tables, report.get("found", {}))
         return row
 
-    def _problem(self, ended: Ended, limit: float, done: list[Row]) -> str:
-        """Returns in one line why a block did not come to its end; empty if it did."""
-        if ended.status is None:
-            return f"stopped at its limit of {limit:.0f} s, with all of its processes"
-        if done:
-            return ""
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            return f"exit status {ended.status}: {lines[-1][:300] if lines else 'no message'}"
-        return f"exit status {ended.status}"
+
+def _problem(ended: Ended, limit: float, done: list[Row], log: Path) -> str:
+    """Returns in one line why a block did not come to its end; empty if it did."""
+    if ended.status is None:
+        return f"stopped at its limit of {limit:.0f} s, with all of its processes"
+    if done:
+        return ""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return f"exit status {ended.status}: {lines[-1][:300] if lines else 'no message'}"
+    return f"exit status {ended.status}"
 
 
 def run_group(start: Callable[[IO[str]], subprocess.Popen[bytes]], limit: float, take: Callable[[str], None], log: Path) -> Ended:

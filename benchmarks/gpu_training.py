@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Forked, script
 from gpu_attention import TORCH, note_of, torch_there
 from gpu_lab import FAST_COMPILES, TINY, Lab, Table
 from record import ROOT, Row
@@ -131,7 +135,7 @@ class TrainRun:
         options["checkpoint.keep"] = 100  # the checkpoint that is written twice is still there after the save on SIGTERM
         options |= {"data.path": text, "data.cache": self.lab.directory / "data-cache", "data.max_epochs": 0, "output": self.output}
         options["launch.compile_cache"] = self.lab.directory / "train-cache"
-        return [sys.executable, "train.py", "--config=configs/gpt2_124m.py", *(f"--config.{name}={x}" for name, x in options.items())]
+        return ["train.py", "--config=configs/gpt2_124m.py", *(f"--config.{name}={x}" for name, x in options.items())]
 
     def fields(self) -> dict[str, Row]:
         """Returns the changed fields of the config: it runs for a minute on one GPU, or for seconds on a CPU."""
@@ -193,7 +197,7 @@ class TrainRun:
             time.sleep(0.05)
         written_s = time.time() - began
         status = process.poll()
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         try:
             ended = process.wait(max(1.0, self.lab.left()))
         except subprocess.TimeoutExpired:
@@ -216,33 +220,29 @@ class TrainRun:
     def compare(self) -> str:
         """Compares the checkpoint that was written twice. Returns the problem, if any."""
         pair = [str(path / str(self.twice)) for path in (self.lab.directory / "set-aside", self.output / "checkpoints")]
-        done = self._run("mesh_lm.checkpoint", "diff", *pair)
-        if isinstance(done, str):
-            return done
-        different = [line for line in done.stdout.splitlines() if not line.startswith(("config", "data", "all arrays"))]
-        self.row |= {"compared_step": self.twice, "arrays_that_differ": len(different[:-1])}
-        return f"step {self.twice} was written twice, and differs: {different[0]}" if done.returncode else ""
+        status, text = self._run("-m", "mesh_lm.checkpoint", "diff", *pair)
+        differing = re.search(r"(\d+) arrays differ", text)
+        self.row |= {"compared_step": self.twice, "arrays_that_differ": int(differing[1]) if differing else None if status else 0}
+        return f"step {self.twice} was written twice, and differs: {' '.join(text.split())[-200:]}" if status else ""
 
     def generate(self) -> str:
         """Continues a prompt. Returns the problem, if any."""
         began = time.time()
-        done = self._run("mesh_lm.generate", f"--checkpoint={self.output}", f"--prompt={PROMPT}", "--tokens=16")
-        if isinstance(done, str):
-            return done
-        text = " ".join(done.stdout.split())
-        self.row |= {"generate_s": time.time() - began, "generated": text[:100]}
-        if done.returncode or len(text) <= len(PROMPT):
-            return f"generate.py: exit status {done.returncode}: {done.stderr[-200:]}"
-        return ""
+        status, text = self._run("-m", "mesh_lm.generate", f"--checkpoint={self.output}", f"--prompt={PROMPT}", "--tokens=16")
+        generated = " ".join(text[text.find(PROMPT) :].split())
+        self.row |= {"generate_s": time.time() - began, "generated": generated[:100]}
+        return f"generate.py: exit status {status}: {generated[-200:]}" if status or len(generated) <= len(PROMPT) else ""
 
-    def _run(self, module: str, *words: str) -> subprocess.CompletedProcess[str] | str:
-        """Returns a finished process of `python -m module`, or that it was too slow."""
-        command = [sys.executable, "-m", module, *words]
-        seconds = max(1.0, self.lab.left())
+    def _run(self, *words: str) -> tuple[int | None, str]:
+        """Runs Python with these words. Returns the exit status, None if there was no time left, and the output."""
+        process, log = spawned(self.lab, [*words])
         try:
-            return subprocess.run(command, cwd=ROOT, env=train_environment(self.lab), capture_output=True, text=True, timeout=seconds)
+            status: int | None = process.wait(max(1.0, self.lab.left()))
         except subprocess.TimeoutExpired:
-            return f"{module}: no time left"
+            process.kill()
+            process.wait()
+            status = None
+        return status, log.read_text(errors="replace")
 
 
 PROMPT = "def read("
@@ -258,11 +258,15 @@ def train_environment(lab: Lab) -> dict[str, str]:
 
 
 def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
-    """Starts train.py. Returns (process, its log)."""
+    """Starts Python with these words in the root of the repository. Returns (process, its log)."""
     log = lab.directory / f"{next(lab.n)}-train.py"
+    environment = train_environment(lab)
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, env=train_environment(lab))
-    return process, log
+        if lab.forks:
+            run = partial(script, *command)
+            return Forked(run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment), log  # type: ignore[return-value]
+        command = [sys.executable, *command]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, env=environment), log
 
 
 def last_line(log: Path) -> str:
