@@ -46,6 +46,8 @@ BLOCKS = (
 MARGIN = 4.0
 """Seconds before a block's limit at which it stops starting anything, so that it ends by itself."""
 SECONDS = 330.0
+SLOW = 4
+"""The factor of a block's limit in a dry run."""
 
 
 def main() -> int:
@@ -71,7 +73,7 @@ def main() -> int:
                 return 1
             blocks = [block for block in BLOCKS if block.name in chosen]
             if arguments.dry_run:
-                blocks = [block._replace(least=5.0) for block in blocks]  # a CPU needs less for tiny shapes
+                blocks = [block._replace(least=5.0, most=SLOW * block.most) for block in blocks]  # tiny shapes, but perhaps a busy CPU
             return measure(arguments, blocks, Path(directory), began)
     except KeyboardInterrupt:
         say("interrupted; the rows so far are kept")
