@@ -25,7 +25,7 @@ from gpu_lab import RESTART
 from gpu_lock import compiling, measuring
 from record import Row
 from tuned import use_tuned
-from worker import emit, rounds, serve
+from worker import emit, rounds, serve, sustained
 
 from pallas_kernels import flash_attention, reference_attention
 from pallas_kernels.dev.interpreter import interpreted
@@ -70,7 +70,7 @@ def packed_ids(case: Case) -> np.ndarray | None:
 
 def headline(size: int, shapes: list[Row], names: list[str], dry_run: bool) -> None:
     """Times the matmul roof, then the implementations of each shape in turns, so that all have the same temperature and clocks."""
-    roof(size, 1 if dry_run else 20)
+    roof(size, 0.0 if dry_run else 4.0)
     with ThreadPoolExecutor(len(names) * len(shapes)) as pool:  # interpretation is set per thread
         start: Any = _Done if dry_run else pool.submit
         with interpreting(dry_run):
@@ -81,15 +81,14 @@ def headline(size: int, shapes: list[Row], names: list[str], dry_run: bool) -> N
             duel(shape, entrants, dry_run)
 
 
-def roof(size: int, repeats: int) -> None:
-    """Times a bf16 matmul of random data, size^3: the rate of the GPU's matrix units without a kernel's other work."""
+def roof(size: int, seconds: float) -> None:
+    """Times a bf16 matmul of random data, size^3, for seconds: the rate that the GPU sustains without a kernel's other work."""
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     matmul = jax.jit(jnp.matmul)
     with compiling():
         jax.block_until_ready(matmul(a, b))
-    with measuring():
-        times = rounds({"": partial(matmul, a, b)}, repeats)[""]
-    emit(matmul=f"{size}^3 bf16", ms=1e3 * times.median, tflops=2 * size**3 / times.median / 1e12, spread=times.spread)
+    times = sustained(partial(matmul, a, b), seconds)
+    emit(matmul=f"{size}^3 bf16", seconds=seconds, ms=1e3 * times.median, tflops=2 * size**3 / times.median / 1e12, spread=times.spread)
 
 
 class _Done:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_lock import compiling, measuring
+from gpu_lock import compiling
 from record import Row
-from worker import ROUNDS, emit, reported, rounds, serve
+from worker import emit, reported, serve, sustained
 
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 from sharding_rules.lab import prices
@@ -48,11 +47,11 @@ def matmul(variants: list[Row]) -> None:
             call = chain(tokens, D, widths)
             with compiling():
                 jax.block_until_ready(call())
-            times, during = sustained(call, variant["seconds"])
+            times = sustained(call, variant["seconds"])
             rate = sum(4 * 2 * tokens * D * width for width in widths) / times.median
             peak = target.flops["bf16"] if target else None
             shares = {"share_of_peak": rate / peak, "lab_assumes": prices.MATMUL} if peak else {}
-            emit(**shown, ms=1e3 * times.median, spread=times.spread, tflops=rate / 1e12, **shares, **during)
+            emit(**shown, ms=1e3 * times.median, spread=times.spread, tflops=rate / 1e12, **shares)
 
 
 def chain(tokens: int, D: int, widths: list[int]) -> Callable[[], Any]:
@@ -87,19 +86,10 @@ def elementwise(variants: list[Row]) -> None:
             call = partial(jax.jit(lambda x: x * 0.75 + 1.5), x)
             with compiling():
                 jax.block_until_ready(call())
-            times, during = sustained(call, variant["seconds"])
+            times = sustained(call, variant["seconds"])
             rate = 2 * n * dtype.itemsize / times.median
             shares = {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": prices.MEMORY} if target else {}
-            emit(**variant, ms=1e3 * times.median, spread=times.spread, gb_per_s=rate / 1e9, **shares, **during)
-
-
-def sustained(call: Callable[[], Any], seconds: float) -> tuple[Any, Row]:
-    """Returns the times of one call, from calls queued for about `seconds` in all, and the start and end of the measurement."""
-    with measuring():
-        once = rounds({"": call}, 2)[""].median
-        began = time.time()
-        times = rounds({"": call}, max(2, math.ceil(seconds / ROUNDS / once)))[""]
-        return times, {"began": began, "ended": time.time()}
+            emit(**variant, ms=1e3 * times.median, spread=times.spread, gb_per_s=rate / 1e9, **shares)
 
 
 def here() -> Target | None:

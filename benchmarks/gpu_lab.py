@@ -15,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Forked, script
 from gpu_lock import VARIABLE
 from gpu_power import Power
 from gpu_resume import Earlier
 from record import ROOT, Record, Row, options, versions
 from tuned import VARIABLE as TUNED
+from worker import WARM
 
 Table = tuple[str, list[Row], str]
 """Title, rows, note."""
@@ -49,6 +52,10 @@ class Lab:
         self.modules: set[str] = set()
         self.implementations = ["xla", "auto"]
         self.device: Row = {}
+        self.forks = False
+        """Processes are forked from this one, in which `forked.preload` has imported JAX: for a dry run."""
+        self.caches = directory
+        """The directory of the compilation caches."""
         self.output = directory
         """The directory of the results. If it has a tuning.json, every process takes its tiles from that."""
         self.found: dict[str, Any] = {}
@@ -67,14 +74,19 @@ class Lab:
         """Seconds until this part must end."""
         return self.deadline - time.monotonic()
 
-    def run(self, task: str, *, flags: str = "", platform: str = "", **arguments: Any) -> list[Row]:
-        """Returns the rows of a task. Rows without a result, a failed process and a time limit are recorded as problems."""
+    def run(
+        self, task: str, *, flags: str = "", platform: str = "", tell: Callable[[list[Row]], None] = lambda rows: None, **arguments: Any
+    ) -> list[Row]:
+        """Returns the rows of a task. Rows without a result, a failed process and a time limit are recorded as problems.
+
+        tell: called with the rows so far, whenever there are more.
+        """
         what = f"{task} {flags} {platform}".strip()
         if self.left() < 1:
             self.problems.append(f"{what}: not started, no time left")
             return []
         process, out, err = self.start(task, flags=flags, platform=platform, **arguments)
-        if problem := self._wait(process, out):
+        if problem := self._wait(process, out, more=lambda: tell(self.rows(out))):
             self.note(f"{what}: {problem}", err)
         return self._noted(what, self.rows(out))
 
@@ -186,12 +198,12 @@ class Lab:
 
     def start(
         self, task: str, *, flags: str = "", platform: str = "", cache: str = "", worker: str = "", hidden: bool = False,
-        under: Sequence[str] = (), **arguments: Any,
+        under: Sequence[str] = (), stdin: int = subprocess.DEVNULL, **arguments: Any,
     ) -> tuple[subprocess.Popen[bytes], Path, Path]:  # fmt: skip
         """Starts a task. Returns (process, its stdout, its stderr).
 
         worker: another file of this directory; torch_peers.py runs with the Python that TORCH_PYTHON names, if any. hidden: hides the GPU.
-        under: a command that runs the process, such as a profiler's.
+        under: a command that runs the process, such as a profiler's. stdin: subprocess.PIPE, to talk to it.
 
         flags: added to XLA_FLAGS. platform: JAX_PLATFORMS. cache: name of a compilation cache, shared by processes that give the same name;
         "tuned" also keeps the fastest matmul algorithms; empty: none.
@@ -205,9 +217,11 @@ class Lab:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "xla_gpu_per_fusion_autotune_cache_dir" if cache == "tuned" else "none"
         if cache:
-            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / cache)
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.caches / cache)
         if platform:
             environment["JAX_PLATFORMS"] = platform
+        if self.dry_run:
+            environment[WARM] = "0"
         environment |= {VARIABLE: os.environ.get(VARIABLE) or str(self.directory / "gpu"), **self.environment}
         environment["PATH"] = f"{environment.get('PATH', '')}:/usr/local/cuda/bin"  # has ptxas, if no wheel does
         if (table := self.output / "tuning.json").exists():
@@ -217,13 +231,21 @@ class Lab:
         python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
         command = [*under, python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
         with out.open("w") as stdout, err.open("w") as stderr:
-            return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
+            if self.forks:
+                run = partial(script, *command[1:])
+                return Forked(run, stdin=stdin, stdout=stdout, stderr=stderr, env=environment), out, err  # type: ignore[return-value]
+            return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT), out, err
 
     def rows(self, out: Path) -> list[Row]:
         """Returns the rows that a task has printed so far, without an incomplete last line."""
         lines = [line.partition(" ") for line in out.read_text().rpartition("\n")[0].splitlines()]
         self.modules |= {name for kind, _, text in lines if kind == "MODULES" for name in json.loads(text)}
-        return [json.loads(text) for kind, _, text in lines if kind == "ROW"]
+        return [self.with_power(json.loads(text)) for kind, _, text in lines if kind == "ROW"]
+
+    def with_power(self, row: Row) -> Row:
+        """Returns a row with the GPU's power, clock and heat in place of the times of its measurement."""
+        kept = {name: value for name, value in row.items() if name not in ("began", "ended")}
+        return kept | (self.power.during(row["began"], row["ended"]) if "began" in row else {})
 
     def gpt2(self, batch: int, layers: int = 12) -> dict[str, Any]:
         """Returns the directory and the config of a GPT-2 124M in bf16 (tiny in a dry run), with a short warm-up."""
@@ -260,10 +282,8 @@ def measure(
 
     finish: called with all tables, before they are written for the last time. resume: take over what an earlier run measured.
     """
-    driver, installed = nvidia_driver(), versions()
-    many = f"{lab.devices} x " if lab.devices > 1 else ""
-    packages = " ".join(f"{package}{installed.get(package, '')}" for package in ("jax", "jaxlib", "flax"))
-    kind = f"{many}{device['device_kind']} {packages} driver{driver}"
+    driver = nvidia_driver()
+    kind = kind_of_device(device, driver, lab.devices)
     record = Record(name, output, kind=kind, device=device, driver=driver)
     summary: list[Row] = []
     earlier = Earlier(output / f"{name}.parts.json", kind, resume)
@@ -338,6 +358,13 @@ def suite(
         with lab.power:
             scaled = [Part(part.run, part.seconds * scale) for part in picked]
             return measure(f"{name}{'-dry-run' * lab.dry_run}", scaled, lab, device, arguments.output, began, finish, arguments.resume)
+
+
+def kind_of_device(device: Row, driver: str, n: int = 1) -> str:
+    """Returns what measures: n devices of a kind, and the versions of packages and driver."""
+    installed = versions()
+    packages = " ".join(f"{package}{installed.get(package, '')}" for package in ("jax", "jaxlib", "flax"))
+    return f"{f'{n} x ' if n > 1 else ''}{device['device_kind']} {packages} driver{driver}"
 
 
 def compiler_there() -> bool:

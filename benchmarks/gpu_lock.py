@@ -9,11 +9,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from typing import IO
 
 VARIABLE = "GPU_LOCK"
 """Environment variable with a path, from which two file names are made."""
+
+_windows: list[tuple[float, float]] = []
+"""Start and end, by time.time(), of the measurements since `last_window`."""
+
+
+def last_window() -> dict[str, float]:
+    """Returns "began" and "ended" of this process's last measurement, and forgets it; empty if there was none since the last call."""
+    window = dict(zip(("began", "ended"), _windows[-1], strict=True)) if _windows else {}
+    _windows.clear()
+    return window
 
 
 @contextlib.contextmanager
@@ -32,7 +43,9 @@ def measuring() -> Iterator[None]:
     with _files() as (gate, room):
         _lock(gate, fcntl.LOCK_EX)
         _lock(room, fcntl.LOCK_EX)
+        began = time.time()
         yield
+        _windows.append((began, time.time()))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Runs our kernels on a Hopper GPU, compares attention with its peers, and times training: python benchmarks/gpu_suite.py
 
-gpu_hour.md has the commands of a whole session, each of at most ten minutes.
+gpu_minutes.py runs most of these parts as blocks, as many as fit into the seconds that there are; begin with that.
 
 The parts, in order: `smoke` runs each kernel alone at a small shape; `autotune` times tiles for the headline, and all later parts use the
 table it writes; `headline` and `peers` time attention (ours, cuDNN, tokamax, jax's Mosaic example, PyTorch's SDPA); `variants` times those

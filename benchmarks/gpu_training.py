@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_attention import TORCH, note_of, torch_there, with_power
-from gpu_lab import TINY, Lab, Table
+from forked import Forked, script
+from gpu_attention import TORCH, note_of, torch_there
+from gpu_lab import FAST_COMPILES, TINY, Lab, Table
 from record import ROOT, Row
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -78,7 +82,6 @@ def finished(lab: Lab, row: Row, shapes: dict[str, Row]) -> Row:
     shape, rate = shapes[name], row.get("tokens_per_s")
     first = {"model": name, "attention": row.get("attention", "torch")}
     kept = {key: value for key, value in row.items() if key not in ("config", "model", "attention")}
-    kept = with_power(lab, [kept])[0]
     if rate:
         peak = shape["peak_flops"]
         kept["mfu"] = rate * shape["flops_per_token"] / peak if peak else None
@@ -99,59 +102,182 @@ def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
 
 
 def training(lab: Lab) -> Iterator[Table]:
-    """Runs gpt2_124m with train.py, kills it by SIGKILL after a checkpoint, and resumes it with the same command: repeated steps must have
-    the same losses. joules: of the GPU alone, over the steps between checkpoint and end."""
+    """train.py on gpt2_124m and the source of Python's standard library: trains for a minute, saves, is killed by SIGKILL, and resumes by
+    the same command. The newest checkpoint was set aside, so that it resumes from the one before. The steps that are made twice must have
+    the same losses, and the checkpoint that is written twice the same bits in every array. SIGTERM then ends the run (status 99), and
+    generate.py continues a prompt. joules: of the GPU alone."""
     if missing := [name for name in NEEDED_BY_TRAIN if importlib.util.find_spec(name) is None]:
-        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed; its parts are run instead")
+        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed; its parts are run instead, on synthetic text")
         yield from resume(lab)
         return
-    output, every = lab.directory / "train-py", 4 if lab.dry_run else 20
-    steps, fields = 3 * every, lab.gpt2(8 if lab.dry_run else 32)["changes"]
-    (prefix,) = [row["prefix"] for row in lab.run("prefix", platform="cpu", directory=str(lab.directory), changes=fields)]
-    options = {f"{section}.{name}": value for section, values in fields.items() for name, value in values.items()}
-    options |= {"train.steps": steps, "train.log_every": 1, "train.sample_tokens": 0, "train.eval_every": 0, "train.eval_sequences": 8}
-    options |= {"checkpoint.every": every, "data.blend": prefix, "output": output, "launch.compile_cache": lab.directory / "train-cache"}
-    options |= {"data.cache": lab.directory / "data-cache", "data.max_epochs": 0}
-    command = [sys.executable, "train.py", "--config=configs/gpt2_124m.py"]
-    command += [f"--config.{name}={value}" for name, value in options.items()]
-    saved = output / "checkpoints" / str(every)
-    before, log = killed(lab, command, saved, output, every)
-    if before is None:
-        lab.note("train.py, to be killed, ended before or was too slow", log)
-        return
-    process, log = spawned(lab, command)
-    marks: dict[int, float] = {}
-    while process.poll() is None and lab.left() > 0:
-        marks.setdefault(max(metrics(output), default=0), time.time())
-        time.sleep(0.05)
-    if process.poll() is None:
+    yield from TrainRun(lab).tables()
+
+
+class TrainRun:
+    """A run of train.py: killed, resumed and used."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab, self.output = lab, lab.directory / "train-py"
+        self.every = 2 if lab.dry_run else 100
+        self.seconds = 0.0 if lab.dry_run else max(10.0, min(60.0, lab.left() - 110))
+        """For which it trains before it is killed."""
+        self.row: Row = {"config": "gpt2_124m", "xla_flags": DETERMINISTIC}
+
+    def command(self) -> list[str]:
+        """Returns the command that starts the run, and resumes it."""
+        text = "stdlib"
+        if self.lab.dry_run:  # a small part of the same
+            path = self.lab.directory / "text.txt"
+            path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+            text = str(path)
+        options = {f"{section}.{name}": value for section, values in self.fields().items() for name, value in values.items()}
+        options |= {"train.log_every": 1, "train.sample_tokens": 0, "train.eval_every": 0, "checkpoint.every": self.every}
+        options["checkpoint.keep"] = 100  # the checkpoint that is written twice is still there after the save on SIGTERM
+        options |= {"data.path": text, "data.cache": self.lab.directory / "data-cache", "data.max_epochs": 0, "output": self.output}
+        options["launch.compile_cache"] = self.lab.directory / "train-cache"
+        return ["train.py", "--config=configs/gpt2_124m.py", *(f"--config.{name}={x}" for name, x in options.items())]
+
+    def fields(self) -> dict[str, Row]:
+        """Returns the changed fields of the config: it runs for a minute on one GPU, or for seconds on a CPU."""
+        if self.lab.dry_run:
+            changes = self.lab.gpt2(8)["changes"]
+            return {**changes, "model": {**TINY, "vocab_size": 320, "n_layers": 1}, "data": {"tokenizer_vocab": 320}}
+        train = {"global_batch": 64, "microbatches": 1, "steps": 2000}
+        return {"train": train, "optimizer": {"warmup_steps": 50}, "data": {"tokenizer_vocab": 4096}}
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the table, whose row grows."""
+        for stage in (self.train_and_kill, self.resume, self.compare, self.generate):
+            problem = stage()
+            if problem:
+                self.lab.problems.append(f"train.py: {problem}")
+                self.row["error"] = problem
+            yield "train.py", [self.row], note_of(training)
+            if problem:
+                return
+
+    def train_and_kill(self) -> str:
+        """Starts the run and kills it. Returns the problem, if any."""
+        process, log = spawned(self.lab, self.command())
+        began = time.time()
+        first = 0.0
+        while process.poll() is None and self.lab.left() > 0:
+            first = first or (time.time() if metrics(self.output) else 0.0)
+            if first and time.time() - first >= self.seconds and self._is_past_two_checkpoints():
+                break
+            time.sleep(0.05)
+        ended = time.time()
+        status = process.poll()
         process.kill()
-    if process.wait():
-        lab.note(f"train.py, resumed: exit status {process.returncode}", log)
-        return
-    drawn = lab.power.during(marks.get(every + 3, time.time()), marks.get(steps, time.time()))
-    yield "train.py", [resumed(lab, before, metrics(output), every, log) | drawn_per_token(drawn, metrics(output))], note_of(training)
+        process.wait()
+        if status is not None:
+            return f"exit status {status}: {last_line(log)}"
+        self.before = metrics(self.output)
+        saved = steps_saved(self.output)
+        if len(saved) < 2:
+            return f"too slow: {len(self.before)} steps, checkpoints {saved}"
+        self.resumed_at, self.twice = saved[-2:]
+        aside = self.lab.directory / "set-aside"
+        aside.mkdir()
+        (self.output / "checkpoints" / str(self.twice)).rename(aside / str(self.twice))
+        losses = [self.before[step]["loss"] for step in (min(self.before), max(self.before))]
+        self.row |= {"first_step_s": first - began, "trained_s": ended - first, "steps": len(self.before), "loss_first": losses[0]}
+        self.row |= {"loss_last": losses[1], **drawn_per_token(self.lab.power.during(first, ended), self.before)}
+        return "" if losses[1] < losses[0] else f"the loss does not fall: {losses}"
+
+    def _is_past_two_checkpoints(self) -> bool:
+        saved = steps_saved(self.output)
+        return len(saved) >= 2 and max(metrics(self.output), default=0) >= saved[-1] + 1
+
+    def resume(self) -> str:
+        """Resumes the run, and ends it by SIGTERM when it has written the checkpoint that was set aside. Returns the problem, if any."""
+        began = time.time()
+        process, log = spawned(self.lab, self.command())
+        while process.poll() is None and self.lab.left() > 0 and self.twice not in steps_saved(self.output):
+            time.sleep(0.05)
+        written_s = time.time() - began
+        status = process.poll()
+        process.send_signal(signal.SIGTERM)
+        try:
+            ended = process.wait(max(1.0, self.lab.left()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return "SIGTERM did not end it"
+        if status is not None or self.twice not in steps_saved(self.output):
+            return f"resumed: exit status {status}: {last_line(log)}"
+        after = metrics(self.output)
+        repeated = [step for step in self.before if step > self.resumed_at and step in after]
+        differ = [step for step in repeated if self.before[step]["loss"] != after[step]["loss"]]
+        self.row |= {"resumed_at": self.resumed_at, "written_again_s": written_s, "steps_made_twice": len(repeated)}
+        self.row |= {"losses_that_differ": len(differ), "status_of_sigterm": ended}
+        if f"resumed at step {self.resumed_at}" not in log.read_text():
+            return f"it did not resume at step {self.resumed_at}"
+        if ended != SAVED_ON_SIGTERM:
+            return f"SIGTERM ended it with status {ended}: {last_line(log)}"
+        return f"losses differ at steps {differ}" if differ or not repeated else ""
+
+    def compare(self) -> str:
+        """Compares the checkpoint that was written twice. Returns the problem, if any."""
+        pair = [str(path / str(self.twice)) for path in (self.lab.directory / "set-aside", self.output / "checkpoints")]
+        status, text = self._run("-m", "mesh_lm.checkpoint", "diff", *pair)
+        differing = re.search(r"(\d+) arrays differ", text)
+        self.row |= {"compared_step": self.twice, "arrays_that_differ": int(differing[1]) if differing else None if status else 0}
+        return f"step {self.twice} was written twice, and differs: {' '.join(text.split())[-200:]}" if status else ""
+
+    def generate(self) -> str:
+        """Continues a prompt. Returns the problem, if any."""
+        began = time.time()
+        status, text = self._run("-m", "mesh_lm.generate", f"--checkpoint={self.output}", f"--prompt={PROMPT}", "--tokens=16")
+        generated = " ".join(text[text.find(PROMPT) :].split())
+        self.row |= {"generate_s": time.time() - began, "generated": generated[:100]}
+        return f"generate.py: exit status {status}: {generated[-200:]}" if status or len(generated) <= len(PROMPT) else ""
+
+    def _run(self, *words: str) -> tuple[int | None, str]:
+        """Runs Python with these words. Returns the exit status, None if there was no time left, and the output."""
+        process, log = spawned(self.lab, [*words])
+        try:
+            status: int | None = process.wait(max(1.0, self.lab.left()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = None
+        return status, log.read_text(errors="replace")
 
 
-def killed(lab: Lab, command: list[str], saved: Path, output: Path, every: int) -> tuple[dict[int, Row] | None, Path]:
-    """Returns the metrics and the log of a run killed by SIGKILL two steps after a checkpoint; None if it did not come that far."""
-    process, log = spawned(lab, command)
-    while process.poll() is None and lab.left() > 0 and not (saved.exists() and max(metrics(output), default=0) >= every + 2):
-        time.sleep(0.05)
-    status = process.poll()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = metrics(output)
-    return (found if status is None and saved.exists() and found else None), log
+PROMPT = "def read("
+SAVED_ON_SIGTERM = 99
+"""The exit status of a run that SIGTERM has ended after a save."""
+
+
+def train_environment(lab: Lab) -> dict[str, str]:
+    """Returns the environment of train.py: with deterministic operations, and on a CPU with fast compilations in a dry run."""
+    dry = {"JAX_PLATFORMS": "cpu"} if lab.dry_run else {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES if lab.dry_run else ''} {DETERMINISTIC}".strip()
+    return {**os.environ, "XLA_FLAGS": flags, **dry}
 
 
 def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
-    """Starts train.py. Returns (process, its log)."""
+    """Starts Python with these words in the root of the repository. Returns (process, its log)."""
     log = lab.directory / f"{next(lab.n)}-train.py"
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
-    platform = {"JAX_PLATFORMS": "cpu"} if lab.dry_run else {}
+    environment = train_environment(lab)
     with log.open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags, **platform}), log
+        if lab.forks:
+            run = partial(script, *command)
+            return Forked(run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment), log  # type: ignore[return-value]
+        command = [sys.executable, *command]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, env=environment), log
+
+
+def last_line(log: Path) -> str:
+    """Returns the last line of a process's output."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "no message"
+
+
+def steps_saved(output: Path) -> list[int]:
+    """Returns the steps that have a complete checkpoint, in order."""
+    return sorted(int(path.name) for path in output.glob("checkpoints/*") if path.name.isdecimal())
 
 
 def metrics(output: Path) -> dict[int, Row]:
@@ -161,24 +287,12 @@ def metrics(output: Path) -> dict[int, Row]:
     return {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
 
 
-def resumed(lab: Lab, before: dict[int, Row], after: dict[int, Row], every: int, log: Path) -> Row:
-    """Returns a row that compares the steps that both runs did."""
-    twice = [step for step in before if step > every and step in after]
-    differ = [step for step in twice if before[step]["loss"] != after[step]["loss"]]
-    said_so = f"resumed at step {every}" in log.read_text()
-    losses = [after[step]["loss"] for step in (min(after), max(after))]
-    if not twice or differ or not said_so or not losses[1] < losses[0]:
-        lab.problems.append(f"train.py: steps made twice {twice}, losses differ at {differ}, resumed {said_so}, losses {losses}")
-    row: Row = {"resumed_at": every, "steps_made_twice": len(twice), "losses_that_differ": len(differ), "loss_first": losses[0]}
-    return row | {"loss_last": losses[1], "xla_flags": DETERMINISTIC}
-
-
-def drawn_per_token(drawn: Row, after: dict[int, Row]) -> Row:
+def drawn_per_token(drawn: Row, rows: dict[int, Row]) -> Row:
     """Returns tokens_per_s, the median over the steps, and the GPU's power during them."""
-    rates = sorted(row["tokens_per_s"] for row in after.values() if "tokens_per_s" in row)
+    rates = [row["tokens_per_s"] for row in rows.values() if "tokens_per_s" in row]
     if not rates:
         return drawn
-    rate = rates[len(rates) // 2]
+    rate = statistics.median(rates)
     return {"tokens_per_s": rate, **drawn, **({"joules_per_token": drawn["watts"] / rate} if drawn else {})}
 
 
@@ -270,5 +384,5 @@ def layouts(lab: Lab) -> Iterator[Table]:
     variants = [*variants[:2], *variants[4:]] if lab.dry_run else variants
     variants = [{"microbatches": 1, "remat": "none", "unroll": True, "attention": "auto"} | variant for variant in variants]
     rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
-    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in with_power(lab, rows)]  # not cold
+    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in rows]  # not cold
     yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew."

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from gpu_attention import OURS, WORKER, note_of, shape, with_power
+from gpu_attention import OURS, WORKER, note_of, shape
 from gpu_lab import TINY, Lab, Part, Table, compiler_there, suite
 from gpu_training import TINY_TIMED
 from record import Row
@@ -79,7 +79,7 @@ def elementwise(lab: Lab) -> Iterator[Table]:
 def sustained(lab: Lab, task: str, variants: list[Row], note: str) -> Iterator[Table]:
     title = task.capitalize()
     rows = lab.spread(task, variants, lanes=1, title=title, note=note, worker=DEVICE, patience=lab.left())
-    yield title, with_power(lab, rows), note
+    yield title, rows, note
 
 
 def steps(lab: Lab) -> Iterator[Table]:
@@ -116,7 +116,7 @@ def target_of(lab: Lab) -> str:
 
 def compared(lab: Lab, about: Row, plan: list[Row], ran: list[Row]) -> Row:
     """Returns a row with both; if one of them failed, with its error."""
-    wanted, found = (next(iter(rows), {}) for rows in (plan, with_power(lab, ran)))
+    wanted, found = (next(iter(rows), {}) for rows in (plan, ran))
     row = about | {name: wanted.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib", "fits")}
     measured = {
         "measured_step_s": found["step_ms"] / 1e3 if "step_ms" in found else None,
@@ -126,7 +126,10 @@ def compared(lab: Lab, about: Row, plan: list[Row], ran: list[Row]) -> Row:
     for what in ("step_s", "peak_gib"):
         both = measured[f"measured_{what}"], wanted.get(f"predicted_{what}")
         measured[f"{what.partition('_')[0]}_ratio"] = both[0] / both[1] if both[0] and both[1] else None
-    kept = ("slowest_ms", "tokens_per_s", "mfu", "trace_s", "compile_s", "loss_first", "loss_last", "flags", "watts", "sm_mhz", "celsius")
+    kept = (
+        "slowest_ms", "tokens_per_s", "mfu", "trace_s", "compile_s", "loss_first", "loss_last", "flags", "watts", "sm_mhz", "celsius",
+        "host_load",
+    )  # fmt: skip
     errors = {f"{what}_error": rows["error"] for what, rows in (("prediction", wanted), ("run", found)) if "error" in rows}
     return row | measured | {name: found.get(name) for name in kept} | errors
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import numpy as np
 from gpu_lock import compiling, measuring
 from record import Row
 from tuned import use_tuned
-from worker import emit, reported, serve
+from worker import emit, reported, serve, serve_turns
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.configs import gpt2_124m
@@ -185,47 +186,105 @@ def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any
             emit(**shown, **timed(Run(directory, base, name=variant.get("config", "gpt2_124m")), steps))
 
 
-def timed(run: Run, steps: int) -> Row:
-    """Measures time, memory and compilation of the run's train step; high water: of the process so far, on the fullest device."""
-    size, warm_up = run.config.train.global_batch, 3
-    batches = [run.batch(i * size) for i in range(4)]
-    with compiling():
+class Steps:
+    """A run's train step: compiled, with its state on the device."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        size = run.config.train.global_batch
+        self.batches = [run.batch(i * size) for i in range(4)]
+        with compiling():
+            began = time.perf_counter()
+            lowered = run.step.lower(abstract_state(run.layout, run.optimizer), self.batches[0])  # pyright: ignore[reportFunctionMemberAccess]
+            traced = time.perf_counter()
+            self.compiled = lowered.compile()
+            compiled = time.perf_counter()
+            self.state = jax.block_until_ready(run.state())
+        self.compiling: Row = {"trace_s": traced - began, "compile_s": compiled - traced}
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Makes a step. Returns its seconds."""
         began = time.perf_counter()
-        lowered = run.step.lower(abstract_state(run.layout, run.optimizer), batches[0])  # pyright: ignore[reportFunctionMemberAccess]
-        traced = time.perf_counter()
-        step = lowered.compile()
-        compiled = time.perf_counter()
-        state = jax.block_until_ready(run.state())
-    memory, times, found = step.memory_analysis(), [], []
+        self.state, metrics = self.compiled(self.state, self.batches[len(self.losses) % 4])
+        jax.block_until_ready((self.state, metrics))
+        seconds = time.perf_counter() - began
+        self.losses.append(float(metrics["loss"]))
+        return seconds
+
+    def memory(self) -> Row:
+        """Returns GiB of the program, of its temporary arrays, of its peak, and of the process so far, on the fullest device."""
+        memory = self.compiled.memory_analysis()
+        program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+        devices = self.run.layout.shard.mesh.devices.flat
+        peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
+        row = {"program_gib": program, "temp_gib": memory.temp_size_in_bytes, "peak_gib": memory.peak_memory_in_bytes}
+        return {name: size / 2**30 for name, size in row.items()} | {"high_water_gib": peak / 2**30 or None}
+
+    def rates(self, times: list[float]) -> Row:
+        """Returns tokens_per_s and the like of steps that took these seconds."""
+        seconds = statistics.median(times)
+        config = self.run.config
+        rate = config.tokens_per_step / seconds
+        kind = jax.devices()[0].device_kind
+        share = mfu(rate, config.model.flops_per_token(), self.run.layout.shard.mesh.size, kind)
+        return {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times), "mfu": share}
+
+
+def timed(run: Run, steps: int) -> Row:
+    """Measures time, memory and compilation of the run's train step."""
+    made = Steps(run)
     with measuring():
-        for i in range(warm_up + steps):
-            if i == warm_up:
-                clock = time.time()
-            before = time.perf_counter()
-            state, metrics = step(state, batches[i % 4])
-            jax.block_until_ready((state, metrics))
-            times.append(time.perf_counter() - before)
-            found.append(float(metrics["loss"]))
-        during = {"began": clock, "ended": time.time()}
-    seconds = statistics.median(times[warm_up:])
-    rate, first, last = run.config.tokens_per_step / seconds, found[0], found[-1]
-    mesh = run.layout.shard.mesh
-    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.devices.flat)
-    program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return {
-        "tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]),
-        "mfu": mfu(rate, run.config.model.flops_per_token(), mesh.size, jax.devices()[0].device_kind),
-        "program_gib": program / 2**30, "temp_gib": memory.temp_size_in_bytes / 2**30, "peak_gib": memory.peak_memory_in_bytes / 2**30,
-        "high_water_gib": peak / 2**30 or None,
-        "trace_s": traced - began, "compile_s": compiled - traced, "loss_first": first, "loss_last": last, **during,
-        **({} if last < first else {"error": f"the loss does not fall in {len(found)} steps"}),
-    }  # fmt: skip
+        for _ in range(3):
+            made.step()
+        began = time.time()
+        times = [made.step() for _ in range(steps)]
+        ended = time.time()
+    first = made.losses[0]
+    last = made.losses[-1]
+    row = {**made.rates(times), **made.memory(), **made.compiling, "loss_first": first, "loss_last": last, "began": began, "ended": ended}
+    return row | ({} if last < first else {"error": f"the loss does not fall in {len(made.losses)} steps"})
+
+
+def turns(directory: str, variants: list[dict[str, Any]], seconds: float, interpret: bool = False) -> None:
+    """The train step of each variant, in turns with another process: see `worker.serve_turns`. A variant has "config" and "changes"."""
+    for variant in variants:
+        shown = {name: value for name, value in variant.items() if name != "changes"}
+        with reported(**shown), hopper(interpret):
+            steps = Steps(Run(directory, variant["changes"], name=variant["config"]))
+            serve_turns(shown, steps.step, seconds, {**steps.compiling, "program_gib": steps.memory()["program_gib"]}, steps.losses)
+
+
+def traced(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int, trace: str) -> None:
+    """Times some train steps, with the XLA flags and the share of memory that train.py sets, and then traces one into a directory."""
+    config = configured(directory, changes, rules, name)
+    flags = gpu.set_flags(config.launch.xla_flags)
+    gpu.set_memory()
+    with reported(flags=flags):
+        made = Steps(Run(directory, changes, rules, name=name))
+        with measuring():
+            warm_up = [made.step() for _ in range(2)]
+            times = [made.step() for _ in range(steps)] or warm_up
+        emit(flags=flags, **made.rates(times), **made.memory(), **made.compiling)
+        with measuring(), jax.profiler.trace(trace, profiler_options=_profiler_options()):
+            seconds = made.step()
+        emit(traced_step_ms=1e3 * seconds)
+
+
+def _profiler_options() -> Any:
+    """Returns options with which the trace has the device's kernels, and few events of the host: those of Python slow a step down."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1  # a CPU's operations are events of the host
+    return options
 
 
 def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
     """Emits the lab's prediction for the train step of a config on one GPU of this kind, without using it."""
     from mesh_lm.planning.program import compile_config, flags_of  # imported here, because no other task needs the lab
+    from sharding_rules.lab import timeline
 
+    timeline.SPANS = 10**6  # all spans, because they are summed by kind
     config = configured(directory, changes, rules, name)
     began = time.perf_counter()
     with reported(target=target):
@@ -233,8 +292,18 @@ def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, t
         assert report.timeline is not None
         emit(
             target=target, predicted_step_s=report.timeline.step / 1e6, predicted_peak_gib=report.peak_bytes / 2**30, fits=report.fits,
-            predicted_matmul_tflop=sum(report.flops.values()) / 1e12, lab_s=time.perf_counter() - began,
+            predicted_matmul_tflop=sum(report.flops.values()) / 1e12, lab_s=time.perf_counter() - began, kinds=kinds(report.timeline),
         )  # fmt: skip
+
+
+def kinds(line: Any) -> Row:
+    """Returns the predicted milliseconds and kernels of each kind in a timeline: matmul, attention, elementwise, copy, and collectives."""
+    found: Row = {}
+    for span in line.spans:
+        times = math.prod(span.loops)
+        ms, n = found.get(span.kind, (0.0, 0))
+        found[span.kind] = (ms + times * span.duration / 1e3, n + times)
+    return {kind: {"ms": ms, "kernels": n} for kind, (ms, n) in found.items()}
 
 
 def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int) -> None:
@@ -284,4 +353,4 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
 
 if __name__ == "__main__":
     use_tuned()
-    serve({f.__name__: f for f in (shapes, prefix, speed, predicted, stepped, losses, rerun, train)})
+    serve({f.__name__: f for f in (shapes, prefix, speed, turns, traced, predicted, stepped, losses, rerun, train)})

@@ -6,6 +6,7 @@ on twins of our models. Needs torch and numpy, but no JAX. Results are printed a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import statistics
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from gpu_lock import compiling, measuring
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_models import Decoder
-from worker import Times, emit, rounds, serve
+from worker import Times, emit, reported, rounds, serve, serve_turns
 
 Row = dict[str, Any]
 RESTART = 75
@@ -153,43 +154,71 @@ def train(variants: list[Row], steps: int, dry_run: bool) -> None:
     emit_each(variants, partial(_train, steps=steps, dry_run=dry_run))
 
 
-def _train(variant: Row, steps: int, dry_run: bool) -> Row:
-    fields, batch, warm_up = variant["fields"], variant["batch"], 3
-    torch.manual_seed(0)
-    with compiling():
-        model = Decoder(fields).to(DEVICE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda")
-        loss_of = torch.compile(model, backend="eager" if dry_run else "inductor")
-        tokens = torch.randint(0, fields["vocab_size"], (4, batch, fields["seq_len"] + 1), device=DEVICE)
+class Twin:
+    """A train step of torch.compile on the twin of one of our models, on random tokens."""
 
-    def step(i: int) -> float:
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = loss_of(tokens[i % 4])
+    def __init__(self, variant: Row, dry_run: bool) -> None:
+        fields = variant["fields"]
+        self.losses: list[float] = []
+        torch.manual_seed(0)
+        with compiling():
+            self.model = Decoder(fields).to(DEVICE)
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda"
+            )
+            self.loss_of = torch.compile(self.model, backend="eager" if dry_run else "inductor")
+            self.tokens = torch.randint(0, fields["vocab_size"], (4, variant["batch"], fields["seq_len"] + 1), device=DEVICE)
+            began = time.perf_counter()
+            self.step()
+            self.compile_s = time.perf_counter() - began
+
+    def step(self) -> float:
+        """Makes a step. Returns its seconds."""
+        began = time.perf_counter()
+        with torch.autocast(DEVICE, torch.bfloat16), flash_attention():
+            loss = self.loss_of(self.tokens[len(self.losses) % 4])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(float(loss.detach()))
+        wait()
+        return time.perf_counter() - began
 
-    began = time.perf_counter()
-    with compiling():
-        first = step(0)
-    compiled, times = time.perf_counter() - began, []
+
+def flash_attention() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which scaled_dot_product_attention is FlashAttention on a GPU."""
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if DEVICE == "cuda" else contextlib.nullcontext()
+
+
+def _train(variant: Row, steps: int, dry_run: bool) -> Row:
+    twin = Twin(variant, dry_run)
     with measuring():
-        for i in range(warm_up + steps):
-            if i == warm_up:
-                clock = time.time()
-            before = time.perf_counter()
-            last = step(i)
-            wait()
-            times.append(time.perf_counter() - before)
-        during = {"began": clock, "ended": time.time()}
-    seconds = statistics.median(times[warm_up:])
-    high_water = {"high_water_gib": torch.cuda.max_memory_allocated() / 2**30} if DEVICE == "cuda" else {}
-    rate = batch * fields["seq_len"] / seconds
-    row = {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times[warm_up:]), **high_water}
-    return row | {"compile_s": compiled, "loss_first": first, "loss_last": last, **during}
+        for _ in range(3):
+            twin.step()
+        began = time.time()
+        times = [twin.step() for _ in range(steps)]
+        ended = time.time()
+    seconds = statistics.median(times)
+    rate = variant["batch"] * variant["fields"]["seq_len"] / seconds
+    row = {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times), **high_water(), "compile_s": twin.compile_s}
+    return row | {"loss_first": twin.losses[0], "loss_last": twin.losses[-1], "began": began, "ended": ended}
+
+
+def high_water() -> Row:
+    """Returns the GiB that the process has had on the GPU at most."""
+    return {"high_water_gib": torch.cuda.max_memory_allocated() / 2**30} if DEVICE == "cuda" else {}
+
+
+def turns(variants: list[Row], seconds: float, dry_run: bool) -> None:
+    """The train step of each variant, in turns with another process: see `worker.serve_turns`. Variants are those of `train`."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for variant in variants:
+        shown = {name: value for name, value in variant.items() if name not in NOT_SHOWN}
+        with reported(**shown):
+            twin = Twin(variant, dry_run)
+            serve_turns(shown, twin.step, seconds, {"compile_s": twin.compile_s, **high_water()}, twin.losses)
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (probe, attention, train)}, may=("torch",))
+    serve({f.__name__: f for f in (probe, attention, train, turns)}, may=("torch",))

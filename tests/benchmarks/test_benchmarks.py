@@ -40,14 +40,14 @@ def test_loss_memory(tmp_path: Path) -> None:
     assert tables["Time"][0]["gradients_rel_difference"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loader(tmp_path: Path) -> None:
     rows = run("loader", tmp_path)["Loader against model"]
     assert [(row["documents"], row["threads"]) for row in rows] == [(d, n) for d in ("joined", "separate") for n in (0, 1, 2)]
     assert all(row["loader_tokens_per_s"] > 0 and row["model_tokens_per_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_verified_data(tmp_path: Path) -> None:
     tables = run("verified_data", tmp_path)
     assert len(rows := tables["Loader"]) == 3 * 3 and all(row["verified_s"] > 0 and row["without_s"] > 0 for row in rows)
@@ -60,14 +60,14 @@ def test_prepare(tmp_path: Path) -> None:
     assert all(row["mb_per_s"] > 0 and row["cpu_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_huggingface(tmp_path: Path) -> None:
     rows = run("huggingface", tmp_path)["Import and export"]
     assert len(rows) == 3 and len({row["read_MiB"] for row in rows}) == 1, "replicas must not be read again"
     assert all(row["import_beside_MiB"] < row["arrays_MiB"] for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate(tmp_path: Path) -> None:
     rows = run("generate", tmp_path)["Tokens a second"]
     assert [(row["batch"], row["way"]) for row in rows] == [(b, w) for b in (1, 2) for w in ("cache", "cache, streamed", "no cache")]
@@ -86,7 +86,7 @@ def test_start_time(tmp_path: Path) -> None:
     assert {"train", "jax"} <= {row["package"] for row in tables["Imports"]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_save_cost(tmp_path: Path) -> None:
     (row,) = run("save_cost", tmp_path)["Cost of saving"]
     assert row["with_save_s"] > row["blocking_ms"] / 1e3 > 0 and row["digests_ms"] > 0

@@ -45,7 +45,7 @@ def test_every_subject_is_a_config_that_can_run(context_lengths: ModuleType) -> 
         assert config.tokens_per_step == context_lengths.DEVICES * context_lengths.TOKENS, subject
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 def test_it_runs(tmp_path: Path) -> None:
     tables = run("context_lengths", tmp_path)

@@ -19,30 +19,30 @@ PARTS = ["smoke", "autotune", "headline", "variants", "correct", "grouped", "sta
 BY_NAME = ["losses", "resume", "rerun", "layouts"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dry_run(tmp_path: Path) -> None:
+    """CI rehearses the same parts as blocks of gpu_minutes.py."""
     tables, record = rehearsed("gpu_suite", tmp_path, PARTS)
     ours = {(row["mask"], row["kv_heads"]) for title in ("Headline", "Attention, JAX") for row in tables[title] if row["peer"] == "mosaic"}
     assert ours == {("causal", 2), ("packed", 1)}
     assert all(row["ours"] for row in tables["Attention, compared"])
     assert {row["kernel"] for row in tables["Smoke"]} == {
-        "forward, head dim 64",
         "backward, head dim 64",
         "grouped matmul",
         "stacked matmul",
     }
     ranked = {row["variant"] for row in tables["Variants, ranked"]}
-    assert ranked == {"bwd red", "bwd tma", "fwd as tuned", "fwd 128 rows, named barriers alone"}
+    assert ranked == {"bwd tma", "fwd 128 rows, named barriers alone"}
     assert {row["peer"] for row in tables["Grouped matmul"]} == {"mosaic", "xla"}
     assert {row["form"] for row in tables["Stacked matmul"] if row["rel"] < 4e-3} == {"add", "product", "transposed"}
     assert {row["least"] for row in tables["Goals of the stacked matmul"]} == {0.95}
-    assert {row["case"] for row in tables["Correctness"]} >= {"causal", "together"}
+    assert {row["case"] for row in tables["Correctness"]} == {"head dim 64"}
     assert all(row["rel_out"] < 4e-3 and row["rel_dq"] < 8e-3 and row["reruns_differ"] == 0 for row in tables["Correctness"])
     steps = {(row["model"], row["attention"]): row["loss_first"] for row in tables["Train step"]}
     assert steps["gpt2_124m", "mosaic"] == pytest.approx(steps["gpt2_124m", "xla"], rel=1e-3)
     assert steps["llama3_8b", "mosaic"] == pytest.approx(steps["llama3_8b", "xla"], rel=1e-3)
     assert tables["Loaded and run"][0]["rel_difference"] == 0
-    assert tables["train.py"][0]["steps_made_twice"] >= 2
+    assert tables["train.py"][0]["steps_made_twice"] >= 1
     assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
 
 
@@ -68,17 +68,30 @@ def test_unknown_part(tmp_path: Path) -> None:
 WORKERS = ["attention_worker", "device_worker", "gpu_worker", "kernel_worker", "multi_gpu_worker", "torch_peers"]
 
 
-@pytest.mark.parametrize("worker", [*WORKERS, "gpu_suite", "gpu_truth"])
-def test_where_nothing_is_installed(worker: str) -> None:
-    """On a GPU machine this repository is not installed: a file that imports its packages must put them on the path first."""
-    if worker == "torch_peers" and importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
+def test_where_nothing_is_installed() -> None:
+    """On a GPU machine this repository is not installed: a file that imports its packages must put them on the path first.
+
+    Each file runs in a process that is forked from one with JAX.
+    """
+    names = [*WORKERS, "gpu_suite", "gpu_truth", "gpu_minutes"]
+    if importlib.util.find_spec("torch") is None:
+        names.remove("torch_peers")
     code = f"""
-import runpy, sys
+import os, runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
 sys.path = [path for path in sys.path if path not in ("", {str(ROOT)!r})]
+import flax, jax, jax.numpy, optax
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-runpy.run_path({str(ROOT / "benchmarks" / f"{worker}.py")!r}, run_name="imported")
+assert not any(name.partition(".")[0] in ("mesh_lm", "sharding_rules", "pallas_kernels") for name in sys.modules)
+failed = []
+for name in {names!r}:
+    child = os.fork()
+    if not child:
+        runpy.run_path({str(ROOT / "benchmarks")!r} + f"/{{name}}.py", run_name="imported")
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"cannot be imported: {{failed}}" if failed else 0)
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]

@@ -20,8 +20,9 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_truth")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dry_run(tmp_path: Path) -> None:
+    """CI rehearses matmul, elementwise and the predicted step as blocks of gpu_minutes.py."""
     tables, record = rehearsed("gpu_truth", tmp_path, CASES)
     assert record["date"] and record["device"]["device_kind"] and record["versions"]["jax"]
     for title, peer in (("Our attention", "mosaic"), ("cuDNN's attention", "xla")):
@@ -38,7 +39,7 @@ def test_dry_run(tmp_path: Path) -> None:
         assert row["step_ratio"] == row["measured_step_s"] / row["predicted_step_s"] and row["predicted_peak_gib"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_package_that_is_missing_is_named_and_costs_its_case_alone(tmp_path: Path) -> None:
     (tmp_path / "optax.py").write_text("raise ModuleNotFoundError(\"No module named 'optax'\")")
     where = f"{tmp_path}:{ROOT}"

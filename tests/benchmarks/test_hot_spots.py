@@ -43,7 +43,7 @@ def test_a_pass_more_is_counted() -> None:
     assert 1.99 < found.moved / found.least < 2.01
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 def test_it_runs(tmp_path: Path) -> None:
     tables = run("hot_spots", tmp_path)

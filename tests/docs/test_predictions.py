@@ -24,7 +24,7 @@ TIMES = re.compile(
     r"predicted (time|step)|\bm?s predicted|step time x|estimated_ms|\bstep_m?s\b|a step takes [\d.]+ m?s|time of (a step|the whole layer)"
 )
 """How a page shows the time of a step that ran nowhere."""
-NOT_PREDICTED = {"gpt_tiny", "multi_gpu", "gpu_suite", "gpu_truth", "host_cost", "soak", "faults", "replay_cost"}
+NOT_PREDICTED = {"gpt_tiny", "multi_gpu", "gpu_suite", "gpu_truth", "gpu_minutes", "host_cost", "soak", "faults", "replay_cost"}
 """Beginnings of the results whose times a clock took."""
 PAGES = {
     "README.md", "docs/lab.md", "docs/configs.md", "docs/kernels.md", "docs/pipeline.md", "docs/context.md", "docs/sharding.md",
