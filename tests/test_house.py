@@ -83,6 +83,8 @@ def test_functions_fit_on_a_screen() -> None:
             "mesh_lm.planning.program",
             ["tyro", "grain", "tensorboardX", "tokenizers", "matplotlib"],
         ),
+        # Slow, because only CI's slow part has torch installed.
+        pytest.param("import mesh_lm.training.loop", ["torch"], marks=pytest.mark.slow),
     ],
 )
 def test_what_an_import_brings(statement: str, absent: list[str]) -> None:
