@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked import Forks
+from command_forks import Forks
 from processes import PATIENCE, bare
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """Runs commands of mesh-lm in forks of one process that has imported mesh_lm, which takes most of the time of a short command.
 
-python tests/forked.py
+python tests/command_forks.py
 
 is that process. It reads requests from its standard input, one JSON object a line, and answers each before it reads the next:
 
