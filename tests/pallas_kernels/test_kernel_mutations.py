@@ -231,6 +231,7 @@ def test_a_fault_has_its_place(mutation: Mutation) -> None:
     assert mutation.plants.endswith(".") and bool(mutation.caught) != bool(mutation.equivalent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_wrong_without_a_fault(case: str) -> None:
     assert [wrong(case, seed) for seed in SEEDS] == ["", ""]
@@ -243,6 +244,7 @@ def test_a_planted_module_is_gone_afterwards() -> None:
     assert module("spec") is before and sys.modules[HOPPER] is hopper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.runs != "compiled"], ids=lambda each: each.id)
 def test_a_fault_is_found_by_name(mutation: Mutation) -> None:
     with planted(mutation):

@@ -102,6 +102,7 @@ def test_older_formats_are_verified(form: int, said: str, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith(said)
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_place_to_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run saves what the previous one saved: names, shapes, dtypes and digests, from format 2 on."""
     shutil.copytree(fixture.FORMATS[2], tmp_path / "0")

@@ -114,6 +114,7 @@ def greedy(logprobs, prompt: str, n: int) -> str:
     return tiny_run.BYTES.decode(ids[len(prompt.encode()) :])
 
 
+@pytest.mark.slow
 def test_requests(run: Path, logprobs) -> None:
     """Requests without the harness: empty or overlong contexts, and answers in the order of the prompts."""
     requests = Requests(TrainedModel.load(run, mesh=MeshConfig(data=8)), batch=8, start=EOD)

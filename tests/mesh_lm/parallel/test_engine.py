@@ -121,7 +121,8 @@ def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
     assert_equal(MODELS["tied"], "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, PipelineConfig(layers=(5, 3)))
 
 
-@pytest.mark.parametrize("stash", ["input", pytest.param("residuals", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_idle_slots_cannot_poison_gradients(stash: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle slots read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
     stash_of = ring.stash

@@ -42,7 +42,7 @@ HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
         pytest.param(SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
         pytest.param(NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False, marks=SLOW),
         pytest.param(GROUPED, "zero3", {"data": 4}, 2, True, marks=SLOW),
-        (GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False),
+        pytest.param(GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False, marks=SLOW),
         pytest.param(NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True, marks=EXHAUSTIVE),
         pytest.param(GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False, marks=SLOW),
         pytest.param(FULL, "zero3", {"data": 1}, 2, True, marks=SLOW),

@@ -82,6 +82,7 @@ def alone() -> tuple[dict[str, np.ndarray], list[float]]:
     return held, losses + trained(state, "one device", 2, 0)[1]
 
 
+@pytest.mark.slow
 def test_a_bias_follows_the_loads() -> None:
     """The bias follows its formula from the loads in a step's sums; it has no gradient and no optimizer slots."""
     layout, (held, losses) = layout_at("one device"), alone()

@@ -43,6 +43,7 @@ def test_a_healthy_run_is_not_changed(rules: str, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("rules", EACH)
 def test_one_bit_of_one_shard(rules: str, call: int) -> None:
@@ -58,6 +59,7 @@ def test_one_bit_of_one_shard(rules: str, call: int) -> None:
     assert "all" not in str(error.value) and calls.step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", EACH[:2])
 def test_a_wrong_gradient_reaches_all_devices(rules: str) -> None:
     """A bit that is wrong while one device computes the first run is found, and the message says that it does not show which device."""

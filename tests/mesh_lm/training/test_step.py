@@ -158,6 +158,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
     np.testing.assert_allclose(state["recent"][0], [3, np.mean(losses), np.var(losses)], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_step_has_masks_of_its_own() -> None:
     """With the same weights and samples only the step's number differs, and with it the dropout masks."""
     layout, step, fresh = trainer("zero2", data=8)
