@@ -24,10 +24,11 @@ from mutations.planted import Mutation
 PATIENCE = 600.0
 """Seconds that the tests of one mutation may take."""
 PREPARED = (
-    "numpy", "hypothesis", "xdist", "jax.experimental.pallas.mosaic_gpu", "flax.nnx", "optax", "orbax.checkpoint", "tensorstore", "grain",
-    "tokenizers", "safetensors.numpy", "xxhash", "tyro", "rich.console", "tensorboardX",
+    "numpy", "hypothesis", "xdist", "jax", "flax.nnx", "optax", "orbax.checkpoint", "tensorstore", "grain", "tokenizers",
+    "safetensors.numpy", "xxhash", "tyro", "rich.console", "tensorboardX",
 )  # fmt: skip
-"""Modules that are imported once for all mutations. None of them starts a thread that a fork would miss, as torch and pyarrow do."""
+"""Modules that are imported once for all mutations. Others do at their import what a fork would miss: torch and pyarrow start threads, and
+JAX's Mosaic GPU looks for CUDA, where `sharding_rules.lab` has said that it is."""
 KILLED, SURVIVED, MISPLACED = "killed", "SURVIVED", "does not apply"
 NOT_IN_CI = "not in CI"
 EQUIVALENT = "equivalent"

@@ -81,7 +81,7 @@ def batches(sets: Iterable[tuple[str, ...]], jobs: int) -> Iterator[list[tuple[s
 
 def show(mutation: Mutation, verdict: Verdict) -> None:
     """Prints a verdict."""
-    more = f": {verdict.why}" if verdict.status not in (*ACCEPTED, SURVIVED) else ""
+    more = f": {verdict.why}" if verdict.why and verdict.status not in ACCEPTED else ""
     print(f"{verdict.status:14} {verdict.seconds:6.1f} s  {mutation.id}{more}", flush=True)
     if verdict.status == SURVIVED:
         print(f"  {mutation.file}: {mutation.plants}\n  {' '.join(mutation.tests)}", flush=True)
