@@ -120,7 +120,7 @@ def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     resumed_as_uninterrupted(arguments, tmp_path, changes)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     """The same between two outer steps; the checkpoint is refused on another number of islands."""
     changes = {"train__steps": 9, "checkpoint__every": 4, "model__dropout": 0.1, "optimizer__outer_steps": 3}
