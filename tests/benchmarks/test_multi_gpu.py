@@ -74,7 +74,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines() if line.startswith("ROW ")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_strategies_equal_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, pipeline = str(tmp_path / "reference.npz"), Strategy("fsdp", {"pipeline": 2, "fsdp": 4})
     flat, gathered = Strategy("distributed", {"pipeline": 2, "data": 4}), Strategy("zero3", {"data": 8})

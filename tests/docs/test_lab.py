@@ -109,7 +109,7 @@ def test_the_screen(here: str, capsys: pytest.CaptureFixture) -> None:
     assert_same(capsys.readouterr().out, console("mesh-lm plan docs/joint_qkv.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 def test_the_hunt(here: str, reports: str, tmp_path: Path) -> None:
     def compiled(file: Path) -> Report:

@@ -26,7 +26,7 @@ def test_a_notebook_is_kept_without_results(path: Path) -> None:
     assert len(code) > 3 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deviceless
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:

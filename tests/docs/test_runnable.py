@@ -151,6 +151,7 @@ LONG = {
 TYPED = {
     "docs/custom_model.md": "test_custom_model.py",
     "docs/evaluation.md": "test_generation.py",
+    "docs/lab.md": "test_lab.py",
     "docs/generation.md": "test_generation.py",
     "docs/huggingface.md": "test_huggingface.py",
 }

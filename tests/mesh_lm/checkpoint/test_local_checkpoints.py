@@ -348,7 +348,7 @@ def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], said:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", ["hsdp", "distributed+hsdp"])
+@pytest.mark.parametrize("rules", ["hsdp", pytest.param("distributed+hsdp", marks=pytest.mark.exhaustive)])
 def test_two_processes_resume_from_their_own_disks_or_not_at_all(rules: str, tmp_path: Path) -> None:
     """Each node has a directory. Killed at step 9, the run resumes from 8, or from 5 if a disk is lost, and ends with the same bits."""
     data = corpus(tmp_path)

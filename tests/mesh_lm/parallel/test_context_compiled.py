@@ -48,7 +48,7 @@ def test_a_ring_holds_the_keys_of_two_shards_and_waits_for_none(reports: str, re
     assert of_attention(report, "exposed") <= 0.002 * report.timeline.step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_window_ends_the_ring_early(reports: str) -> None:
     """Keys of 4,096 tokens back are in the next chunk, of the next shard in one direction or in the other."""
     report = compiled(config("ring", reports, remat="save_names", window=(4096,)))

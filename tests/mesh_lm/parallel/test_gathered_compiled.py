@@ -85,7 +85,7 @@ def test_halves_hide_what_tensor_parallelism_sends(reports: str) -> None:
     assert 0 < sum(one.exposed for one in of_halves) <= 0.6 * sum(one.exposed for one in looped)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sums_in_bfloat16_begin_before_the_last_collective_of_tensor_parallelism(reports: str) -> None:
     """With three collectives at once a layer's gather and sums go beside more of its matmuls than with two."""
     rules, hidden = "zero3+megatron_sp+reduce_bfloat16", []

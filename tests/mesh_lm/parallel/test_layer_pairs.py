@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
 }
 """Model, rules, mesh, microbatches, pipeline, whether documents are separate."""
 FAST = ("auxiliary loss",)
-SLOW = ("unequal stages", "chunks", "two segments", "bf16 gradients", "gpipe", "unequal stages with dropout", "layers that permute")
+SLOW = ("unequal stages", "chunks", "gpipe", "layers that permute")
 
 
 def marks(name: str) -> Any:
@@ -106,7 +106,7 @@ def _infinite(x: jax.Array) -> jax.Array:
     return x + jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bf16_model_is_as_near_to_an_fp32_model_as_before() -> None:
     model, rules, mesh, *rest = CASES["chunks"]
     exact = reference(model)[2]

@@ -23,12 +23,24 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
 @pytest.mark.parametrize(
     ("model", "rules", "mesh", "microbatches", "pipeline", "separate"),
     [
-        (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 4, "stash": "residuals"}, False),
-        (DEEP, "zero3+megatron_sp", {"pipeline": 2, "data": 2, "tensor": 2}, 4, {"chunks": 2, "stash": "residuals"}, True),
+        pytest.param(
+            DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 4, "stash": "residuals"}, False, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            DEEP,
+            "zero3+megatron_sp",
+            {"pipeline": 2, "data": 2, "tensor": 2},
+            4,
+            {"chunks": 2, "stash": "residuals"},
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
         (UNEVEN, "zero3+megatron", {"pipeline": 2, "data": 2, "tensor": 2}, 2, {"chunks": 2, "balance": "flops"}, False),
         (GROUPED, "zero3+reduce_float32", {"pipeline": 2, "data": 2}, 4, {"chunks": 2}, True),
         (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 2, "stash": "residuals", "pair_layers": True}, True),
-        (DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False),
+        pytest.param(
+            DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )

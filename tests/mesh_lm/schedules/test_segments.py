@@ -50,7 +50,7 @@ CASES = {
     "no pipeline": ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, PipelineConfig()),
     "own rules": (SPLIT, {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(layers=(3, 3))),
 }
-SLOW = ("own rules", "sequence parallel", "residuals", "two chunks", "no pipeline")
+SLOW = ("own rules", "residuals", "no pipeline")
 
 
 def marks(name: str) -> Any:
@@ -193,7 +193,7 @@ def test_a_layer_of_a_period_may_have_sums_that_others_have_not(monkeypatch: pyt
     assert sums["extra"] == 4 and sums["objective"] == pytest.approx(sums["loss"] + 4, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stashed_residuals_save_the_forward_pass_of_layers_with_sums() -> None:
     """If the sums were not saved, the backward slot would recompute the layers for them."""
     model = dataclasses.replace(MODEL, dropout=0.0, remat="none")
