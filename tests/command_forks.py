@@ -20,21 +20,20 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
+
+from mutations.server import ended
 
 IMPORTED = (
     "mesh_lm.commands.main", "mesh_lm.commands.train", "mesh_lm.commands.generate", "mesh_lm.commands.evaluate", "mesh_lm.commands.plan",
     "mesh_lm.training.loop", "mesh_lm.inference.trained",
 )  # fmt: skip
-_POLL = 0.01
 
 
 class Forks:
@@ -74,7 +73,7 @@ def serve() -> None:
         process = os.fork()
         if process == 0:
             _run(request)
-        print(json.dumps(_status(process, request["seconds"])), flush=True)
+        print(json.dumps(ended(process, request["seconds"])), flush=True)
 
 
 def _run(request: dict[str, Any]) -> NoReturn:
@@ -109,20 +108,6 @@ def _run(request: dict[str, Any]) -> NoReturn:
         os._exit(status)  # the server's clean-up is not the fork's
 
 
-def _status(process: int, seconds: float) -> int | None:
-    """Returns the status of a fork, once all processes of its session are killed; None if it did not end within `seconds`."""
-    deadline = time.monotonic() + seconds
-    ended, status = os.waitpid(process, os.WNOHANG)
-    while not ended and time.monotonic() < deadline:
-        time.sleep(_POLL)
-        ended, status = os.waitpid(process, os.WNOHANG)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-    if ended:
-        return os.waitstatus_to_exitcode(status)
-    os.waitpid(process, 0)
-    return None
-
-
 if __name__ == "__main__":
+    del sys.path[0]  # this directory, which a reader's process does not have
     serve()
