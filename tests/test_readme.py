@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE, bare
+from runnable import READER
 
 from benchmarks import plan_page
 from mesh_lm.optim.flat import FLAT
@@ -19,14 +20,14 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.deviceless
 def test_the_experiment(reports: str, tmp_path: Path) -> None:
-    """As a reader runs it: in a file of their own, outside this repository, by pytest, with nothing in the environment."""
+    """As a reader runs it: in a file of their own, by pytest, with nothing in the environment. CI does so with the installed wheel."""
     block = re.search(r"```python\n(.*?)```", README, re.S)
     assert block is not None
     assert len([line for line in block[1].splitlines() if line]) <= 12
     (tmp_path / "test_mine.py").write_text(block[1])
-    command = [sys.executable, "-m", "pytest", "-q", str(tmp_path / "test_mine.py")]
+    command = [READER or sys.executable, "-m", "pytest", "-q", str(tmp_path / "test_mine.py")]
     environment = bare(HOME=str(Path(reports).parent))  # where the config keeps what is compiled
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=tmp_path if READER else ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 

@@ -150,9 +150,13 @@ def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list
     out = ended(process)
     assert process.returncode == 0 and f"resumed at step {step}" in out, out
 
-    process = local(2, 4, ROOT / "train.py", *fields(output=tmp_path / "tuned", train__steps=1, init_from=tmp_path))
-    out = ended(process)
-    assert process.returncode == 0 and "step 1/1" in out, out
+
+@pytest.mark.exhaustive
+def test_two_processes_start_from_another_run(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    for changes in ({"output": tmp_path / "first"}, {"output": tmp_path / "tuned", "init_from": tmp_path / "first"}):
+        process = local(2, 4, ROOT / "train.py", *fields(train__steps=1, **changes))
+        out = ended(process)
+        assert process.returncode == 0 and "step 1/1" in out, out
 
 
 ENDS = """

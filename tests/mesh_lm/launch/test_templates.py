@@ -106,7 +106,9 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         slurm("scancel", "--signal=TERM", job_id)
         wait_for(lambda: "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id)) and "Restarts=1" in shown)
         assert log.read_text().count("Exited with exit code 99") == 2
-        slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm would otherwise wait for two minutes
+        # Slurm would wait for two minutes. slurmd refuses a credential that is not at least a second younger than the one it has revoked.
+        time.sleep(3)
+        slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")
         wait_for(life.exists)
 
 

@@ -136,7 +136,7 @@ def _all_are_right_or_refused(runner: Runner, count: int) -> None:
 
 @pytest.mark.slow
 def test_random_rules_are_right_or_refused(runner: Runner) -> None:
-    _all_are_right_or_refused(runner, 40)
+    _all_are_right_or_refused(runner, 16)
 
 
 @pytest.mark.exhaustive
