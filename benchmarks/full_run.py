@@ -30,6 +30,8 @@ PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.sear
 """The versions that pyproject.toml promises."""
 NEWEST_JAX = {"3.11": "", "3.12": "jax==0.11.2", "3.13": "jax==0.11.2"}
 """The newest jax of each Python that the project allows; empty: what pip chooses."""
+FOLDERS = ("tests/pallas_kernels", "tests/sharding_rules", "tests/mesh_lm")
+"""Their tests of the tier "full" are parts of their own, because a part that is interrupted begins anew."""
 PARTS = {
     "ruff": [PYTHON, "-m", "ruff", "check", "."],
     "format": [PYTHON, "-m", "ruff", "format", "--check", "."],
@@ -37,7 +39,8 @@ PARTS = {
     "configs": [PYTHON, "benchmarks/plan_table.py", "--check"],
     "fast": [*PYTEST, "-n", "auto", "-m", tiers.FAST],
     "ci": [*PYTEST, "-n", "auto", "-m", tiers.CI],
-    "full": [*PYTEST, "-n", "auto", "-m", tiers.FULL],
+    **{f"full {folder}": [*PYTEST, "-n", "auto", "-m", tiers.FULL, folder] for folder in FOLDERS},
+    "full, the rest": [*PYTEST, "-n", "auto", "-m", tiers.FULL, *(f"--ignore={folder}" for folder in FOLDERS)],
     "mutations": [PYTHON, "tests/mutations/run.py", "--jobs=2"],
     "faults": [PYTHON, "benchmarks/faults.py"],
     **{f"python {version}": [PYTHON, __file__, f"--python={version}"] for version in PYTHONS},
@@ -50,6 +53,7 @@ def main() -> int:
     parser = options(__doc__ or "", quick_help="the parts that take seconds")
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
     parser.add_argument("--resume", action="store_true", help="keep what passed in the newest record, and run the other parts")
+    parser.add_argument("--junit", type=Path, default=None, metavar="DIR", help="keep pytest's reports there, for suite_costs.py --junit")
     parser.add_argument("--python", default="", metavar="VERSION", help="run the fast tests in a new environment of this Python alone")
     arguments = parser.parse_args()
     if arguments.python:
@@ -66,8 +70,10 @@ def main() -> int:
         chosen = [name for name in chosen if name not in done]
     record = Record(f"full_run{'-quick' * arguments.quick}", arguments.output, commit=commit())
     with tempfile.TemporaryDirectory() as cache:
+        reports = arguments.junit or Path(cache)
+        reports.mkdir(parents=True, exist_ok=True)
         for name in (name for name in PARTS if name in chosen):
-            rows[name] = ran(name, Path(cache))
+            rows[name] = ran(name, Path(cache), reports.absolute())
             record.table("Parts", list(rows.values()), "pytest -rs lists skipped tests with their reasons.")
             record.write()
     return 0 if all(rows[name]["status"] == 0 for name in chosen) else 1
@@ -91,10 +97,14 @@ def passed_before(directory: Path) -> dict[str, Row]:
     return {row["part"]: row for row in rows if row["part"] in PARTS and row["status"] == 0}
 
 
-def ran(name: str, cache: Path) -> Row:
-    """Runs a part, and returns its row. cache: a directory with the compilation cache that all parts share."""
+def ran(name: str, cache: Path, reports: Path) -> Row:
+    """Runs a part, and returns its row.
+
+    cache: a directory with the compilation cache that all parts share. reports: one for pytest's reports, absolute.
+    """
     command = list(PARTS[name])
-    report = cache / f"{name}.xml"
+    report = reports / f"{name.replace('/', '-')}.xml"
+    report.unlink(missing_ok=True)
     is_pytest = command[: len(PYTEST)] == PYTEST
     if is_pytest:
         command.append(f"--junitxml={report}")

@@ -27,10 +27,13 @@ def test_every_test_is_in_one_part(full_run) -> None:
     A deviceless test that is not slow is in two: CI's slow part accepts no skipped one.
     """
     chosen = [command[command.index("-m", 3) + 1] for command in full_run.PARTS.values() if command[:3] == full_run.PYTEST[:3]]
-    assert chosen == [tiers.FAST, tiers.CI, tiers.FULL] and "faults" in full_run.PARTS
+    assert [*dict.fromkeys(chosen)] == [tiers.FAST, tiers.CI, tiers.FULL] and "faults" in full_run.PARTS
+    rest = full_run.PARTS["full, the rest"]
+    assert {word.removeprefix("--ignore=") for word in rest if "--ignore=" in word} == {*full_run.FOLDERS}
+    assert all((ROOT / folder).is_dir() and full_run.PARTS[f"full {folder}"][-1] == folder for folder in full_run.FOLDERS)
     for values in itertools.product((False, True), repeat=len(MARKS)):
         marks = {name for name, value in zip(MARKS, values, strict=True) if value}
-        parts = sum(tiers.selects(expression, marks) for expression in (*chosen, tiers.FAULTS))
+        parts = sum(tiers.selects(expression, marks) for expression in {*chosen, tiers.FAULTS})
         assert parts == (2 if marks == {"deviceless"} else 1), marks
         assert not any(tiers.selects(expression, (marks | {"gpu"}) - {"fault"}) for expression in chosen)
     marked = [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.fault" in path.read_text() and path != Path(__file__)]

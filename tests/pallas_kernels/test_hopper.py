@@ -5,6 +5,7 @@ It also detects races on the GPU: a missing wait, a buffer overwritten while it 
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -119,9 +120,13 @@ def test_whatever_order_the_warpgroups_run_in(seed: int) -> None:
     check({"S": 384, "N": 2, "K": 1, "segment_ids": RUNS[:1].repeat(2, 1)[:, :384], "deterministic": True}, seed=seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("number", range(len(tuning.entries())))
+@pytest.mark.parametrize(
+    ("number", "deterministic"),
+    [
+        pytest.param(number, deterministic, marks=pytest.mark.slow if number % 4 == 2 * deterministic else pytest.mark.exhaustive)
+        for number, deterministic in itertools.product(range(len(tuning.entries())), (False, True))
+    ],
+)
 def test_every_row_of_the_table(number: int, deterministic: bool) -> None:
     """The tiles of an entry, with several tiles in both directions."""
     row = tuning.entries()[number]

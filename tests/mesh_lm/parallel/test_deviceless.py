@@ -59,7 +59,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(reports: str, chunks: in
     assert many == pytest.approx(few, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gpipe_keeps_one_input_of_each_microbatch(reports: str) -> None:
     few, many = (report_of(reports, "gpipe", 1, M).memory.temporaries for M in (FEW, MANY))
     assert many - few == pytest.approx((MANY - FEW) * INPUT, rel=0.01)

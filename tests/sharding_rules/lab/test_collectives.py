@@ -205,7 +205,7 @@ def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
     return +found
 
 
-@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [*GOLDENS, *STAGED[:3:2], REDUCED[6]]))
+@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [GOLDENS[5], STAGED[0], REDUCED[6]]))
 def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
@@ -226,7 +226,7 @@ def test_without_remat_the_weights_are_not_kept(reports: str) -> None:
     assert not kept
 
 
-@pytest.mark.parametrize("program", each(FLAT, FLAT[:2], [FLAT[6], FLAT[9]]))
+@pytest.mark.parametrize("program", each(FLAT, FLAT[:2], [FLAT[9]]))
 def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, program: Program) -> None:
     """A vector a layer, each element of which is reduced once and gathered once, exactly; beside them only norms and biases are summed."""
     report, terms = compiled(program.config, reports), expected_of(program.config)
@@ -260,7 +260,7 @@ def test_layers_that_gather_their_weights(reports: str, program: Program) -> Non
     assert not [one for one in lint(report, program.config.rules) if one.severity == "error"]
 
 
-@pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT[2:5]))
+@pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT[3:4]))
 def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Program) -> None:
     """And no ring permutes without attention beside it: the network is waited for at its ends at most, where nothing is left to do."""
     config = program.config
@@ -297,7 +297,7 @@ def test_fp32_sums_change_nothing_but_their_type(reports: str, like: Program, pr
     assert rest(auto, ("reduce-scatter", "bf16")) == rest(asked, ("reduce-scatter", "f32"))
 
 
-@pytest.mark.parametrize("program", each(GOLDENS, FAST, GOLDENS))
+@pytest.mark.parametrize("program", each(GOLDENS, FAST, [GOLDENS[5]]))
 def test_golden_ledger(reports: str, program: Program) -> None:
     path, now = golden(str(program)), ledger_text(compiled(program.config, reports))
     if os.environ.get("MESH_LM_GOLDEN") == "write":
