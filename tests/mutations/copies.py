@@ -209,6 +209,8 @@ class Copies:
             if "-pytest-" in path.name:
                 continue
             kept = self._pristine / path.relative_to(copy)
+            if not kept.parents[1].is_dir():  # a module that a test wrote
+                continue
             kept.parent.mkdir(exist_ok=True)
             path.replace(kept)
 
