@@ -1,4 +1,4 @@
-"""Requirements on a model's state: parameters are float32, and those of layers are used in layers only."""
+"""How layers are divided over stages and moved there; and what is required of parameters: float32, those of layers used in layers only."""
 
 from __future__ import annotations
 
@@ -8,17 +8,53 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from pipeline_toy import Toy, ToyConfig
-from support import host_batch, shard_on
+from support import GPT, host_batch, shard_on
 
+from mesh_lm.config import PipelineConfig
 from mesh_lm.errors import ConfigError
+from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.engine import value_and_grad
-from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.layout import ModelLayout, divided
 from sharding_rules import Shard
+from sharding_rules.rules import Kind
 
-COMPILE_BUDGET = 4
+COMPILE_BUDGET = 16
+
+
+@pytest.mark.parametrize(("stash", "counts"), [("residuals", (5, 3)), ("input", (4, 4))])
+def test_stages_are_balanced_for_what_they_compute(stash: Any, counts: tuple[int, int]) -> None:
+    """The head costs as much as two layers, so that 5 and 3 + 2 are equal if nothing is recomputed.
+
+    If the backward pass recomputes the forward pass, a layer costs 4/3. The last stage then has no forward slot, which saves 4/3 of its
+    head's 2: 16/3 and 18/3 are better than 20/3 and 14/3.
+    """
+    config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16)
+    head = 6 * config.d_model
+    layer = (config.flops_per_token() - config.vocab_size * head) / config.n_layers
+    config = dataclasses.replace(config, vocab_size=round(2 * layer / head))
+    layers = divided(config, PipelineConfig(stash=stash, balance="flops"), 2)["blocks"]
+    assert layers.layer_counts == counts
+
+
+@pytest.mark.parametrize("kind", ["params", "optimizer"])
+def test_what_moves_into_stages_is_sharded_as_the_rules_say(kind: Kind) -> None:
+    """Under ZeRO-1 moments are sharded over data, and weights are not."""
+    model, name = dataclasses.replace(GPT, n_layers=3), "blocks.mlp.up.weight"
+    staged = ModelLayout.of(model, shard_on("zero1", pipeline=2, data=2), PipelineConfig(layers=(1, 2)))
+    values = np.random.default_rng(0).random(staged.shapes[name].shape, np.float32)
+    on_disk = jax.device_put(values, staged.canonical_shardings(kind)[name])
+
+    in_memory = staged.to_memory_order({name: on_disk}, kind)[name]
+    assert in_memory.sharding.is_equivalent_to(staged.shardings(kind)[name], in_memory.ndim)
+    assert in_memory.sharding.shard_shape(in_memory.shape)[1] == model.d_model // (2 if kind == "optimizer" else 1)
+
+    back = staged.to_model_order({name: in_memory}, kind)[name]
+    assert back.sharding.is_equivalent_to(staged.canonical_shardings(kind)[name], back.ndim)
+    np.testing.assert_array_equal(np.asarray(back), values)
 
 
 def weight(value: Callable[[jax.Array], jax.Array] = lambda x: x, **metadata: Any) -> type[Toy]:
