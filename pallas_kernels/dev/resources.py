@@ -29,6 +29,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
+from pallas_kernels import compat
+
 _ONE_AT_A_TIME = threading.Lock()
 """Held while the environment of the process makes Mosaic GPU dump what it compiles."""
 _FORMAT = 2
@@ -142,7 +144,7 @@ def _inlined(jaxpr: Any) -> set[str]:
     """The modules of functions of inline_mgpu, of which a program has only the names."""
     found = set()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "inline_mgpu_p":
+        if compat.primitive_name(eqn) == "inline_mgpu":
             found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
         for inner in core.jaxprs_in_params(eqn.params):
             found |= _inlined(inner)

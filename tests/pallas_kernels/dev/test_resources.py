@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.dev import resources as resources_module
 from pallas_kernels.dev.limits import faults
 from pallas_kernels.dev.resources import KernelResources, resources
@@ -47,7 +48,7 @@ def hog(x: jax.Array) -> jax.Array:
     """A kernel that holds three tiles [64, 256] of fp32, 128 registers of every thread each, through a loop."""
 
     def body(x_g: Any, out_g: Any) -> None:
-        tiles = [plgpu.load(x_g.at[i], (), layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
+        tiles = [compat.load(x_g.at[i], layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
         a, b, c = lax.fori_loop(0, 100, lambda i, carry: (carry[0] * carry[1], carry[1] + carry[2], carry[2] * carry[0]), tuple(tiles))
         out_g[...] = a + b + c
 
