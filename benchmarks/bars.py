@@ -118,13 +118,17 @@ def rows_of(path: Path) -> dict[str, Row]:
 
 def in_a_process(bar: Bar, on: str) -> Row:
     """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if it fails."""
+    return output_of([__file__, f"--row={bar.name}", f"--on={on}"], f"{bar.name}{' with all on' * bool(on)}")
+
+
+def output_of(command: Sequence[str], name: str) -> Row:
+    """Runs a script of this directory that prints a row, in a process of its own. Raises RuntimeError with its last output if it fails."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    command = [sys.executable, str(Path(__file__)), f"--row={bar.name}", f"--on={on}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
-        raise RuntimeError(f"{bar.name}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
-    print(f"{bar.name}{' with all on' * bool(on)}: {row['step_s']:.3f} s, {row['compile_s']:.0f} s to compile", flush=True)
+    print(f"{name}: {row['step_s']:.3f} s, {row['compile_s']:.0f} s to compile", flush=True)
     return row
 
 

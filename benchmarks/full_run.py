@@ -28,10 +28,16 @@ PYTEST = [PYTHON, "-m", "pytest", "-rs"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
 """The versions that pyproject.toml promises."""
-NEWEST_JAX = {"3.11": "", "3.12": "jax==0.11.2", "3.13": "jax==0.11.2"}
-"""The newest jax of each Python that the project allows; empty: what pip chooses."""
 FOLDERS = ("tests/pallas_kernels", "tests/sharding_rules", "tests/mesh_lm")
 """Their tests of the tier "full" are parts of their own, because a part that is interrupted begins anew."""
+ENVIRONMENTS = {
+    "python 3.11": ("3.11", []),
+    "python 3.12": ("3.12", ["jax==0.12.0.1"]),
+    "python 3.12 jax 0.11.2": ("3.12", ["-c", "constraints/python3.12-jax0.11.txt"]),
+    "python 3.13": ("3.13", ["jax==0.12.0.1"]),
+}
+"""Part -> the Python of its environment, and what pip is told besides the project: the newest jax for each Python, and that of the GPU
+machines. Python 3.11 gets the last jax that supports it, which pip finds by itself."""
 PARTS = {
     "ruff": [PYTHON, "-m", "ruff", "check", "."],
     "format": [PYTHON, "-m", "ruff", "format", "--check", "."],
@@ -43,7 +49,7 @@ PARTS = {
     "full, the rest": [*PYTEST, "-n", "auto", "-m", tiers.FULL, *(f"--ignore={folder}" for folder in FOLDERS)],
     "mutations": [PYTHON, "tests/mutations/run.py", "--jobs=2"],
     "faults": [PYTHON, "benchmarks/faults.py"],
-    **{f"python {version}": [PYTHON, __file__, f"--python={version}"] for version in PYTHONS},
+    **{name: [PYTHON, __file__, f"--environment={name}"] for name in ENVIRONMENTS},
 }
 """The parts in the order in which they run. Faults run alone and three times, because their time limits are in seconds."""
 OUTCOMES = ("passed", "failed", "skipped")
@@ -54,10 +60,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
     parser.add_argument("--resume", action="store_true", help="keep what passed in the newest record, and run the other parts")
     parser.add_argument("--junit", type=Path, default=None, metavar="DIR", help="keep pytest's reports there, for suite_costs.py --junit")
-    parser.add_argument("--python", default="", metavar="VERSION", help="run the fast tests in a new environment of this Python alone")
+    parser.add_argument("--environment", default="", choices=[*ENVIRONMENTS], help="run the fast tests alone, in a new environment")
     arguments = parser.parse_args()
-    if arguments.python:
-        return fast_tests_of(arguments.python)
+    if arguments.environment:
+        return fast_tests_of(*ENVIRONMENTS[arguments.environment])
     chosen = ["ruff", "format"] if arguments.quick else [name for name in arguments.only.split(",") if name] or [*PARTS]
     unknown = [name for name in chosen if name not in PARTS]
     if unknown:
@@ -124,8 +130,11 @@ def counted(report: Path) -> Row:
     return found
 
 
-def fast_tests_of(version: str) -> int:
-    """Returns the status of the fast tests on this version of Python, in an environment that is made for them; 2 without that Python."""
+def fast_tests_of(version: str, packages: list[str]) -> int:
+    """Returns the status of the fast tests on this version of Python, in an environment that is made for them; 2 without that Python.
+
+    packages: arguments of pip beside the project.
+    """
     interpreter = find_python(version)
     if not interpreter:
         print(f"no Python {version} on this machine", file=sys.stderr)
@@ -135,8 +144,7 @@ def fast_tests_of(version: str) -> int:
         subprocess.run([interpreter, "-m", "venv", str(environment)], check=True)
         python = str(environment / "bin" / "python")
         # Not editable: an editable installation of another Python would write the same files into the checkout.
-        packages = [f"{ROOT}[test]", *filter(None, [NEWEST_JAX.get(version, "")])]
-        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", f"{ROOT}[test]", *packages], cwd=ROOT, check=True)
         return subprocess.run([python, "-m", "pytest", "-n", "auto"], cwd=ROOT).returncode
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import compat
 from pallas_kernels.attention.problem import DTYPES, target_of
 from pallas_kernels.choice import Choice, serving, trusted_choice
 from pallas_kernels.grouped import xla
@@ -25,8 +26,6 @@ from pallas_kernels.grouped.plan import balanced, plan_rows, plan_weights
 from pallas_kernels.trust.verdict import Verdict, trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
-KNOWN = ("0.10.", "0.11.")
-"""Versions of jax whose kernels were read, interpreted on the CPU and compiled for an H100."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ def unsupported_reason(problem: GroupedMatmulProblem) -> str | None:
         # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
         f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}": problem.d_in % 64 != 0 or problem.d_out % 64 != 0,
         f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}": problem.tokens % 8 != 0 or problem.tokens < 64,
-        f"it is tested with jax {', '.join(k + 'x' for k in KNOWN)}, and this is {jax.__version__}": not jax.__version__.startswith(KNOWN),
+        f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}": not compat.is_supported(),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import compat
 from pallas_kernels.attention.problem import DTYPES, target_of
 from pallas_kernels.choice import Choice, serving, trusted_choice
 from pallas_kernels.stacked import xla
 from pallas_kernels.trust.verdict import Verdict, trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
-KNOWN = ("0.10.", "0.11.")
-"""Versions of jax whose kernels were read, interpreted on the CPU and compiled for an H100."""
 GOAL = 0.95
 """The share of cuBLAS's rate at the shapes of gpt_175b from which on the kernels may serve calls by default."""
 EXPERIMENTAL = f"it is experimental until a GPU measures {GOAL:g} of cuBLAS's rate; implementation='mosaic' asks for it"
@@ -133,7 +132,7 @@ def unsupported_reason(problem: StackedMatmulProblem) -> str | None:
         # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
         f"its widths are multiples of 64, not {K} and {N}; pad to {_up(K, 64)} and {_up(N, 64)}": K % 64 != 0 or N % 64 != 0,
         f"its tokens are a multiple of 8 from 64 on, not {T}; pad to {max(64, _up(T, 8))}": T % 8 != 0 or T < 64,
-        f"it is tested with jax {', '.join(k + 'x' for k in KNOWN)}, and this is {jax.__version__}": not jax.__version__.startswith(KNOWN),
+        f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}": not compat.is_supported(),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 

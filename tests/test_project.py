@@ -1,5 +1,8 @@
 """The files around the code: what is installed, what is promised of versions, and that templates and metadata can be read."""
 
+import ast
+import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 
@@ -39,7 +42,31 @@ def test_tested_versions_are_allowed(path: Path) -> None:
 
 def test_a_constraints_file_for_each_python_that_is_tested() -> None:
     classifiers = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text}
-    assert {path.stem.removeprefix("python") for path in CONSTRAINTS} < classifiers
+    assert {path.stem.removeprefix("python").partition("-")[0] for path in CONSTRAINTS} < classifiers
+
+
+def test_every_library_that_the_packages_import_is_declared() -> None:
+    """A library that only comes along with another one is gone when that one drops it."""
+    ours = {"mesh_lm", "sharding_rules", "pallas_kernels", "configs"}
+    with_jax = {"jaxlib"}  # jax's other half, of the version that jax requires
+    declared = {*PROJECT["dependencies"]}.union(*PROJECT["optional-dependencies"].values())
+    names = {canonicalize_name(Requirement(line).name) for line in declared}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {name for package in ours for path in (ROOT / package).rglob("*.py") for name in _imported_libraries(path)}
+    for library in sorted(imported - ours - with_jax):
+        providers = {canonicalize_name(name) for name in distributions.get(library, [library])}
+        assert providers & names, f"{library} is imported, and pyproject.toml declares none of {', '.join(sorted(providers))}"
+
+
+def _imported_libraries(path: Path) -> set[str]:
+    """The top-level packages that a file imports, deferred imports included, without the standard library."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names
 
 
 def test_templates_and_hooks_can_be_read() -> None:

@@ -47,7 +47,7 @@ def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: fl
         (sums, arrays), grads, left_out = run(weights_of(layout, state), dict(batch), key, left_before)
         with jax.named_scope("optimizer"):
             grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             now = loss_statistics.observe(sums["loss"] / sums["weight"], norm)
             good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
             if outlier:

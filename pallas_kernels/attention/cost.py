@@ -1,7 +1,7 @@
 """The cost of a kernel as metadata in XLA's compiled program, because XLA cannot analyse a kernel.
 
-Pallas's own `cost_estimate` does not reach the program on Mosaic GPU (jax 0.10.2 and 0.11.2 drop it), but attributes of the call do: the
-custom call has `kernel` (a name), `kernel_flops`, `kernel_bytes` and, where it is known, `kernel_occupancy`.
+Before jax 0.12, Pallas's own `cost_estimate` does not reach the program on Mosaic GPU, but attributes of the call always do: the custom
+call has `kernel` (a name), `kernel_flops`, `kernel_bytes` and, where it is known, `kernel_occupancy`.
 """
 
 import contextlib

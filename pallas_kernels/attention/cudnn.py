@@ -1,6 +1,6 @@
 """NVIDIA's fused attention, by `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-The limits are from the sources of jax 0.10.2 and 0.11.2 and from cuDNN's support matrix (docs.nvidia.com, cuDNN 9.18):
+The limits are from the sources of jax 0.10.2, 0.11.2 and 0.12.0.1 and from cuDNN's support matrix (docs.nvidia.com, cuDNN 9.18):
 - jax rounds its log-sum-exp to the input dtype and drops the gradient, so it cannot serve ring attention;
 - jax requires value heads as wide as the query's, and takes lengths per batch row, not documents within a row;
 - cuDNN aligns the causal mask at the top left, which is `q_offset` 0.

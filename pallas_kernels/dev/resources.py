@@ -29,10 +29,14 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
+from pallas_kernels import compat
+
 _ONE_AT_A_TIME = threading.Lock()
 """Held while the environment of the process makes Mosaic GPU dump what it compiles."""
 _FORMAT = 2
 """The version of the cached results."""
+_OF_A_POINTER = r"(?:builtin\.unrealized_conversion_cast|llvm\.(?:extractvalue|ptrtoint|add|inttoptr))"
+"""Operations by which a program takes the pointer of a memref. The memory is that of their first operand: the others are offsets of 0."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def _inlined(jaxpr: Any) -> set[str]:
     """The modules of functions of inline_mgpu, of which a program has only the names."""
     found = set()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "inline_mgpu_p":
+        if compat.primitive_name(eqn) == "inline_mgpu":
             found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
         for inner in core.jaxprs_in_params(eqn.params):
             found |= _inlined(inner)
@@ -264,23 +268,32 @@ def _arrivals(ptx: str) -> Iterator[int]:
 
 
 def _tensor_maps(host: list[str]) -> Iterator[TensorMap]:
-    """The arguments of each call that initialises a tensor map: array, its dtype, rank, sizes and strides, the swizzle, and the box."""
+    """The arguments of each call that initialises a tensor map: array, its dtype, rank, sizes and strides, the swizzle, and the box.
+
+    The box is a pointer to numbers that were stored one by one, before jax 0.12 with `llvm.store` to an `llvm.alloca`, since then with
+    `memref.store` to a `memref.alloca`, whose pointer is then taken in several instructions.
+    """
     constants: dict[str, int] = {}
     places: dict[str, tuple[str, int]] = {}
+    memory: dict[str, str] = {}
     stored: dict[tuple[str, int], str] = {}
     array = ""
     for line in host:
-        if match := re.search(r"(%\S+) = arith\.constant (\d+) : i64", line):
+        if match := re.search(r"(%\S+) = arith\.constant (\d+) : (?:i64|index)", line):
             constants[match[1]] = int(match[2])
         elif match := re.search(r"(%\S+) = llvm\.getelementptr (%\S+)\[(\d+)\]", line):
             places[match[1]] = match[2], int(match[3])
         elif match := re.search(r"llvm\.store (%\S+), (%\S+) : i64", line):
             stored[places.get(match[2], (match[2], 0))] = match[1]
+        elif match := re.search(r"memref\.store (%\S+), (%\S+)\[(%\S+)\] : memref<\d+xi64>", line):
+            stored[match[2], constants[match[3]]] = match[1]
+        elif match := re.search(rf"(%\S+) = {_OF_A_POINTER} (%[^\s\[,]+)", line):
+            memory[match[1]] = memory.get(match[2], match[2])
         elif match := re.search(r"extract_strided_metadata %\S+ : memref<(\S+?)(?:, strided<\[(.*?)\](?:, offset: (\d+|\?))?>)?> ->", line):
             array = match
         elif match := re.search(r"call @mosaic_gpu_init_tma_desc\((.*?)\)", line):
             names = match[1].split(", ")
-            rank, swizzle, box = constants[names[3]], constants[names[6]], names[7]
+            rank, swizzle, box = constants[names[3]], constants[names[6]], memory.get(names[7], names[7])
             sizes = tuple(constants[stored[box, axis]] for axis in range(rank))
             assert array, "a tensor map of no array"
             *shape, dtype = array[1].split("x")

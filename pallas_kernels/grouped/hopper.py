@@ -19,6 +19,7 @@ from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.attention.hopper.backward_sweep import Ring
 from pallas_kernels.attention.hopper.spec import (
     COMPUTING,
@@ -314,7 +315,7 @@ class _Weights(Product):
         @pl.when((begin > 0) | (stop < STEP))
         def _() -> None:
             token = spread(plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)), (STEP, WARPGROUP))
-            x = plgpu.load(a_s, (), layout=plgpu.Layout.WGMMA)
+            x = compat.load(a_s, layout=plgpu.Layout.WGMMA)
             a_s[...] = jnp.where((token >= begin) & (token < stop), x, jnp.zeros((), x.dtype))
             plgpu.commit_smem()
 

@@ -278,8 +278,8 @@ class Module:
         """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops inside count with their trips, and of
         branches the one with the most.
 
-        XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops` of its call (Pallas's `cost_estimate` is
-        dropped on Mosaic GPU, in jax 0.10.2 and 0.11.2). Fused attention that says nothing, such as cuDNN's, is known by its operands.
+        XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops` of its call (before jax 0.12, Pallas's
+        `cost_estimate` is dropped on Mosaic GPU). Fused attention that says nothing, such as cuDNN's, is known by its operands.
         """
         if instruction.opcode == "dot":
             return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")

@@ -27,7 +27,7 @@ _NOT_SCOPES = re.compile(
     r"|custom_(vjp|jvp)_call\w*|custom_lin|pallas_call|branch_\d+_fun|run_state|.*(->|,).*"
 )
 _KERNEL = "mpmd_map"
-"""The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10.2 and 0.11.2 have it."""
+"""The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10 to 0.12 have it."""
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {
     "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate", "async-start", "async-update",

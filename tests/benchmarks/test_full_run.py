@@ -63,10 +63,17 @@ def test_a_resumed_run_keeps_what_passed(full_run, tmp_path: Path, monkeypatch: 
 
 
 def test_a_python_that_is_not_here(full_run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert full_run.fast_tests_of("3.99") == 2
+    assert full_run.fast_tests_of("3.99", []) == 2
     assert "no Python 3.99 on this machine" in capsys.readouterr().err
     assert full_run.find_python(f"{sys.version_info.major}.{sys.version_info.minor}")
-    assert "3.11" in full_run.PYTHONS and {*full_run.PYTHONS} == {*full_run.NEWEST_JAX}
+
+
+def test_every_python_has_an_environment(full_run) -> None:
+    """Each Python that is promised is in one with the newest jax, and the constraints that an environment names exist."""
+    assert "3.11" in full_run.PYTHONS and {*full_run.PYTHONS} == {version for version, _ in full_run.ENVIRONMENTS.values()}
+    assert {*full_run.ENVIRONMENTS} <= {*full_run.PARTS}
+    files = [packages[1] for _, packages in full_run.ENVIRONMENTS.values() if packages[:1] == ["-c"]]
+    assert files and all((ROOT / file).exists() for file in files)
 
 
 def test_what_failed_and_what_was_not_run_is_told(full_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

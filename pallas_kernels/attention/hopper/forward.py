@@ -171,7 +171,7 @@ class Alternating(Tile):
     @staticmethod
     def barriers(tiles: ForwardTiles) -> dict[str, Any]:
         """`turn`: where the warpgroups exchange roles."""
-        return {"turn": plgpu.Barrier(num_arrivals=tiles.warpgroups)}
+        return {"turn": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=1)}
 
     def visit(self, walk: Walk, wg: Any, row: Any, m: Array, l: Array) -> tuple[Array, Array, Array]:
         """Visits the blocks of `walk`; see `Tile.visit`."""

@@ -88,13 +88,13 @@ def scratch_of(spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Ar
         # lse and delta share one array, and so do numbers and ids, because each array takes at least a kilobyte.
         "vectors_s": plgpu.SMEM((shape.q_stages + shape.dout_stages, C), jnp.float32),
         "ints_s": plgpu.SMEM((C + (ROWS + shape.q_stages * C) * spec.segments,), jnp.int32),
-        "here": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1),
+        "here": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1, num_barriers=1),
         "q_here": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=shape.q_stages),
         "dout_here": plgpu.Barrier(num_arrivals=1 + shape.with_dv, num_barriers=shape.dout_stages),
         "delta_here": None if shape.with_dv else plgpu.Barrier(num_barriers=shape.dout_stages),
         "q_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.q_stages),
         "dout_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.dout_stages),
-        "both": plgpu.Barrier(num_arrivals=W),
+        "both": plgpu.Barrier(num_arrivals=W, num_barriers=1),
     }
 
 

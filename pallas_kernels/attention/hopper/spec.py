@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.attention import occupancy
 from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.cost import cost_metadata, visible_pairs
@@ -276,7 +277,7 @@ def walk_of(tiles: Tiles, band: Band, n_rows: int, n_columns: int, refs: Refs, b
 
 def vector(ref: Any, axis: int) -> Array:
     """A vector in shared memory, loaded into registers for `axis` of a tile in wgmma's layout: 0 one value a row, 1 one a column."""
-    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+    return compat.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
 
 
 def spread(x: Array, shape: tuple[int, ...], axis: int = 0) -> Array:

@@ -34,13 +34,12 @@ from jax._src import callback, config
 from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd
 
+from pallas_kernels import compat
 from pallas_kernels.dev.interpreter.machine import run_kernel
 from pallas_kernels.dev.interpreter.threads import KernelError
 
 __all__ = ["KernelError", "interpreted"]
 
-KNOWN = ("0.10.", "0.11.")
-"""The supported versions of jax. It uses internals of jax: mpmd_map, its parameters, the primitives of Mosaic GPU."""
 _FAULTS: list[list[KernelError]] = []
 """The errors of each open context, innermost last, because XLA passes on an exception of a callback as text only."""
 
@@ -65,8 +64,8 @@ def interpreted(seed: int | None = None) -> Iterator[None]:
     Raises ValueError for an unsupported version of jax. The first error of a kernel is raised as KernelError when the context ends,
     whatever happened to jax's own exception: block on the results inside.
     """
-    if not jax.__version__.startswith(KNOWN):
-        raise ValueError(f"the interpreter supports jax {', '.join(k + 'x' for k in KNOWN)}, and this is {jax.__version__}")
+    if not compat.is_supported():  # it uses internals of jax: mpmd_map, its parameters, the primitives of Mosaic GPU
+        raise ValueError(f"the interpreter supports {compat.SUPPORTED}, and this is jax {jax.__version__}")
     mode, rules = config.pallas_tpu_interpret_mode_context_manager, mlir._platform_specific_lowerings["cpu"]
     faults: list[KernelError] = []
     outer, outer_rule = mode.swap_local(_Interpreted(seed)), rules.get(mpmd.mpmd_map_p)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from pallas_kernels import compat
 from pallas_kernels.dev.interpreter.memory import Barrier, Fault, MemoryRef, blank
 from pallas_kernels.dev.interpreter.operations import OPERATIONS
 from pallas_kernels.dev.interpreter.primitives import PRIMITIVES
@@ -104,7 +105,7 @@ def _literal(v: Any) -> np.ndarray:
 
 
 def _step(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    name = eqn.primitive.name
+    name = compat.primitive_name(eqn)
     if rule := OPERATIONS.get(name):
         [out] = eqn.outvars
         result = np.asarray(rule(eqn.params, *values)).astype(out.aval.dtype, copy=False)
@@ -142,10 +143,7 @@ def _while(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
 
 def _scan(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     p = eqn.params
-    if "num_consts" in p:  # jax 0.10
-        of_consts, of_carry = p["num_consts"], p["num_carry"]
-    else:
-        of_consts, of_carry = (len(group) for group in p["ft_in"].unpack()[:2])
+    of_consts, of_carry = compat.scan_sizes(p)
     consts, carry, xs = values[:of_consts], values[of_consts : of_consts + of_carry], values[of_consts + of_carry :]
     steps: Sequence[int] = range(p["length"])
     ys: list[Any] = [None] * p["length"]

@@ -210,9 +210,9 @@ PRIMITIVES: dict[str, Callable[..., Steps]] = {
     "copy_gmem_to_smem": _copy_in, "copy_smem_to_gmem": _copy_out,
     "commit_group": _pure(_commit_group), "wait_smem_to_gmem": _pure(_wait_out), "commit_smem": _pure(_commit_smem),
     "wgmma_ref": _wgmma, "wgmma_wait": _pure(_wgmma_wait),
-    "wgmma_accumulator_deref_p": _pure(_acc_load), "wgmma_accumulator_store_p": _pure(_acc_store),
-    "inline_mgpu_p": _pure(_inline),
+    "wgmma_accumulator_deref": _pure(_acc_load), "wgmma_accumulator_store": _pure(_acc_store),
+    "inline_mgpu": _pure(_inline),
     "optimization_barrier": _pure(lambda thread, eqn, *values: list(values)),
-    **dict.fromkeys(("set_max_registers_p", "debug_print", "print_layout", "delay", "async_prefetch"), _pure(lambda *_: [])),
+    **dict.fromkeys(("set_max_registers", "debug_print", "print_layout", "delay", "async_prefetch"), _pure(lambda *_: [])),
 }  # fmt: skip
-"""Rules by the name of the primitive."""
+"""Rules by the name of the primitive, as `compat.primitive_name` has it."""

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels.dev.interpreter
+from pallas_kernels import compat
 from pallas_kernels.dev.interpreter import KernelError, interpreted
 
 COMPILE_BUDGET = 52
@@ -334,7 +335,7 @@ def test_inlined_code_is_replaced_by_what_it_does_with_arrays(with_arrays: bool)
 
     def body(x_g: Any, out_g: Any) -> None:
         out_g[...] = jnp.ones((2, 64))
-        x = plgpu.load(x_g, (), layout=plgpu.Layout.WGMMA.reduce(1))
+        x = compat.load(x_g, layout=plgpu.Layout.WGMMA.reduce(1))
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1)))(function)(out_g.at[1], x)
 
     x = jnp.arange(64, dtype=jnp.float32)
@@ -354,5 +355,5 @@ def test_a_fault_whose_exception_was_lost_is_raised_at_the_end() -> None:
 
 def test_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_kernels.dev.interpreter.jax, "__version__", "0.13.0")
-    with pytest.raises(ValueError, match=r"supports jax 0.10.x, 0.11.x, and this is 0.13.0"), interpreted():
+    with pytest.raises(ValueError, match=r"supports jax 0.10.x, 0.11.x, 0.12.x, and this is jax 0.13.0"), interpreted():
         pass

@@ -12,9 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import compat
 from pallas_kernels.dev import resources as resources_module
 from pallas_kernels.dev.limits import faults
-from pallas_kernels.dev.resources import KernelResources, resources
+from pallas_kernels.dev.resources import KernelResources, TensorMap, resources
 
 COMPILE_BUDGET = 8
 
@@ -47,7 +48,7 @@ def hog(x: jax.Array) -> jax.Array:
     """A kernel that holds three tiles [64, 256] of fp32, 128 registers of every thread each, through a loop."""
 
     def body(x_g: Any, out_g: Any) -> None:
-        tiles = [plgpu.load(x_g.at[i], (), layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
+        tiles = [compat.load(x_g.at[i], layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
         a, b, c = lax.fori_loop(0, 100, lambda i, carry: (carry[0] * carry[1], carry[1] + carry[2], carry[2] * carry[0]), tuple(tiles))
         out_g[...] = a + b + c
 
@@ -114,3 +115,41 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install"):
         resources(matmul, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), capability=(9, 1))
+
+
+BOX_BEFORE_JAX_0_12 = """
+    %box = llvm.alloca %three x i64 : (i64) -> !llvm.ptr
+    %p0 = llvm.getelementptr %box[0] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.store %eight, %p0 : i64, !llvm.ptr
+    %p1 = llvm.getelementptr %box[1] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.store %four, %p1 : i64, !llvm.ptr
+    %p2 = llvm.getelementptr %box[2] : (!llvm.ptr) -> !llvm.ptr, i64
+    llvm.store %width, %p2 : i64, !llvm.ptr
+"""
+BOX_SINCE_JAX_0_12 = """
+    %numbers = memref.alloca() : memref<3xi64> loc(#loc12)
+    memref.store %eight, %numbers[%i0] : memref<3xi64> loc(#loc12)
+    memref.store %four, %numbers[%i1] : memref<3xi64> loc(#loc12)
+    memref.store %width, %numbers[%i2] : memref<3xi64> loc(#loc12)
+    %as = builtin.unrealized_conversion_cast %numbers : memref<3xi64> to !llvm.struct<(ptr, ptr, i64, array<1 x i64>, array<1 x i64>)>
+    %aligned = llvm.extractvalue %as[1] : !llvm.struct<(ptr, ptr, i64, array<1 x i64>, array<1 x i64>)>  loc(#loc12)
+    %offset = llvm.extractvalue %as[2] : !llvm.struct<(ptr, ptr, i64, array<1 x i64>, array<1 x i64>)>  loc(#loc12)
+    %bytes = llvm.mul %offset, %eight : i64 loc(#loc12)
+    %number = llvm.ptrtoint %aligned : !llvm.ptr to i64 loc(#loc12)
+    %sum = llvm.add %number, %bytes : i64 loc(#loc12)
+    %box = llvm.inttoptr %sum : i64 to !llvm.ptr loc(#loc12)
+"""
+
+
+@pytest.mark.parametrize("box", [BOX_BEFORE_JAX_0_12, BOX_SINCE_JAX_0_12])
+def test_a_tensor_map_is_read_as_each_jax_prints_it(box: str) -> None:
+    constants = {"three": "3 : i64", "four": "4 : i64", "eight": "8 : i64", "width": "64 : i64", "swizzle": "128 : i64"}
+    constants |= {f"i{i}": f"{i} : index" for i in range(3)}
+    host = [
+        *(f"    %{name} = arith.constant {value}" for name, value in constants.items()),
+        "    %a, %b, %c:3, %d:3 = memref.extract_strided_metadata %x : memref<8x8x64xbf16, strided<[512, 64, 1]>> -> memref<bf16>, index",
+        *box.splitlines(),
+        "    call @mosaic_gpu_init_tma_desc(%map, %base, %type, %three, %sizes, %strides, %swizzle, %box) : (!llvm.ptr) -> ()",
+    ]
+    expected = TensorMap("bf16", (8, 8, 64), (512, 64, 1), (8, 4, 64), 128)
+    assert list(resources_module._tensor_maps(host)) == [expected]
