@@ -215,9 +215,9 @@ class Rules:
             **({"node_axis": self.node_axis} if self.node_axis else {}),
         }
 
-    def _rows(self) -> set[str]:
-        """The rows of all columns that are given."""
-        return {row for kind in get_args(Kind) for row in getattr(self, kind) or ()}
+    def _rows(self) -> list[str]:
+        """The rows of all columns that are given, each once, in their order there."""
+        return list(dict.fromkeys(row for kind in get_args(Kind) for row in getattr(self, kind) or ()))
 
     def __hash__(self) -> int:
         return hash(repr(self.as_dict()))

@@ -293,7 +293,7 @@ def _build(
         "settings": settings,
     }
     # The tokens have digests of their own.
-    sealed = [path for path in directory.iterdir() if path.suffix not in (".bin", ".idx")] + [directory / _FACTS]
+    sealed = [path for path in sorted(directory.iterdir()) if path.suffix not in (".bin", ".idx")] + [directory / _FACTS]
     facts |= {"sealed": {path.name: _digest(path, facts) for path in sealed}}
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())

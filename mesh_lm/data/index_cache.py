@@ -143,7 +143,7 @@ def _store(directory: Path, arrays: Arrays) -> None:
             with atomic_write(unfinished / f"{name}.npy") as (file,):
                 np.save(file, array)
         # The digests are of what the file system returns, before the directory has its name.
-        sums = {path.name: _sum(path, directory.name) for path in unfinished.glob("*.npy")}
+        sums = {path.name: _sum(path, directory.name) for path in sorted(unfinished.glob("*.npy"))}
         with atomic_write(unfinished / _DIGESTS) as (file,):
             file.write(json.dumps(sums).encode())
         os.rename(unfinished, directory)

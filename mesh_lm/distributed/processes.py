@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 import sys
 import threading
 import traceback
@@ -187,14 +188,24 @@ def require_shared(directory: Path) -> None:
 
 
 def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
-    """Raises ConfigError on every process unless all of them have the same `value`. what: its name; fix: advice for the message."""
+    """Raises ConfigError on every process unless all of them have the same `value`. what: its name; fix: advice for the message.
+
+    The message has the values of process 0 and of the first process with another, and the names of their hosts.
+    """
     if jax.process_count() == 1:
         return
     text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
-    values = gather_from_all(text)
-    if len(set(values)) > 1:
-        other = next(i for i, v in enumerate(values) if v != values[0])
-        raise ConfigError(f"the processes do not agree on {what}: {values[0]} on process 0, {values[other]} on process {other}; {fix}")
+    answers = gather_from_all([text, socket.gethostname()])
+    values = [value for value, _ in answers]
+    hosts = [host for _, host in answers]
+    differing = [process for process, value in enumerate(values) if value != values[0]]
+    if not differing:
+        return
+    other = differing[0]
+    raise ConfigError(
+        f"the processes do not agree on {what}: {values[0]} on process 0 on {hosts[0]}, "
+        f"{values[other]} on process {other} on {hosts[other]}; {fix}"
+    )
 
 
 def broadcast_from_process0(value: Any) -> Any:

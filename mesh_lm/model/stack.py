@@ -59,7 +59,7 @@ def used_outside(bind: Callable[[Any], Model], params: Any, layers: Collection[s
         model.prepare(batch)
         return model.loss(model.embed(batch, None), batch, None)
 
-    jaxpr = jax.make_jaxpr(ends)({name: params[name] for name in layers}).jaxpr
+    jaxpr = jax.make_jaxpr(ends)({name: params[name] for name in sorted(layers)}).jaxpr
     used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
     return [name for name, taken in zip(sorted(layers), jaxpr.invars, strict=True) if id(taken) in used]
 

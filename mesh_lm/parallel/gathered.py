@@ -30,7 +30,8 @@ from mesh_lm.schedules.segments import LayerRun, Remat, Segment
 def divided(layout: ModelLayout, flat: FlatLayout, params: Params) -> tuple[Params, Params]:
     """(vectors that layers gather their matrices from, all parameters), of what the engine reads; of those matrices only the shapes."""
     vectors = {vector.name: params[vector.name] for vector in flat.vectors if vector.gathered_by_layer}
-    shapes: Any = {name: layout.memory_shapes[name] for name in flat.gathered_names}
+    # In the order of the model. That of a set of names differs between processes, and the hosts of a run would compile different programs.
+    shapes: Any = {name: shape for name, shape in layout.memory_shapes.items() if name in flat.gathered_names}
     return vectors, {**{name: x for name, x in params.items() if name not in vectors}, **shapes}
 
 

@@ -25,7 +25,7 @@ class LayerCollectives:
         self.layout, self.shard, self.vectors = layout, layout.shard, layout.flat.gathered_by(segment)
 
     def gather(self, vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(the matrices of the layer in a row, `finished` of them)."""
+        """(the matrices of the layer in a row, `finished` of them). vectors: those of this segment, and perhaps of others."""
 
         def on_device(vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
             out: Params = {}
@@ -37,7 +37,7 @@ class LayerCollectives:
 
         specs = {vector.name: local_spec(self.layout, vector) for vector in self.vectors}
         run = self.shard.shard_map(on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec()))
-        used, after = run(vectors, row, after)
+        used, after = run({name: vectors[name] for name in specs}, row, after)
         return {name: w.astype(self.types[name]) for name, w in used.items()}, after
 
     def reduce(self, grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:

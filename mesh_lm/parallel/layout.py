@@ -113,8 +113,12 @@ class ModelLayout:
     @property
     def memory_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes in memory: stacked parameters are ordered by stage, and padded if stages have unequal numbers of layers."""
-        rows = {name: (self.stack_of(name).padded_rows, *self.shapes[name].shape[1:]) for name in self.stacked}
-        return {name: jax.ShapeDtypeStruct(rows.get(name, s.shape), s.dtype) for name, s in self.shapes.items()}
+        stacked = self.stacked
+        shapes = {}
+        for name, on_disk in self.shapes.items():
+            rows = (self.stack_of(name).padded_rows,) if name in stacked else on_disk.shape[:1]
+            shapes[name] = jax.ShapeDtypeStruct((*rows, *on_disk.shape[1:]), on_disk.dtype)
+        return shapes
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec]:

@@ -184,7 +184,7 @@ def complete_weights(layout: ModelLayout, state: State) -> Params:
 def _used(layout: ModelLayout, every: bool) -> Any:
     where, flat = layout.shardings("params"), layout.flat
     names = flat.names if every else flat.names - flat.gathered_names
-    return jax.jit(functools.partial(flat.compute_params, every=every), out_shardings={name: where[name] for name in names})
+    return jax.jit(functools.partial(flat.compute_params, every=every), out_shardings={name: where[name] for name in sorted(names)})
 
 
 def without_used(layout: ModelLayout, state: State) -> State:

@@ -54,10 +54,11 @@ def on_each(step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]], 
     return run
 
 
-def outer_step(layout: ModelLayout, optimizer: Optimizer) -> Callable[[State], State]:
-    """Returns the jitted outer step, which donates the state: the islands average their weights, once, and continue from the new anchor.
+def outer_step(layout: ModelLayout, optimizer: Optimizer) -> jax.stages.Wrapped:
+    """Returns the jitted outer step, state -> state: the islands average their weights, once, and continue from the new anchor.
 
-    It is the only program that sends something over `island`: the fp32 weights, in one all-reduce. The islands keep their moments.
+    It donates the state. It is the only program that sends something over `island`: the fp32 weights, in one all-reduce. The islands keep
+    their moments.
     """
 
     def on_island(anchor: Any, momentum: Any, weights: Any, recent: jax.Array, step: jax.Array) -> tuple[Any, ...]:

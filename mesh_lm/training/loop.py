@@ -38,6 +38,7 @@ from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import mean_loss, sample
 from mesh_lm.training.islands import outer_step
 from mesh_lm.training.monitor import Monitor
+from mesh_lm.training.one_program import compared
 from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replay import ReplayedStep
 from mesh_lm.training.replicas import require_equal
@@ -83,7 +84,8 @@ def _train(
     # 2. Mesh and rules, bound into the one object through which the model uses sharding. Only shapes and shardings; nothing is allocated.
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)), config.pipeline)
     update = Optimizer(config.optimizer, config.train.steps, rule)
-    step, outer = train_step(layout, update, config.seed, config.health.outlier), outer_step(layout, update)
+    step: Step = compared("the training step", train_step(layout, update, config.seed, config.health.outlier))
+    outer = compared("the outer step", outer_step(layout, update))
 
     with (
         Watchdog(config.health, phases, distributed.log_prefix()),
@@ -164,7 +166,7 @@ class Between:
         self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
         self._phases, self._stop, self._callbacks = phases, stop, callbacks
         self._guard = SkipGuard(run.config.health, monitor.note)
-        self._evaluation = jax.jit(evaluate(run.layout, run.layout.flat))
+        self._evaluation = compared("the evaluation", jax.jit(evaluate(run.layout, run.layout.flat)))
         self._position: int | None = None
 
     def __call__(self, state: State, metrics: dict[str, jax.Array], position: int) -> State:

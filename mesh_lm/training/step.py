@@ -24,8 +24,8 @@ Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
 _STEPS = 0x73746570  # "step": larger than the number of any parameter, which initialisation passes to fold_in with the same key
 
 
-def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> Step:
-    """Returns the jitted step (state, batch) -> (state, metrics). It donates the state.
+def train_step(layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0) -> jax.stages.Wrapped:
+    """Returns the jitted `Step` (state, batch) -> (state, metrics). It donates the state.
 
     A step whose loss or gradient is not finite changes only the counters. So does one whose loss or log gradient norm is more than
     `outlier` standard deviations above its recent mean, unless `outlier` is 0. Raises ConfigError if the model has buffers and its config

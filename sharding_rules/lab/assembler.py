@@ -50,5 +50,5 @@ def gpu_in_use() -> bool:
 def _toolkit() -> Path | None:
     spec = importlib.util.find_spec("nvidia")
     places = spec.submodule_search_locations if spec else None
-    tools = (ptxas.parents[1] for place in places or () for ptxas in Path(place).glob("*/bin/ptxas"))
+    tools = (ptxas.parents[1] for place in places or () for ptxas in sorted(Path(place).glob("*/bin/ptxas")))
     return next((tool for tool in tools if (tool / "nvvm").is_dir()), None)

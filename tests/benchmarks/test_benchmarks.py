@@ -24,6 +24,13 @@ def run(name: str, output: Path) -> dict[str, list[dict]]:
     return {title: table["rows"] for title, table in record["tables"].items()}
 
 
+@pytest.mark.exhaustive
+def test_features(tmp_path: Path) -> None:
+    tables = run("features", tmp_path)
+    assert [row["verdict"] for row in tables["Rows"]] == ["same", "refused"]
+    assert all(row["as expected"] for row in tables["Rows"])
+
+
 @pytest.mark.slow
 def test_host_cost(tmp_path: Path) -> None:
     rows = run("host_cost", tmp_path)["Host cost of a step"]

@@ -247,6 +247,29 @@ def test_config_files_that_differ_inside_are_told_apart(fields: Callable[..., li
         assert status == 1 and "code.mine.py: " in out, out
 
 
+SET = """
+from mesh_lm.model.dense import DenseLayer
+
+
+class Layer(DenseLayer):
+    def __call__(self, x, ctx):
+        for word in {"a", "set", "of", "strings", "has", "another", "order", "in", "each", "process"}:
+            x = x + 0.125 * len(word)
+        return super().__call__(x, ctx)
+"""
+
+
+@pytest.mark.exhaustive
+def test_programs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+    """A layer that iterates over a set is another program under another hash seed: an error, not two processes that wait for each other."""
+    (tmp_path / "mine.py").write_text(SET)
+    arguments = fields(output=tmp_path / "run", model__block=f"{tmp_path / 'mine.py'}:Layer")
+    for status, out in apart(arguments, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"}):
+        assert status == 1 and "Traceback" not in out, out
+        assert "the processes do not agree on the program of the training step: " in out, out
+        assert " on process 1 on " in out, out
+
+
 def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "mesh_lm.launch", "--per-node", "2", "-m", "this"],

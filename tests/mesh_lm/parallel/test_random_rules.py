@@ -5,21 +5,16 @@ Examples run in a separate process, because XLA aborts the process on some progr
 
 from __future__ import annotations
 
-import collections
 import itertools
-import json
 import math
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from example_runner import Runner
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from processes import PATIENCE, ROOT, environment
+from processes import ROOT
 
 SCRIPT = ROOT / "tests" / "random_rules.py"
 SIZES = (1, 2, 4)
@@ -63,55 +58,9 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
     return {"model": draw(st.sampled_from(("gpt", "llama"))), "mesh": mesh, "rules": rules, "microbatches": microbatches}
 
 
-class Runner:
-    """The process that runs examples, restarted after an example that killed it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.said = directory / "stderr"
-        self.process: subprocess.Popen[str] | None = None
-        self.verdicts = collections.Counter[str]()
-
-    def __call__(self, example: dict[str, Any]) -> None:
-        """Raises AssertionError for an example that is neither refused nor correct."""
-        line = json.dumps(example)
-        verdict, text = self._answer(line)
-        if verdict in ("hung", "aborted"):  # on few cores, XLA:CPU's collectives sometimes starve each other and time out
-            verdict, text = self._answer(line)
-        self.verdicts[verdict] += 1
-        assert verdict in ("same", "refused"), f"{verdict}: {text}\nPYTHONPATH=tests:. python tests/{SCRIPT.name} '{line}'"
-
-    def _answer(self, line: str) -> tuple[str, str]:
-        if self.process is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.said.open("w")}
-            environ = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") | {"XLA_FLAGS": ""}
-            environ["XLA_FLAGS"] = f"{environment()['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-            self.process = subprocess.Popen([sys.executable, str(SCRIPT)], text=True, env=environ, **pipes)
-        process = self.process
-        assert process.stdin and process.stdout
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        alarm = threading.Timer(PATIENCE, process.kill)
-        alarm.start()
-        answer = next((each for each in process.stdout if each.startswith("\0")), "")
-        hung = not alarm.is_alive()
-        alarm.cancel()
-        if answer:
-            verdict, text = json.loads(answer[1:])
-            return verdict, text
-        process.kill()
-        process.wait()
-        self.process = None
-        return "hung" if hung else "aborted", self.said.read_text()[-3000:]
-
-    def close(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    one = Runner(tmp_path_factory.mktemp("random_rules"))
+    one = Runner(SCRIPT, tmp_path_factory.mktemp("random_rules"))
     yield one
     one.close()
 
