@@ -40,6 +40,7 @@ class Tokenizer(ABC):
         rule that drops or rewrites text.
       library: the package whose version may affect the ids; "" for none.
       unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
+      special_ids: ids of all special tokens, the EOD among them, which stand for no text.
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class Tokenizer(ABC):
     is_lossless: bool = False
     library: str = ""
     unknown: int | None = None
+    special_ids: frozenset[int] = frozenset()
 
     @staticmethod
     def train(texts: Iterable[str], vocab: int) -> Tokenizer:

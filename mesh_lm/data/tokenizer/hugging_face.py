@@ -57,6 +57,7 @@ class HuggingFace(Tokenizer):
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may override a file's "id"
         self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
+        self.special_ids = frozenset(self._added[token["content"]] for token in added if token.get("special"))
         self._decoders = _decoders(self._data.get("decoder"), path)
         self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})

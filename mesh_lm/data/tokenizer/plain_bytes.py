@@ -21,6 +21,7 @@ class Bytes(Tokenizer):
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
+        self.special_ids = frozenset([self.eod])
         self.fingerprint = fingerprint("bytes", b"", self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

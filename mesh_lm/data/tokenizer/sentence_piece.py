@@ -34,6 +34,7 @@ class SentencePiece(Tokenizer):
         if self.eod < 0:
             raise ConfigError(f"{path} has no end-of-sentence piece to end documents with; train it with one (eos_id >= 0)")
         self.fingerprint, self.unknown = fingerprint("sentencepiece", data, self.eod), self._model.unk_id()
+        self.special_ids = frozenset(i for i in range(self.vocab_size) if self._model.is_control(i))
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
