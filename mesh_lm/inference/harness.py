@@ -43,9 +43,14 @@ class _Request(NamedTuple):
 class Requests:
     """The requests of the harness, in terms of token ids and texts; independent of its classes."""
 
-    def __init__(self, trained: TrainedModel, batch: int, start: int) -> None:
-        """start: the token before a text without context."""
+    def __init__(self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None) -> None:
+        """start: the token before a text without context.
+
+        starts_context: whether it also comes before every context and prompt; None: unless it is the end-of-document token, which no
+        prompt needs that has text of its own.
+        """
         self.trained, self.batch, self.start = trained, batch, start
+        self.starts_context = start != trained.tokenizer.eod if starts_context is None else starts_context
         self.seq_len = trained.config.model.seq_len
         self.n_joined = 0
         self.scorer = Scorer(trained.layout, trained.params, batch)
@@ -92,11 +97,13 @@ class Requests:
     def continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
 
-        Contexts are truncated from the left. Raises ConfigError for a continuation that is too long by itself.
+        Contexts are truncated as by `_context`. Raises ConfigError for a continuation that is too long by itself.
         """
         if longest := max((len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len), default=0):
             raise ConfigError(f"a task asks for a continuation of {longest} tokens, more than the model's seq_len={self.seq_len}")
-        sequences = [((context or [self.start]) + continuation)[-self.seq_len - 1 :] for context, continuation in pairs if continuation]
+        sequences = [
+            self._context(context, self.seq_len + 1 - len(continuation)) + continuation for context, continuation in pairs if continuation
+        ]
         scores = iter(self.scorer(sequences))
         answers = []
         for _, continuation in pairs:
@@ -107,6 +114,13 @@ class Requests:
                 answers.append((0.0, True))
         return answers
 
+    def _context(self, context: list[int], room: int) -> list[int]:
+        """Returns the end of a context after `start`, if that starts contexts, or else `start` for an empty one: at most `room` tokens."""
+        if context and not self.starts_context:
+            return context[-room:]
+        room_after_start = room - 1
+        return [self.start, *(context[-room_after_start:] if room_after_start else [])]
+
     def texts(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of each text after `start`; windows after the first are filled with context."""
         lost = [self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32)) for text in texts]
@@ -116,9 +130,9 @@ class Requests:
         return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in windows_of]
 
     def answers(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated from the left."""
+        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated as by `_context`."""
         new = min(max_new_tokens, max(1, self.seq_len // 2))
-        ids = [self.encode(prompt)[-(self.seq_len - new) :] for prompt in prompts]
+        ids = [self._context(self.encode(prompt), self.seq_len - new) for prompt in prompts]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         completions = self.generator(sampling).complete([ids[i] for i in order], new, stop=[s for s in stop if s])
         by_prompt = dict(zip(order, completions, strict=True))
@@ -137,9 +151,9 @@ class Requests:
         return text
 
 
-def adapter(trained: TrainedModel, *, batch: int, start: int) -> Any:
-    """Returns the trained model as an lm_eval.api.model.LM."""
-    return register()(requests=Requests(trained, batch, start))
+def adapter(trained: TrainedModel, *, batch: int, start: int, starts_context: bool | None = None) -> Any:
+    """Returns the trained model as an lm_eval.api.model.LM. The arguments are those of `Requests`."""
+    return register()(requests=Requests(trained, batch, start, starts_context))
 
 
 def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
@@ -208,7 +222,7 @@ def register() -> type:
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")
                 trained = load(checkpoint, **options)
-                requests = Requests(trained, size, document_start(trained.tokenizer, start))
+                requests = Requests(trained, size, document_start(trained.tokenizer, start), starts_context=bool(start))
             self.requests = requests
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:

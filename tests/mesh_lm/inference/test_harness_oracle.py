@@ -12,9 +12,10 @@ from support import shard_on
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mesh_lm import huggingface
+from mesh_lm.commands import evaluate
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
-from mesh_lm.inference import Scorer, harness
+from mesh_lm.inference import Generator, Sampling, Scorer, harness
 from mesh_lm.inference.harness import Requests
 from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.model import DecoderConfig
@@ -148,3 +149,54 @@ def test_answers_of_the_adapter_for_transformers(exported: Path, trained: Traine
     answers = ask(ours, "generate_until", prompts)
     assert answers == ask(theirs, "generate_until", prompts)
     assert len(set(answers)) > 20
+
+
+@pytest.mark.parametrize("start", ["<|begin|>", "<|endoftext|>"])
+def test_the_start_token_is_before_every_context(trained: TrainedModel, score: Callable, start: str) -> None:
+    """And stays there where a context is truncated."""
+    first = trained.tokenizer.special(start)
+    assert first is not None
+    requests = Requests(trained, batch=8, start=first, starts_context=True)
+    ids, seq_len = requests.encode, MODEL.seq_len
+    long = TEXT * 3
+    whole = ids(TEXT * 2)[:seq_len]
+    pairs = [("the sea", " slept"), ("", "slept"), (long, "The"), ("the sea t", "own")]
+    wanted = [
+        score([first, *ids("the sea")], ids(" slept")),
+        score([first], ids("slept")),
+        score([first, *ids(long.rstrip() + "\nThe")[: len(ids(long.rstrip()))][-(seq_len - 2) :]], ids("\nThe")),
+        score([first, *ids("the sea t")], ids("own")),
+    ]
+    found = requests.loglikelihoods(pairs)
+    assert [logprob for logprob, _ in found] == pytest.approx(wanted, abs=1e-4)
+    ((filled, _),) = requests.continuations([(ids("the sea"), whole)])
+    assert filled == pytest.approx(score([first], whole), abs=1e-4)
+
+    prompts = ["the sea", "", long]
+    new = 6
+    prompt_ids = [[first, *ids(prompt)[-(seq_len - new - 1) :]] for prompt in prompts]
+    completions = Generator(trained.layout, trained.params, trained.tokenizer, Sampling(0.0)).complete(prompt_ids, new)
+    assert requests.answers(prompts, Sampling(0.0), [], new) == [requests._answer(completion.tokens, []) for completion in completions]
+
+
+def test_only_a_token_that_was_named_starts_contexts(trained: TrainedModel, score: Callable) -> None:
+    """The end-of-document token stands in place of an empty context."""
+    eod = trained.tokenizer.eod
+    requests = Requests(trained, batch=8, start=eod)
+    ids = requests.encode
+    found = requests.loglikelihoods([("the sea", " slept"), ("", "slept")])
+    assert [logprob for logprob, _ in found] == pytest.approx([score(ids("the sea"), ids(" slept")), score([eod], ids("slept"))], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["", "<|endoftext|>", "<|begin|>"])
+def test_the_option_start(exported: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    adapters = []
+    monkeypatch.setattr(harness, "find_tasks", lambda *_: None)
+    monkeypatch.setattr(harness, "run", lambda adapter, *_, limit: (adapters.append(adapter), ({}, ""))[1])
+    assert evaluate.main([f"--checkpoint={exported}", "--compile-cache=", "--dtype=float32", "--tasks=any", f"--start={start}"]) == 0
+    adapters.append(harness.register()(str(exported), compile_cache="", start=start))
+    for adapter in adapters:
+        assert adapter.requests.starts_context == bool(start)
+        assert adapter.requests.start == adapter.requests.trained.tokenizer.special(start or "<|endoftext|>")
