@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mesh_lm import checksums, strict_json
@@ -101,8 +103,8 @@ def family_for(config: ModelConfig) -> Family:
     return family
 
 
-def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """Returns config.json for weights stored as `dtype`. eod: id of the end-of-document token; None if unknown.
+def to_json(config: DecoderConfig, dtype: str, token_ids: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns config.json for weights stored as `dtype`. token_ids: those of special tokens, such as {"eos_token_id": 0}.
 
     Fields of rotary positions are named as in transformers 4, which version 5 reads too. Raises ConfigError as `family_for`.
     """
@@ -113,7 +115,8 @@ def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[s
         "model_type": family.model_type,
         "torch_dtype": dtype,
         "bos_token_id": None,
-        "eos_token_id": eod,
+        "eos_token_id": None,
+        **token_ids,
         **{key: getattr(explicit, field) for key, (field, _) in family.fields.items()},
         **{key: values[0] for key, values in family.only.items() if values[0] not in (None, 1.0)},
     }

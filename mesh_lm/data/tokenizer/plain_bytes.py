@@ -18,6 +18,7 @@ class Bytes(Tokenizer):
     """Id i < 256 is byte i; 256 is EOD."""
 
     is_lossless = True
+    kind = "plain bytes"
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256

@@ -61,6 +61,7 @@ class Ranks(Tokenizer):
 
     is_lossless = True  # `_parse` requires all bytes, and the patterns skip nothing
     library = "tiktoken"
+    kind = "a tiktoken rank file"
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._data, self._ranks = data, _parse(data, path)
