@@ -32,7 +32,8 @@ class Arguments(ModelArguments):
     stride: int = 0
     """New tokens per window after the first; each is predicted from at least seq_len - stride tokens. 0: half of seq_len."""
     start: str = ""
-    """Special token to put before each text, such as <|begin_of_text|>; empty: the end-of-document token."""
+    """Special token to put before each text, and before each context and prompt of a task, such as <|begin_of_text|>; empty: the
+    end-of-document token, before texts and in place of an empty context."""
     max_lost_bytes: float = lost_bytes.TOLERATED
     """Fraction of the text's bytes that the tokens may fail to spell; bits per byte do not count them."""
     tasks: str = ""
@@ -137,7 +138,8 @@ def _tasks(arguments: Arguments) -> dict[str, Any]:
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     tasks = harness.find_tasks(names, arguments.include_path)  # first, for what is wrong with their names
     trained = arguments.load()
-    model = harness.adapter(trained, batch=arguments.batch, start=document_start(trained.tokenizer, arguments.start))
+    start = document_start(trained.tokenizer, arguments.start)
+    model = harness.adapter(trained, batch=arguments.batch, start=start, starts_context=bool(arguments.start))
     results, table = harness.run(model, tasks, names, limit=arguments.limit)
     distributed.print_on_process0(table)
-    return {"checkpoint": arguments.checkpoint, "step": trained.step, **results}
+    return {"checkpoint": arguments.checkpoint, "step": trained.step, **results, "joined_continuations": model.requests.n_joined}

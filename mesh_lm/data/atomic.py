@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +16,13 @@ def sibling(path: Path) -> Path:
     `tempfile` is not used because its files are private to the user, and a cache may be shared.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files of these names and contents as `atomic_write`, which raises OSError."""
+    with atomic_write(*(directory / name for name in files)) as opened:
+        for file, content in zip(opened, files.values(), strict=True):
+            file.write(content)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,8 @@ class TextCorpus:
     """UTF-8 bytes of both splits that their tokens do not spell; None in a corpus of a version that did not count them."""
     loss_of_bytes: str = ""
     """Implements `Dataset.loss_of_bytes`."""
+    named: Tokenizer | None = None
+    """The tokenizer that data.tokenizer names: that of the corpus, with the companions that its directory has now."""
 
     @property
     def name(self) -> str:
@@ -95,7 +97,7 @@ class TextCorpus:
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that encoded the corpus."""
-        return load_tokenizer(self.directory)
+        return self.named or load_tokenizer(self.directory)
 
     @property
     def eod(self) -> int:
@@ -181,7 +183,7 @@ def prepare(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: {error.strerror} ({error.filename}); "
             "the path must be readable, and the cache writable with space left"
         ) from error
-    corpus = _load(directory)
+    corpus = dataclasses.replace(_load(directory), named=tokenizer)
     lost = corpus.lost_bytes or 0
     spelled = (corpus.train_bytes or 0) + (corpus.heldout_bytes or 0)
     lost_bytes.refuse(lost, spelled + lost, config.max_lost_bytes, "data.max_lost_bytes")

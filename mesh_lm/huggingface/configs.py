@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mesh_lm import checksums, strict_json
 from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.huggingface.families import FAMILIES, REQUIRED, Family
+from mesh_lm.huggingface import files
+from mesh_lm.huggingface.families import FAMILIES, HEAD, REQUIRED, Family
 from mesh_lm.model import DecoderConfig
 
 CONFIG = "config.json"
@@ -30,7 +33,10 @@ def is_huggingface(directory: Path | str) -> bool:
 
 
 def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
-    """Returns the model config of a Hugging Face directory from its config.json, without reading weights.
+    """Returns the model config of a Hugging Face directory from its config.json.
+
+    No weights are needed, nor read, but for one question: whether a head beside the embedding of a tied model is a copy of it. If it is
+    another one, config.json is wrong, and the head is not tied (`declares_tied`).
 
     Args:
       changes: fields of DecoderConfig to override, such as seq_len=2048 (the file has the maximum), dropout (0 by default, whatever the
@@ -41,6 +47,8 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
     """
     family, described, where = _read(directory)
     fields, problems = _fields(family, described)
+    if fields.get("tied") and _has_own_head(where.parent, family):
+        fields["tied"] = False
     fields |= {name: value for name, value in family.fixed.items() if name != "window"}
     known = {field.name for field in dataclasses.fields(DecoderConfig)}
     problems += [f"{name}: DecoderConfig has no such field" for name in changes if name not in known]
@@ -60,6 +68,27 @@ def family_of(directory: Path | str) -> Family:
     return _read(directory)[0]
 
 
+def declares_tied(directory: Path | str) -> bool:
+    """Returns whether config.json says that the head is the embedding, whatever the weights say. Raises ConfigError as `config_of`."""
+    family, described, _ = _read(directory)
+    return bool(_fields(family, described)[0].get("tied"))
+
+
+def _has_own_head(directory: Path, family: Family) -> bool:
+    """Returns whether the files have both an embedding and a head, and these differ.
+
+    transformers compares them likewise, and ties them or not (`PreTrainedModel.tie_weights`). Files that cannot be read are reported by
+    whoever reads the weights.
+    """
+    stored = {family.full_name(name): tensor for name, tensor in files.scan(directory)[0].items()}
+    embedding, head = stored.get(family.embedding), stored.get(HEAD)
+    if embedding is None or head is None or embedding.shape is None or head.shape is None:
+        return False
+    if not {embedding.dtype, head.dtype} <= {*files.FLOATS}:
+        return embedding.dtype != head.dtype
+    return not files.equal(embedding, head)
+
+
 def family_for(config: ModelConfig) -> Family:
     """Returns the family that can express a config. Raises ConfigError with the obstacles of the closest family."""
     if not isinstance(config, DecoderConfig) or type(config).make is not DecoderConfig.make:
@@ -74,8 +103,8 @@ def family_for(config: ModelConfig) -> Family:
     return family
 
 
-def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """Returns config.json for weights stored as `dtype`. eod: id of the end-of-document token; None if unknown.
+def to_json(config: DecoderConfig, dtype: str, token_ids: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns config.json for weights stored as `dtype`. token_ids: those of special tokens, such as {"eos_token_id": 0}.
 
     Fields of rotary positions are named as in transformers 4, which version 5 reads too. Raises ConfigError as `family_for`.
     """
@@ -86,7 +115,8 @@ def to_json(config: DecoderConfig, dtype: str, eod: int | None = None) -> dict[s
         "model_type": family.model_type,
         "torch_dtype": dtype,
         "bos_token_id": None,
-        "eos_token_id": eod,
+        "eos_token_id": None,
+        **token_ids,
         **{key: getattr(explicit, field) for key, (field, _) in family.fields.items()},
         **{key: values[0] for key, values in family.only.items() if values[0] not in (None, 1.0)},
     }
@@ -150,6 +180,8 @@ def _fields(family: Family, described: dict[str, Any]) -> tuple[dict[str, Any], 
         kind = type(defaults[field])
         if value is REQUIRED:
             problems.append(f"{key} is missing")
+        elif value is None and default is not None and field != "n_kv_heads":  # null is as many as n_heads
+            problems.append(f"{key}=null should be {kind.__name__}")
         elif value is not None and (isinstance(value, bool) is not (kind is bool) or not isinstance(value, (kind, int))):
             problems.append(f"{key}={json.dumps(value)} should be {kind.__name__}")
         elif value is not None and kind is int and not abs(value) <= (largest := _LARGEST.get(field, _WIDEST)):

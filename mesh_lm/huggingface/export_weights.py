@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm import checksums, distributed
 from mesh_lm.data.atomic import sibling
+from mesh_lm.data.tokenizer.companions import GENERATION, TOKEN_IDS
 from mesh_lm.errors import ConfigError
-from mesh_lm.huggingface import files
+from mesh_lm.huggingface import files, model_card
 from mesh_lm.huggingface.configs import CONFIG, family_for, to_json
 from mesh_lm.huggingface.tensor_mapping import Sizes, TensorMapping
 from mesh_lm.model import DecoderConfig
@@ -40,7 +41,8 @@ def save(
     max_shard_bytes: int = 2 * 2**30,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes a directory that transformers loads: config.json, .safetensors, the tokenizer where one is given, and SHA256SUMS.
+    """Writes a directory that transformers loads: config.json, .safetensors, SHA256SUMS, a model card (README.md), and with a tokenizer
+    its files and generation_config.json. A line says so if transformers cannot load the tokenizer.
 
     The directory is renamed into place once complete. All processes must call this; process 0 writes and returns last. It holds one file
     (`max_shard_bytes`) and several copies of it in host memory (measured in benchmarks/huggingface.py).
@@ -71,11 +73,12 @@ def save(
         return
     try:
         _write(partial, stream, shards)
-        if tokenizer:
-            tokenizer.save(partial)
-        described = to_json(config, dtype, eod=tokenizer.eod if tokenizer else None)
-        (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        token_ids = _save_tokenizer(partial, tokenizer, config) if tokenizer else {}
+        _write_json(partial / CONFIG, to_json(config, dtype, token_ids))
         checksums.write(partial)
+        # Without a digest, because a card is there to be edited.
+        card = model_card.model_card(directory.name, family.architecture, config, dtype, tokenizer)
+        (partial / model_card.FILE).write_text(card, encoding="utf-8")
         for path in partial.iterdir():
             _sync(path)
         os.replace(partial, directory)
@@ -84,6 +87,28 @@ def save(
         raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_tokenizer(directory: Path, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, Any]:
+    """Writes the tokenizer and generation_config.json. Returns the ids of special tokens for config.json. Raises OSError."""
+    tokenizer.save(directory)
+    settings = tokenizer.companions.generation
+    token_ids = {**tokenizer.token_ids(), **{name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}}
+    if not settings:  # else the tokenizer has saved them
+        _write_json(directory / GENERATION, token_ids)
+    if not tokenizer.is_in_transformers:
+        distributed.print_on_process0(
+            f"warning: transformers cannot load the tokenizer of this export ({tokenizer.kind}), only the model; "
+            "mesh_lm.data.tokenizer.load_tokenizer reads it"
+        )
+    # transformers refuses a padding id that the embedding does not have.
+    if not 0 <= token_ids.get("pad_token_id", 0) < config.vocab_size:
+        del token_ids["pad_token_id"]
+    return token_ids
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _begin(directory: Path) -> Path:

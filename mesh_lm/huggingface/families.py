@@ -11,6 +11,8 @@ from typing import Any
 
 from mesh_lm.huggingface.tensor_mapping import TensorMapping
 
+HEAD = "lm_head.weight"
+"""The name of the head in all families."""
 REQUIRED = object()
 """Marks a field without a default."""
 
@@ -33,6 +35,15 @@ class Family:
     mappings: tuple[TensorMapping, ...]
     ignored: tuple[str, ...] = ()
     """Name suffixes of obsolete tensors in old files."""
+
+    def full_name(self, tensor: str) -> str:
+        """Returns a tensor's name in the model with its head."""
+        return tensor if tensor.startswith((self.base, "lm_head.")) else self.base + tensor
+
+    @property
+    def embedding(self) -> str:
+        """The name of the token table, which a tied head shares."""
+        return next(mapping.hf_names[0] for mapping in self.mappings if mapping.param == "embedding")
 
 
 def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
@@ -81,7 +92,7 @@ GPT2 = Family(
         _map("blocks.mlp.down.bias", "L D", "D", "transformer.h.{}.mlp.c_proj.bias"),
         _map("norm.scale", "D", "D", "transformer.ln_f.weight"),
         _map("norm.bias", "D", "D", "transformer.ln_f.bias"),
-        _map("head", "V D", "V D", "lm_head.weight"),
+        _map("head", "V D", "V D", HEAD),
     ),
     ignored=(".attn.bias", ".attn.masked_bias"),  # the causal mask
 )
@@ -122,7 +133,7 @@ LLAMA = Family(
         _map("blocks.mlp.up.weight", "L D f F", "F D", "model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
         _map("blocks.mlp.down.weight", "L D F", "D F", "model.layers.{}.mlp.down_proj.weight"),
         _map("norm.scale", "D", "D", "model.norm.weight"),
-        _map("head", "V D", "V D", "lm_head.weight"),
+        _map("head", "V D", "V D", HEAD),
     ),
     ignored=(".rotary_emb.inv_freq",),
 )

@@ -6,6 +6,7 @@ The only file that imports `safetensors` (format: https://huggingface.co/docs/sa
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_COMPARED_BYTES = 2**26
+"""Bytes of a tensor that are compared at a time, at most."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be imported. Integers and float8 are quantized weights, which mean nothing without their scales."""
 
@@ -41,6 +44,25 @@ class StoredTensor:
         if bad := found.size - int(np.isfinite(found).sum()):
             raise ConfigError(f"{self.file}: {self.name} has {bad:,} numbers that are not finite (NaN or Inf); fetch it again")
         return found
+
+
+def equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Returns whether two tensors of one shape have the same bits: as they are stored, or if their types differ, as float32.
+
+    Reads a few rows of both at a time, up to the first difference. Raises ConfigError as `StoredTensor.read`.
+    """
+    if not a.shape or a.shape != b.shape:
+        return False
+    row_bytes = 8 * math.prod(a.shape[1:])
+    n_rows = max(1, _COMPARED_BYTES // max(1, row_bytes))
+    for start in range(0, a.shape[0], n_rows):
+        rows = (slice(start, start + n_rows),) + (slice(None),) * (len(a.shape) - 1)
+        parts = [tensor.read(rows) for tensor in (a, b)]
+        if a.dtype != b.dtype:
+            parts = [part.astype(np.float32) for part in parts]
+        if parts[0].tobytes() != parts[1].tobytes():
+            return False
+    return True
 
 
 def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:

@@ -12,8 +12,8 @@ import numpy as np
 from mesh_lm import checksums, distributed
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
-from mesh_lm.huggingface.configs import differences, family_of
-from mesh_lm.huggingface.families import Family
+from mesh_lm.huggingface.configs import declares_tied, differences, family_of
+from mesh_lm.huggingface.families import HEAD
 from mesh_lm.huggingface.tensor_mapping import Box, Sizes, TensorMapping
 from mesh_lm.model import DecoderConfig
 
@@ -52,12 +52,19 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         raise _refusal(directory, "is a different model from this config's", problems)
     tensors, problems = files.scan(directory)
     problems += _damaged(directory, {stored.file.name for stored in tensors.values()} | {files.INDEX})
-    tensors = {_full(name, family): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
+    tensors = {family.full_name(name): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
+    if config.tied and family.embedding not in tensors and HEAD in tensors:
+        tensors[family.embedding] = tensors[HEAD]  # transformers, too, takes the only one of the two
     mappings = {m.param: (m, _sizes(m, config, layout, tensors)) for m in family.mappings if m.param in layout.shapes}
     if tensors or not problems:
         problems += _mismatches(mappings, tensors, config)
     if problems:
         raise _refusal(directory, "cannot be read", problems)
+    if not config.tied and declares_tied(directory):
+        distributed.print_on_process0(
+            f"warning: {directory}/config.json ties the head to the embedding, but the files have another {HEAD}: the head is not tied, as "
+            "in transformers"
+        )
 
     def part(name: str) -> Callable[[Box], np.ndarray]:
         (mapping, sizes), dtype = mappings[name], layout.shapes[name].dtype
@@ -90,11 +97,6 @@ def _place(shape: tuple[int, ...], sharding: jax.NamedSharding, read: Callable[[
     return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()))
 
 
-def _full(name: str, family: Family) -> str:
-    """Returns a tensor's name in the model with its head."""
-    return name if name.startswith((family.base, "lm_head.")) else family.base + name
-
-
 def _sizes(mapping: TensorMapping, config: DecoderConfig, layout: ModelLayout, tensors: dict[str, files.StoredTensor]) -> Sizes:
     """Returns the sizes of their dimensions: without padding of the vocabulary, and with all learned positions."""
     sizes = dict(zip(mapping.dims, layout.shapes[mapping.param].shape, strict=True)) | {"V": config.vocab_size}
@@ -117,7 +119,7 @@ def _mismatches(
             )
         elif stored and stored.shape not in (None, shape):
             problems.append(f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.param} of this config needs {shape}")
-    spare = {"lm_head.weight"} if config.tied else set()  # a copy of the embedding
+    spare = {HEAD} if config.tied else set()  # a copy of the embedding, as `config_of` has seen
     extra = tensors.keys() - wanted.keys() - spare
     return problems + [f"{tensors[n].file.name}: {tensors[n].name} is not a tensor of this model" for n in tensors if n in extra]
 

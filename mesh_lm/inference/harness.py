@@ -13,10 +13,11 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_lm import distributed
 from mesh_lm.data import lost_bytes
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling, Scorer
@@ -30,13 +31,28 @@ _BOOTSTRAP = 1000
 """Bootstrap resamples for standard errors. The harness's default of 100,000 takes minutes even for few documents."""
 
 
+class _Request(NamedTuple):
+    """The ids of a context and of its continuation."""
+
+    context: list[int]
+    continuation: list[int]
+    is_joined: bool
+    """Whether a token spans the two, so that the continuation had to be encoded by itself."""
+
+
 class Requests:
     """The requests of the harness, in terms of token ids and texts; independent of its classes."""
 
-    def __init__(self, trained: TrainedModel, batch: int, start: int) -> None:
-        """start: the token before a text without context."""
+    def __init__(self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None) -> None:
+        """start: the token before a text without context.
+
+        starts_context: whether it also comes before every context and prompt; None: unless it is the end-of-document token, which no
+        prompt needs that has text of its own.
+        """
         self.trained, self.batch, self.start = trained, batch, start
+        self.starts_context = start != trained.tokenizer.eod if starts_context is None else starts_context
         self.seq_len = trained.config.model.seq_len
+        self.n_joined = 0
         self.scorer = Scorer(trained.layout, trained.params, batch)
         self.generator = functools.cache(lambda sampling: Generator(trained.layout, trained.params, trained.tokenizer, sampling, batch))
 
@@ -44,14 +60,50 @@ class Requests:
         """Returns the token ids of a text."""
         return self.trained.tokenizer.encode_batch([text])[0].tolist()
 
+    def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
+
+        Continuations that were encoded by themselves, because a token spans the end of their context, are added to `n_joined`.
+
+        Raises ConfigError as `continuations`, and for a continuation without any token.
+        """
+        requests = [self._divide(context, continuation) for context, continuation in pairs]
+        n_joined = sum(request.is_joined for request in requests)
+        if n_joined:
+            self.n_joined += n_joined
+            distributed.print_on_process0(
+                f"{n_joined:,} of {len(pairs):,} continuations were encoded by themselves, because a token spans the end of their context"
+            )
+        return self.continuations([(request.context, request.continuation) for request in requests])
+
+    def _divide(self, context: str, continuation: str) -> _Request:
+        """Returns the ids of a request, divided as `TemplateLM` of the harness divides them.
+
+        White space at the end of the context goes to the continuation. The continuation has the ids of the whole text after the first n,
+        if the context has n by itself. None are left where a token spans the two, such as " town" in (" t", "own"). The harness does not
+        define that case, and a log-probability of 0 would be wrong.
+        """
+        stripped = context.rstrip()
+        moved = context[len(stripped) :] + continuation
+        context_ids = self.encode(stripped)
+        continuation_ids = self.encode(stripped + moved)[len(context_ids) :]
+        if continuation_ids or not continuation:
+            return _Request(context_ids, continuation_ids, is_joined=False)
+        continuation_ids = self.encode(moved)
+        if not continuation_ids:
+            raise ConfigError(f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has no token")
+        return _Request(context_ids, continuation_ids, is_joined=True)
+
     def continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
 
-        Contexts are truncated from the left. Raises ConfigError for a continuation that is too long by itself.
+        Contexts are truncated as by `_context`. Raises ConfigError for a continuation that is too long by itself.
         """
         if longest := max((len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len), default=0):
             raise ConfigError(f"a task asks for a continuation of {longest} tokens, more than the model's seq_len={self.seq_len}")
-        sequences = [((context or [self.start]) + continuation)[-self.seq_len - 1 :] for context, continuation in pairs if continuation]
+        sequences = [
+            self._context(context, self.seq_len + 1 - len(continuation)) + continuation for context, continuation in pairs if continuation
+        ]
         scores = iter(self.scorer(sequences))
         answers = []
         for _, continuation in pairs:
@@ -62,6 +114,13 @@ class Requests:
                 answers.append((0.0, True))
         return answers
 
+    def _context(self, context: list[int], room: int) -> list[int]:
+        """Returns the end of a context after `start`, if that starts contexts, or else `start` for an empty one: at most `room` tokens."""
+        if context and not self.starts_context:
+            return context[-room:]
+        room_after_start = room - 1
+        return [self.start, *(context[-room_after_start:] if room_after_start else [])]
+
     def texts(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of each text after `start`; windows after the first are filled with context."""
         lost = [self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32)) for text in texts]
@@ -71,18 +130,30 @@ class Requests:
         return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in windows_of]
 
     def answers(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated from the left."""
+        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated as by `_context`."""
         new = min(max_new_tokens, max(1, self.seq_len // 2))
-        ids = [self.encode(prompt)[-(self.seq_len - new) :] for prompt in prompts]
+        ids = [self._context(self.encode(prompt), self.seq_len - new) for prompt in prompts]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         completions = self.generator(sampling).complete([ids[i] for i in order], new, stop=[s for s in stop if s])
         by_prompt = dict(zip(order, completions, strict=True))
-        return [by_prompt[i].text for i in range(len(ids))]
+        return [self._answer(by_prompt[i].tokens, stop) for i in range(len(ids))]
+
+    def _answer(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        """Returns the text of new tokens up to the first stop string, as the harness's other models do.
+
+        Special tokens, and ids that only the padded vocabulary of the model has, stand for no text.
+        """
+        tokenizer = self.trained.tokenizer
+        spelled = [token for token in tokens if token < tokenizer.vocab_size and token not in tokenizer.special_ids]
+        text = tokenizer.decode(spelled)
+        for string in filter(None, stop):
+            text = text.partition(string)[0]
+        return text
 
 
-def adapter(trained: TrainedModel, *, batch: int, start: int) -> Any:
-    """Returns the trained model as an lm_eval.api.model.LM."""
-    return register()(requests=Requests(trained, batch, start))
+def adapter(trained: TrainedModel, *, batch: int, start: int, starts_context: bool | None = None) -> Any:
+    """Returns the trained model as an lm_eval.api.model.LM. The arguments are those of `Requests`."""
+    return register()(requests=Requests(trained, batch, start, starts_context))
 
 
 def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
@@ -127,11 +198,11 @@ def run(model: Any, tasks: Any, names: Sequence[str], limit: int = 0) -> tuple[d
 def register() -> type:
     """Returns the harness's model class for `Requests`, registered as "mesh_lm"."""
     _require_harness()
-    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
     @register_model("mesh_lm")
-    class MeshLM(TemplateLM):
+    class MeshLM(LM):
         """Arguments are those of `mesh_lm.inference.model_arguments.load`, and `batch_size`."""
 
         def __init__(
@@ -151,22 +222,11 @@ def register() -> type:
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")
                 trained = load(checkpoint, **options)
-                requests = Requests(trained, size, document_start(trained.tokenizer, start))
+                requests = Requests(trained, size, document_start(trained.tokenizer, start), starts_context=bool(start))
             self.requests = requests
 
-        @property
-        def eot_token_id(self) -> int:
-            return self.requests.trained.tokenizer.eod
-
-        @property
-        def prefix_token_id(self) -> int:
-            return self.requests.start
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            return self.requests.encode(string)
-
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
-            return self.requests.continuations([(context, continuation) for _, context, continuation in requests])
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return self.requests.loglikelihoods([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             return self.requests.texts([request.args[0] for request in requests])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import jax
 from mesh_lm import checkpoint, distributed, huggingface
 from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.config.resolved import rules_from
-from mesh_lm.data.tokenizer import FORMER, Tokenizer, load_tokenizer
+from mesh_lm.data.atomic import write_files
+from mesh_lm.data.tokenizer import FORMER, Tokenizer, companions, load_tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
@@ -164,8 +166,11 @@ def _is_of(fingerprint: str | None, tokenizer: Tokenizer, what: str) -> bool:
     return former or fingerprint in (None, tokenizer.fingerprint)
 
 
-def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Stores the tokenizer in a run's output (on process 0), so that the directory suffices to generate text. Returns the tokenizer."""
+def keep_tokenizer(output: str, tokenizer: Tokenizer | None, init_from: str = "") -> Tokenizer | None:
+    """Stores the tokenizer in a run's output (on process 0), so that the directory suffices to generate text. Returns the tokenizer.
+
+    init_from: the model that the run starts from, whose settings for generation are stored where the tokenizer comes without any.
+    """
     if tokenizer is None or jax.process_index() > 0:
         return tokenizer
     kept = Path(output).expanduser() / TOKENIZER
@@ -178,9 +183,20 @@ def keep_tokenizer(output: str, tokenizer: Tokenizer | None) -> Tokenizer | None
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
         tokenizer.save(kept)
+        if init_from and not tokenizer.companions.generation:
+            _keep_generation(kept, init_from)
     except OSError as error:
         raise ConfigError(f"cannot store the tokenizer in {kept}: {error.strerror}") from error
     return tokenizer
+
+
+def _keep_generation(kept: Path, init_from: str) -> None:
+    """Copies the settings for generation of another model, if it has any, to the directory of a tokenizer. Raises OSError."""
+    saved = checkpoint.find(init_from)
+    directory = saved.directory.parent / TOKENIZER if saved else Path(init_from).expanduser()
+    generation = companions.read(directory).generation
+    if generation:
+        write_files(kept, {companions.GENERATION: json.dumps(generation, indent=1).encode()})
 
 
 def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:

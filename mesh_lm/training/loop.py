@@ -105,7 +105,7 @@ def _train(
 
         # 4. The loop, and then the held-out loss, a plot and a text.
         with distributed.collective_errors():
-            tokenizer = keep_tokenizer(config.output, corpus.tokenizer())
+            tokenizer = keep_tokenizer(config.output, corpus.tokenizer(), config.init_from)
             log.open(checkpoints.directory.parent)
             monitor = Monitor(config, layout, corpus, phases, run.step, log)
         with monitor, closing(batches.train()) as training:

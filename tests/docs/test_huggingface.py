@@ -18,6 +18,7 @@ from mesh_lm.checkpoint import find
 from mesh_lm.commands import command_line, generate
 from mesh_lm.commands import huggingface as command
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer.companions import Companions
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import family_for
@@ -31,6 +32,11 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [shlex.split(text) for kind, text in BLOCKS if kind == "sh"]
 CONFIG = next(text for kind, text in BLOCKS if kind == "python" and "get_config" in text)
 START = "Llama-3.2-1B"
+COMPANIONS = Companions(
+    {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left"},
+    chat_template="{{ messages }}",
+    generation={"eos_token_id": 0, "temperature": 0.6},
+)
 
 
 def tensors(directory: str) -> dict[str, np.ndarray]:
@@ -44,6 +50,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the page's model, text and config file."""
     directory, text = tmp_path_factory.mktemp("here"), inspect.getsource(argparse)
     tokenizer = Tokenizer.train([text], 300)
+    tokenizer.companions = COMPANIONS
     model = DecoderConfig(
         vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=64,
         positions="rotary", rope_scaling=8.0, rope_original_seq_len=16, norm="rmsnorm", activation="swiglu", biases=False,
@@ -81,6 +88,7 @@ def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         np.testing.assert_array_equal(given[name], x.astype(given[name].dtype), err_msg=name)
     assert {str(x.dtype) for x in given.values()} == {"bfloat16"}
     assert load_tokenizer(f"{START}-notes").fingerprint == load_tokenizer(START).fingerprint
+    assert load_tokenizer(f"{START}-notes").companions == COMPANIONS
     assert huggingface.config_of(f"{START}-notes") == dataclasses.replace(huggingface.config_of(START), seq_len=128)
 
     imported = find("runs/llama")
@@ -88,6 +96,7 @@ def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(ConfigError, match="already holds step 0"):
         command.main(["import", f"--input={START}", "--output=runs/llama"])
     assert command.main(["export", "--checkpoint=runs/llama", "--output=again", "--dtype=float32"]) == 0
+    assert load_tokenizer("again").companions == COMPANIONS
     for name, x in tensors("again").items():
         np.testing.assert_array_equal(x, started[name], err_msg=name)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mesh_lm.data.tokenizer.companions import Companions
+
 EOD = "<|endoftext|>"
 """The end-of-document token of tokenizers trained here."""
 MIN_VOCAB = 257
@@ -40,6 +42,10 @@ class Tokenizer(ABC):
         rule that drops or rewrites text.
       library: the package whose version may affect the ids; "" for none.
       unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
+      special_ids: ids of all special tokens, the EOD among them, which stand for no text.
+      companions: what transformers keeps beside the tokenizer in the directory that it was loaded from.
+      is_in_transformers: whether transformers can load what `save` writes.
+      kind: what it is, in a few words, for messages.
     """
 
     vocab_size: int
@@ -50,6 +56,10 @@ class Tokenizer(ABC):
     is_lossless: bool = False
     library: str = ""
     unknown: int | None = None
+    special_ids: frozenset[int] = frozenset()
+    companions: Companions = Companions()
+    is_in_transformers: bool = False
+    kind: str = "another tokenizer"
 
     @staticmethod
     def train(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -89,6 +99,19 @@ class Tokenizer(ABC):
         known = spelled if self.unknown is None else self._spelled(ids[ids != self.unknown])
         wanted, found = (Counter(unicodedata.normalize("NFC", each)) for each in (text, known.decode(errors="replace")))
         return min(len(data), sum(n * len(character.encode()) for character, n in (wanted - found).items()))
+
+    def token_ids(self) -> dict[str, int]:
+        """Returns "eos_token_id", and "bos_token_id" and "pad_token_id" where the tokenizer has these tokens."""
+        ids = {"eos_token_id": self.eod}
+        for name in ("bos_token_id", "pad_token_id"):
+            role = name.removesuffix("_id")
+            spelling = self.companions.token(role)
+            i = self.special(spelling) if spelling else None
+            if i is None and role in self.companions.implied:
+                i = self.eod
+            if i is not None:
+                ids[name] = i
+        return ids
 
     def stream(self) -> DecodeStream:
         """Returns an incremental decoder. To continue a text, push its ids first."""

@@ -12,11 +12,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mesh_lm import strict_json
-from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.atomic import write_files
+from mesh_lm.data.tokenizer import companions as beside
 from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
+from mesh_lm.data.tokenizer.companions import CONFIG, Companions
 from mesh_lm.errors import ConfigError
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILE = "tokenizer.json"
 _EODS = (EOD, "<|end_of_text|>", "</s>", "<eos>")
 _WITHOUT_MEANING = ("version", "truncation", "padding", "post_processor")
 """Parts of a tokenizer.json that do not change the ids of `encode_batch`."""
@@ -29,19 +31,23 @@ class HuggingFace(Tokenizer):
     """
 
     library = "tokenizers"
+    is_in_transformers = True
+    kind = "a tokenizer.json"
 
-    def __init__(self, text: str, path: Path, eod: str | None = None) -> None:
+    def __init__(self, text: str, path: Path, eod: str | None = None, companions: Companions = Companions()) -> None:
         """Parses a tokenizer.json.
 
         Args:
           text: contents of the tokenizer.json.
           path: the file, for messages.
           eod: spelling of the end-of-document token; None: the first common one that the vocabulary has.
+          companions: what `save` writes beside it.
 
         Raises:
           ConfigError: the file is damaged, lacks the EOD, or is of a kind whose ids do not stand for bytes.
         """
         self._text, self._data = text, _parse(text, path)
+        self.companions = companions
         added = self._data.get("added_tokens") or ()
         self._eod_name = _find_eod([token["content"] for token in added], eod, path)
         for token in added:
@@ -57,6 +63,7 @@ class HuggingFace(Tokenizer):
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may override a file's "id"
         self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
+        self.special_ids = frozenset(self._added[token["content"]] for token in added if token.get("special"))
         self._decoders = _decoders(self._data.get("decoder"), path)
         self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
@@ -74,10 +81,9 @@ class HuggingFace(Tokenizer):
         return self._added.get(name)
 
     def save(self, directory: Path) -> Path:
-        """Writes the original tokenizer.json, and a tokenizer_config.json that names the EOD; Hugging Face's libraries read both."""
-        with atomic_write(directory / CONFIG, directory / FILE) as (config, file):
-            config.write(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eod_name}, indent=1).encode())
-            file.write(self._text.encode())
+        """Writes the original tokenizer.json and its companions, which name the EOD; Hugging Face's libraries read all of them."""
+        files = {**self.companions.files(self._eod_name), FILE: self._text.encode()}
+        write_files(directory, files)
         return directory / FILE
 
     def _unknown(self) -> int | None:
@@ -143,23 +149,11 @@ def load(path: Path) -> HuggingFace:
     Raises:
       ConfigError: the file is missing, damaged or has no EOD.
     """
+    companions = beside.read(path.parent)
     try:
-        return HuggingFace(path.read_text(encoding="utf-8"), path, _configured_eod(path))
+        return HuggingFace(path.read_text(encoding="utf-8"), path, companions.token("eos_token"), companions)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
-
-
-def _configured_eod(path: Path) -> str | None:
-    for beside in (path.with_name(CONFIG), path.with_name("special_tokens_map.json")):
-        try:
-            token = strict_json.read(beside).get("eos_token")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"cannot read {beside}, which names the end-of-document token of {path.name}: {error}") from error
-        if token := token.get("content") if isinstance(token, dict) else token:
-            return token
-    return None
 
 
 def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesh_lm import checksums
-from mesh_lm.data.tokenizer import plain_bytes, ranks, sentence_piece
+from mesh_lm.data.tokenizer import companions, plain_bytes, ranks, sentence_piece
 from mesh_lm.data.tokenizer.base import Tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
 
 _BY_PRECEDENCE = ("tokenizer.json", sentence_piece.FILE, ranks.FILE, plain_bytes.FILE)
-_FILES = (*_BY_PRECEDENCE, "tokenizer_config.json", "special_tokens_map.json")
+_FILES = (*_BY_PRECEDENCE, *companions.FILES)
 KINDS = "a tokenizer.json or the directory that holds one, a SentencePiece .model, a .tiktoken rank file, or the word bytes"
 
 
@@ -48,7 +48,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.suffix == ".tiktoken" or ranks.looks_like_ranks(data):
         return ranks.Ranks(data, path)
     if path.suffix == ".model":
-        return sentence_piece.SentencePiece(data, path)
+        return sentence_piece.SentencePiece(data, path, companions.read(path.parent))
     raise ConfigError(f"tokenizer {spec}: files of type {path.suffix or '(none)'} are not read; give {KINDS}")
 
 

@@ -18,9 +18,11 @@ class Bytes(Tokenizer):
     """Id i < 256 is byte i; 256 is EOD."""
 
     is_lossless = True
+    kind = "plain bytes"
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
+        self.special_ids = frozenset([self.eod])
         self.fingerprint = fingerprint("bytes", b"", self.eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

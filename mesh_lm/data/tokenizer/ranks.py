@@ -61,6 +61,7 @@ class Ranks(Tokenizer):
 
     is_lossless = True  # `_parse` requires all bytes, and the patterns skip nothing
     library = "tiktoken"
+    kind = "a tiktoken rank file"
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._data, self._ranks = data, _parse(data, path)
@@ -68,6 +69,7 @@ class Ranks(Tokenizer):
         self._encoding = _tiktoken().Encoding("ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials)
         self.eod = self._specials.get(EOD, self._specials.get("<|end_of_text|>", -1))
         self.vocab_size = self._encoding.n_vocab
+        self.special_ids = frozenset(self._specials.values())
         rest = (sorted(self._specials.items()), sorted((rank, token.hex()) for token, rank in self._ranks.items()))
         patterns = [pattern, *filter(None, [_FORMERLY.get(pattern)])]
         self.fingerprint, *former = (fingerprint("ranks", repr((each, *rest)).encode(), self.eod) for each in patterns)

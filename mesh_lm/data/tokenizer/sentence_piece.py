@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.atomic import write_files
 from mesh_lm.data.tokenizer.base import Tokenizer, fingerprint
+from mesh_lm.data.tokenizer.companions import Companions
 from mesh_lm.errors import ConfigError
 
 FILE = "tokenizer.model"
@@ -27,13 +28,17 @@ class SentencePiece(Tokenizer):
 
     joins = False
     library = "sentencepiece"
+    is_in_transformers = True
+    kind = "a SentencePiece model"
 
-    def __init__(self, data: bytes, path: Path) -> None:
+    def __init__(self, data: bytes, path: Path, companions: Companions = Companions()) -> None:
+        self.companions = companions
         self._data, self._model = data, _load(data, path)
         self.vocab_size, self.eod = self._model.get_piece_size(), self._model.eos_id()
         if self.eod < 0:
             raise ConfigError(f"{path} has no end-of-sentence piece to end documents with; train it with one (eos_id >= 0)")
         self.fingerprint, self.unknown = fingerprint("sentencepiece", data, self.eod), self._model.unk_id()
+        self.special_ids = frozenset(i for i in range(self.vocab_size) if self._model.is_control(i))
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -48,8 +53,8 @@ class SentencePiece(Tokenizer):
 
     def save(self, directory: Path) -> Path:
         """Implements `Tokenizer.save`."""
-        with atomic_write(directory / FILE) as (file,):
-            file.write(self._data)
+        eos_token = self._model.id_to_piece(self.eod)
+        write_files(directory, {**self.companions.files(eos_token), FILE: self._data})
         return directory / FILE
 
     def _spell(self) -> list[bytes]:

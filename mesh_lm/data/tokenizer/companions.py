@@ -1,0 +1,114 @@
+"""The files that transformers keeps beside a tokenizer: special tokens, padding, chat templates, and settings for generation.
+
+They do not change the ids of a text, and nothing here uses them. They are kept so that an export has what the original directory has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from mesh_lm import strict_json
+from mesh_lm.errors import ConfigError
+
+CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+FILES = (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+_MORE_TEMPLATES = "additional_chat_templates"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""The special tokens that a model's config.json and its settings for generation name by their ids."""
+_ANY_CLASS = "PreTrainedTokenizerFast"
+"""The class that takes everything from tokenizer.json."""
+_IMPLIED = {"gpt2": ("bos_token", "unk_token"), "qwen2": ("pad_token", "unk_token"), "qwen3": ("pad_token", "unk_token")}
+"""Roles that <|endoftext|> has in transformers where neither file names a class or the token: by the type of the model beside it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Companions:
+    """Contents of the files; what is missing is empty."""
+
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """tokenizer_config.json, with the chat templates of a directory of their own."""
+    special_tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """special_tokens_map.json, which older versions write."""
+    chat_template: str = ""
+    """chat_template.jinja, which precedes the template in tokenizer_config.json."""
+    implied: tuple[str, ...] = ()
+    """More roles of the end-of-document token."""
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """generation_config.json, or the ids of special tokens in the model's config.json, from which transformers makes one."""
+
+    def token(self, role: str) -> str | None:
+        """Returns the spelling of the token with a role, such as "eos_token"; None if no file names one."""
+        for named in (self.config, self.special_tokens):
+            token = named.get(role)
+            spelling = token.get("content") if isinstance(token, dict) else token
+            if spelling:
+                return str(spelling)
+        return None
+
+    def files(self, eos_token: str) -> dict[str, bytes]:
+        """Returns the contents of the files to write, by name. eos_token: the end-of-document token, for files that name none."""
+        missing = [role for role in ("eos_token", *self.implied) if self.token(role) is None]
+        config = {"tokenizer_class": _ANY_CLASS, **self.config, **dict.fromkeys(missing, eos_token)}
+        files = {CONFIG: _encoded(config)}
+        if self.special_tokens:
+            files[SPECIAL_TOKENS] = _encoded(self.special_tokens)
+        if self.chat_template:
+            files[CHAT_TEMPLATE] = self.chat_template.encode()
+        if self.generation:
+            files[GENERATION] = _encoded(self.generation)
+        return files
+
+
+def read(directory: Path) -> Companions:
+    """Returns what a directory has beside its tokenizer. Raises ConfigError for a file that cannot be read."""
+    config = _read(directory / CONFIG)
+    model = _model_config(directory)
+    class_name = config.get("tokenizer_class") or model.get("tokenizer_class")
+    if class_name:
+        config["tokenizer_class"] = class_name
+    config.pop("auto_map", None)  # names code of the directory, which is not kept
+    implied = () if class_name else _IMPLIED.get(str(model.get("model_type")), ())
+    chat_template = _read_text(directory / CHAT_TEMPLATE)
+    templates = {path.stem: _read_text(path) for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
+    if templates:
+        if chat_template:
+            templates = {"default": chat_template, **templates}
+            chat_template = ""
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    generation = _read(directory / GENERATION) or {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
+    return Companions(config, _read(directory / SPECIAL_TOKENS), chat_template, implied, generation)
+
+
+def _model_config(directory: Path) -> dict[str, Any]:
+    """Returns the config.json of a model of transformers; {} where there is none, or one of another program."""
+    try:
+        model = strict_json.read(directory / "config.json")
+    except (OSError, ValueError):
+        return {}
+    return model if "model_type" in model else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return strict_json.read(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}, which describes the tokenizer beside it: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}, which describes the tokenizer beside it: {error}") from error
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
