@@ -299,6 +299,17 @@ class TrainConfig:
         """Tokens of one optimizer step, over all devices."""
         return self.train.global_batch * self.model.seq_len
 
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Field -> each directory that the run writes to. What is in them is not text to train on."""
+        directories = {
+            "output": self.output,
+            "data.cache": self.data.cache,
+            "checkpoint.local": self.checkpoint.local,
+            "launch.compile_cache": self.launch.compile_cache,
+        }
+        return {field: directory for field, directory in directories.items() if directory}
+
 
 def as_dict(config: Any) -> dict[str, Any]:
     """A plain, JSON-ready description of a config, with each class's name, for metadata and logs."""

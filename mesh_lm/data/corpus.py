@@ -13,7 +13,7 @@ import lzma
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,9 @@ class TextCorpus:
 
 
 def prepare(
-    config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Dataset:
+    config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None,
+    outputs: Collection[str] = (),
+) -> Dataset:  # fmt: skip
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
@@ -150,6 +151,7 @@ def prepare(
       model_vocab: number of ids that the model has; None: no check.
       progress: called with a line of text at each stage.
 
+      outputs: directories that the run writes to, and which are no text even if they are below config.path; config.cache always is one.
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
         read or has more ids than the model or loses too much of the text, or the cache is full or not writable.
@@ -162,7 +164,7 @@ def prepare(
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source, directory = _source(config, tokenizer, vocab, progress)
+    source, directory = _source(config, tokenizer, vocab, outputs, progress)
     settings = {
         "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
     }  # fmt: skip
@@ -190,26 +192,27 @@ def prepare(
     return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
-def known_sources(config: DataConfig) -> Sources:
+def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
     """Returns `Dataset.sources` as far as they are known without preparing text; {} where it was never prepared. Uses no device.
 
-    Of Megatron prefixes all tokens are counted, those of the held-out documents too.
+    Of Megatron prefixes all tokens are counted, those of the held-out documents too. outputs: as for `prepare`.
     """
     if config.blend:
         return stored_sources(config)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    _, directory = _source(config, tokenizer, config.tokenizer_vocab)
+    _, directory = _source(config, tokenizer, config.tokenizer_vocab, outputs)
     return _load(directory).sources() if directory.exists() else {}
 
 
 def _source(
-    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, progress: Callable[[str], None] = lambda message: None
+    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, outputs: Collection[str],
+    progress: Callable[[str], None] = lambda message: None,
 ) -> tuple[sources.Source, Path]:  # fmt: skip
     """Returns the text of config.path, and the directory of its corpus, which may not exist yet.
 
     A corpus that one of the tokenizer's former fingerprints names is used where there is no other, and `progress` says so.
     """
-    source = sources.find(config.path, config.text_field)
+    source = sources.find(config.path, config.text_field, [config.cache, *outputs])
     made_by, digest = [tokenizer.fingerprint, *tokenizer.former_fingerprints] if tokenizer else [vocab], source.digest()
     keys = [hashlib.sha256(f"{_FORMAT} {each} {digest}".encode()).hexdigest()[:16] for each in made_by]
     directories = [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]

@@ -132,7 +132,8 @@ def _data(
     """Returns the data and its batches, from the checkpoint's data position, which is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say)
+        outputs = config.outputs.values()
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs)
         problems = epochs_problems(config, corpus.sources())
         if problems and not saved:
             raise ConfigError(listed("this run cannot start", problems))

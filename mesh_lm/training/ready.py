@@ -83,9 +83,11 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
         if lacking:
             fix = "leave out .bin" if prefix.endswith((".bin", ".idx")) else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
             yield f"data.{field}={prefix}: no such file: {' and '.join(lacking)}; {fix}"
-    if data.path and not (prefixes or Path(data.path).expanduser().is_dir()):
+    if data.path and not prefixes:
         try:
-            sources.find(data.path, data.text_field)
+            sources.require_apart(data.path, config.outputs)
+            if not Path(data.path).expanduser().is_dir():
+                sources.find(data.path, data.text_field)
         except ConfigError as error:
             yield str(error)
 
@@ -137,7 +139,7 @@ def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
     from mesh_lm.data.corpus import known_sources  # here, so that other problems are answered before JAX is imported
 
     try:
-        return epochs_problems(config, known_sources(config.data) if data is None else data.sources())
+        return epochs_problems(config, known_sources(config.data, config.outputs.values()) if data is None else data.sources())
     except ConfigError as error:
         return [str(error)]
 

@@ -256,6 +256,18 @@ def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
         train.main(arguments(tmp_path / "third", **still, data__tokenizer="bytes"))
     with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
         train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
+@pytest.mark.slow
+def test_an_output_below_the_text(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cd corpus; mesh-lm train --data.path=.`: what the first start has written is not text to the second."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(inspect.getsource(json.decoder), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    changes = {"data__path": ".", "data__cache": "cache", "checkpoint__every": 1}
+    assert train.main(arguments(Path("run"), **changes, train__steps=1)) == 0
+    assert train.main(arguments(Path("run"), **changes, train__steps=2)) == 0
+    assert "resumed at step 1" in capsys.readouterr().out
+
+
     with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
         TrainedModel.load(first, tokenizer="bytes")
     assert not (tmp_path / "third").exists()
