@@ -55,7 +55,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
     """Returns the seconds of each part of each step, [steps - warm_up, parts]."""
     layout, marks = tiny.layout(config), np.zeros((config.train.steps, len(PARTS) + 1))
     clock = time.perf_counter
-    with distributed.StopOnSigterm(Phases()) as stop, Checkpoints(config) as checkpoints:
+    with distributed.StopOnSignal(Phases()) as stop, Checkpoints(config) as checkpoints:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
         batches = Batches(config, corpus, batch_sharding(layout))
         training = batches.train()

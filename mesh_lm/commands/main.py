@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import mesh_lm
 from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.launch import EXIT_CANNOT
+from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
 
 PROG = "mesh-lm"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -83,6 +83,16 @@ def run(name: str, argv: Sequence[str]) -> int:
     """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
     command = COMMANDS[name]
     module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
+    """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and status 130."""
+    try:
+        return _run(name, argv)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
     try:
         arguments = getattr(module, f"parse{command.suffix}")(list(argv), f"{PROG} {name}")
         execute = getattr(module, f"run{command.suffix}")

@@ -197,7 +197,7 @@ class CheckpointConfig:
     """When to save checkpoints, which to keep, and whether to resume."""
 
     every: int = 250
-    """Save every N steps; 0: only at the end and on SIGTERM."""
+    """Save every N steps; 0: only at the end and on SIGTERM or Ctrl-C."""
     keep: int = 2
     """Keep the newest N checkpoints."""
     alarm: int = expert(3)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -150,8 +151,8 @@ def prepare(
       vocab: entries of the vocabulary to train, at least 257; ignored if config.tokenizer is set.
       model_vocab: number of ids that the model has; None: no check.
       progress: called with a line of text at each stage.
-
       outputs: directories that the run writes to, and which are no text even if they are below config.path; config.cache always is one.
+
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
         read or has more ids than the model or loses too much of the text, or the cache is full or not writable.
@@ -267,7 +268,7 @@ def _build(
     """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is trained."""
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
     sample, heldout, n_bytes = _read(source, settings["path"])
-    with ThreadPoolExecutor(2) as pool:  # both release the GIL
+    with _threads(2) as pool:  # both release the GIL
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
         if isinstance(tokenizer, int):
             progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
@@ -301,6 +302,18 @@ def _build(
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
+
+
+@contextlib.contextmanager
+def _threads(n: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for which nothing waits if the block raises: an interrupted preparation removes its files without them."""
+    pool = ThreadPoolExecutor(n)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _add(sums: list[int], n: int) -> None:

@@ -25,7 +25,7 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_INTERRUPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import is_loopback
@@ -55,6 +55,10 @@ def run(main: Callable[[T], int], argv: T) -> int:
         status = EXIT_REPLACED if isinstance(error, ReplacedError) else EXIT_STALLED if storage_failed(error) else status
     except FewerNodes:
         status = EXIT_FEWER
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(f"{log_prefix()}stopped by Ctrl-C", file=sys.stderr, flush=True)
+        status = EXIT_INTERRUPTED
     except Exception as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()

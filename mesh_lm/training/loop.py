@@ -63,13 +63,13 @@ def loop(run: Run, step: Step, outer: Callable[[State], State], batches: Iterato
 def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
     phases = Phases()
-    with distributed.StopOnSigterm(phases) as stop:
+    with distributed.StopOnSignal(phases) as stop:
         return _train(config, optimizer, data, callbacks, phases, stop)
 
 
 def _train(
     config: TrainConfig, optimizer: Rule | type | None, data: Dataset | None, callbacks: Sequence[Any], phases: Phases,
-    stop: distributed.StopOnSigterm,
+    stop: distributed.StopOnSignal,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
@@ -159,7 +159,7 @@ class Between:
     """The work between two steps: skipped steps and rollbacks, the user's callbacks, signals, saving, evaluation."""
 
     def __init__(
-        self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
+        self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSignal,
         callbacks: Sequence[Any],
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
@@ -184,8 +184,9 @@ class Between:
         if saving:
             self._save(last=last or stopping)
         if stopping and not last:
-            self._monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
+            self._monitor.note(f"stopped by {self._stop.cause} after step {n}; the same command continues from there")
             run.preempted = True
+            run.interrupted = self._stop.interrupted
         elif not last and (every := run.config.train.eval_every) and n % every == 0 and self._batches.has_heldout:
             self._evaluate(n)
         return run.state
@@ -247,4 +248,5 @@ class Between:
         if self._batches.has_heldout and not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
             self._evaluate(step)
         self._run.preempted = self._stop.requested
+        self._run.interrupted = self._stop.interrupted
         return not self._stop.requested

@@ -178,6 +178,37 @@ def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_saves_and_leaves(arguments, tmp_path: Path) -> None:
+    """`mesh-lm train` on a terminal, which signals the process group: the same command continues. While it is imported there is no
+    traceback either.
+    """
+    command = arguments(tmp_path, train__steps=100_000)[1:]
+    options = [option.replace("--config.", "--") for option in command]
+    process = spawn(["train", "gpt_tiny", *options], ("-m", "mesh_lm"))
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
+    process.send_signal(signal.SIGINT)
+    out = ended(process)
+    assert process.returncode == 130 and "Traceback" not in out, out
+    (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"stopped by Ctrl-C after step {step}; the same command continues from there" in out
+    assert leaves(tmp_path, step)["['step']"] == step
+
+    importing = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *command, "--config=gpt_tiny"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: "jaxlib" in Path(f"/proc/{importing.pid}/maps").read_text(encoding="utf-8"), importing)
+    importing.send_signal(signal.SIGINT)
+    out = ended(importing)
+    assert importing.returncode == 130 and out.count("\n") == 1 and "stopped by Ctrl-C" in out, out
+
+
+def test_ctrl_c_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGINT) or len(list(batches)))
+    assert train.main(arguments(tmp_path, train__eval_every=2)) == 130
+    assert leaves(tmp_path, 3)["['step']"] == 3 and not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
+
+
+@pytest.mark.slow
 def test_a_signal_between_save_and_exit_loses_nothing(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM arrives just after step 2 decided not to save, so step 3 saves."""
     due = loop.Checkpoints.due
@@ -225,6 +256,18 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [4]
 
 
+@pytest.mark.slow
+def test_an_output_below_the_text(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cd corpus; mesh-lm train --data.path=.`: what the first start has written is not text to the second."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(inspect.getsource(json.decoder), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    changes = {"data__path": ".", "data__cache": "cache", "checkpoint__every": 1}
+    assert train.main(arguments(Path("run"), **changes, train__steps=1)) == 0
+    assert train.main(arguments(Path("run"), **changes, train__steps=2)) == 0
+    assert "resumed at step 1" in capsys.readouterr().out
+
+
 def test_bad_steps_are_noticed_however_often_is_evaluated(arguments, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step 2 skipped, .*health.skip_limit=1"):
         train.main(arguments(tmp_path, train__steps=6, train__eval_every=1, optimizer__learning_rate=1e30, health__skip_limit=1))
@@ -256,18 +299,6 @@ def test_a_run_that_starts_from_another(arguments, tmp_path: Path) -> None:
         train.main(arguments(tmp_path / "third", **still, data__tokenizer="bytes"))
     with pytest.raises(ConfigError, match=r"holds neither checkpoints of a run nor a Hugging Face model"):
         train.main(arguments(tmp_path / "third", **still | {"init_from": tmp_path / "nothing"}))
-@pytest.mark.slow
-def test_an_output_below_the_text(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`cd corpus; mesh-lm train --data.path=.`: what the first start has written is not text to the second."""
-    for number in range(40):
-        (tmp_path / f"{number}.txt").write_text(inspect.getsource(json.decoder), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    changes = {"data__path": ".", "data__cache": "cache", "checkpoint__every": 1}
-    assert train.main(arguments(Path("run"), **changes, train__steps=1)) == 0
-    assert train.main(arguments(Path("run"), **changes, train__steps=2)) == 0
-    assert "resumed at step 1" in capsys.readouterr().out
-
-
     with pytest.raises(ConfigError, match=r"bytes is not the tokenizer that .* was trained with"):
         TrainedModel.load(first, tokenizer="bytes")
     assert not (tmp_path / "third").exists()
