@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import mesh_lm
+from mesh_lm import output
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
 
@@ -50,6 +51,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit status; mistakes are one message."""
+    output.accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
     if name in ("--help", "-h", "help"):
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def door(name: str) -> NoReturn:
     """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends it."""
+    output.accept_any_text()
     leave(run(name, sys.argv[1:]))
 
 
@@ -80,9 +83,6 @@ def script() -> NoReturn:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
-    command = COMMANDS[name]
-    module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
     """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and status 130."""
     try:
         return _run(name, argv)
@@ -93,6 +93,9 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
+    """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
+    command = COMMANDS[name]
+    module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
     try:
         arguments = getattr(module, f"parse{command.suffix}")(list(argv), f"{PROG} {name}")
         execute = getattr(module, f"run{command.suffix}")

@@ -54,6 +54,8 @@ class Source:
             digest.update(f"\0{self.field}".encode())
         if self.kind == "directory" and any(map(formats.newly_read, self.files)):
             digest.update(b"\0as what they are")
+        if any(formats.has_mark(self.root / name) for name in self.files):
+            digest.update(b"\0without byte order marks")
         for name in self.files:
             try:
                 if self.size <= _DIGEST_CONTENTS:
@@ -201,7 +203,7 @@ def _text(path: Path) -> str | None:
         with formats.opened(path) as (file, _):
             start = file.read(4096)
             codecs.getincrementaldecoder("utf-8")().decode(start)  # avoids reading all of a large binary file
-            return (start + file.read()).decode()
+            return formats.text(start + file.read())
     except UnicodeDecodeError as error:
         if formats.kind_of(path):
             raise ConfigError(f"{path} is not UTF-8; convert it, or leave it out") from error
@@ -220,7 +222,7 @@ def _txt(path: Path) -> Iterator[Document]:
     """Yields the first 19/20 of the file, up to a line end, and the held-out rest."""
     try:
         with formats.opened(path) as (file, _):
-            text = file.read().decode()
+            text = formats.text(file.read())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
     split = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1

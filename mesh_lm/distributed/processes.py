@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mesh_lm import strict_json
+from mesh_lm import output, strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed import compile_cache, cpu, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
@@ -91,6 +91,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
 
     Raises ConfigError if a device has been used already, a process does not connect, or two differ in config, code or versions.
     """
+    output.accept_any_text()
     Heartbeat(phases or Phases()).start()
     launch = config.launch
     if launch.cpu_devices not in (0, jax.config.values["jax_num_cpu_devices"]):

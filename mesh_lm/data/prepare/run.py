@@ -83,6 +83,8 @@ def prepare(
     }  # fmt: skip
     if any(formats.newly_read(path) for path, _, _ in work.files):
         made_from["reads"] = "json, bz2 and xz as what they are"
+    if any(formats.has_mark(path) for path, _, _ in work.files):
+        made_from["marks"] = "byte order marks are dropped"
     identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     with Unfinished(prefix) as unfinished:
         if facts := _finished(prefix, identity):
