@@ -150,7 +150,8 @@ class GPTDataset:
 
         Args:
           text: tokens [B, W].
-          documents, row, begins: int64 [n], the documents in the order of the windows, their windows, and where they begin in `text.ravel()`.
+          documents, row, begins: int64 [n], the documents in the order of the windows, their windows, and where they begin in
+            `text.ravel()`.
         """
         unmarked = np.zeros(text.size, bool)
         # An empty document may begin where its window ends, and the first of a window begins in column 0.

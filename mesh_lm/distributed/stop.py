@@ -103,7 +103,7 @@ class StopOnSignal:
         return EXIT_INTERRUPTED if self.interrupted else EXIT_PREEMPTED
 
     def _end_at_once(self) -> NoReturn:
-        """Ends the process without a save, as it would be killed; what a checkpoint or a corpus needs is renamed into place when complete."""
+        """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed into place when they are complete."""
         if self._is_interactive:
             raise KeyboardInterrupt
         newest = self._phases.saved

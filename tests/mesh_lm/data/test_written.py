@@ -88,7 +88,7 @@ def test_what_is_known_by_its_contents(text: Path) -> None:
 
 def test_the_output_as_text(text: Path) -> None:
     write_output(text / "run", configured())
-    with pytest.raises(ConfigError, match="^run is what a run of mesh_lm has written, not text; name the directory or the file"):
+    with pytest.raises(ConfigError, match=r"^run is what a run of mesh_lm has written, not text; name the directory or"):
         sources.find("run")
 
 
