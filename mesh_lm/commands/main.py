@@ -8,8 +8,10 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import mesh_lm
@@ -18,6 +20,7 @@ from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
 
 PROG = "mesh-lm"
+_STOPPED = "stopped by Ctrl-C\n"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
@@ -73,13 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def door(name: str) -> NoReturn:
     """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends it."""
-    output.accept_any_text()
+    _prepare_process()
     leave(run(name, sys.argv[1:]))
 
 
 def script() -> NoReturn:
     """The console script `mesh-lm`."""
+    _prepare_process()
     leave(main())
+
+
+def _prepare_process() -> None:
+    """For what this process prints, and for Ctrl-C, unless it is ignored, as by a shell's background jobs."""
+    output.accept_any_text()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an exception passes through their start."""
+    while frame:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, _STOPPED.encode())
+            os._exit(EXIT_INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def run(name: str, argv: Sequence[str]) -> int:
@@ -88,7 +109,7 @@ def run(name: str, argv: Sequence[str]) -> int:
         return _run(name, argv)
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
-            print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+            print(_STOPPED, end="", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
 
 

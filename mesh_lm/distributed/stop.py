@@ -20,6 +20,7 @@ from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopOnSignal:
@@ -109,13 +110,14 @@ class StopOnSignal:
         newest = self._phases.saved
         cure = f"continues from step {newest}" if newest > 0 else "starts again"
         self._say(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
-        os._exit(EXIT_INTERRUPTED)
+        _exit(EXIT_INTERRUPTED)
 
     def _say(self, text: str) -> None:
         """Prints once why this process ends, past the buffers of whatever it was interrupted in."""
         if self._said.acquire(blocking=False):
+            below_bar = "\n" if os.isatty(2) else ""
             with contextlib.suppress(OSError):
-                os.write(2, f"{text}\n".encode())
+                os.write(2, f"{below_bar}{text}\n".encode())
 
     def _watch(self) -> None:
         """Does what the handlers would, while the main thread is in XLA and Python cannot run them."""
@@ -146,10 +148,10 @@ class StopOnSignal:
                 threading.Event().wait(deadline - time.monotonic())
                 break
             if by_interrupt and signal.SIGINT in numbers:
-                os._exit(EXIT_INTERRUPTED)
+                _exit(EXIT_INTERRUPTED)
             by_interrupt |= signal.SIGINT in numbers
         if self._leaving or self._phases.nothing_to_save:
-            os._exit(EXIT_INTERRUPTED if by_interrupt else EXIT_PREEMPTED)
+            _exit(EXIT_INTERRUPTED if by_interrupt else EXIT_PREEMPTED)
 
     def _forked(self) -> None:
         """In a child: its signals are not those of this process, whose pipe it has inherited."""
@@ -169,3 +171,11 @@ class StopOnSignal:
             del self._before[signal.SIGTERM]  # the handler is JAX's
         self._restore()
         os.close(self._writer)  # ends the watcher, unless it has a signal to obey
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process from any thread, and shows the terminal's cursor, which a progress bar hides."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)
+    os._exit(status)

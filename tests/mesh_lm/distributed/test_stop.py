@@ -52,6 +52,7 @@ def run(what, key):
     return 7
 
 running = {}
+terminal, behind = os.openpty()
 by_term = [(what, signal.SIGTERM) for what in ("prepare", "compile", "resumed", "step", "child")]
 by_interrupt = [(what, signal.SIGINT) for what in ("prepare", "compile", "step", "save", "ignored")]
 for what, number in by_term + by_interrupt:
@@ -60,6 +61,8 @@ for what, number in by_term + by_interrupt:
         try:
             if what == "ignored":
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if key == "compile SIGINT":
+                os.dup2(behind, 1)
             code = run("step" if what == "ignored" else what, key)
         except SystemExit as left:
             code = left.code
@@ -75,7 +78,7 @@ time.sleep(0.5)
 os.kill(running["save SIGINT"], signal.SIGINT)
 os.kill(running["ignored SIGINT"], signal.SIGTERM)
 ended = {key: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for key, pid in running.items()}
-print(json.dumps(ended | {"seconds": time.monotonic() - asked}))
+print(json.dumps(ended | {"cursor": os.read(terminal, 64).decode(), "seconds": time.monotonic() - asked}))
 """
 
 
@@ -88,6 +91,7 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     found = json.loads(done.stdout)
     assert found.pop("seconds") < 2 + 10
+    assert found.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
     by_term = {"prepare SIGTERM": 99, "compile SIGTERM": 99, "resumed SIGTERM": 99, "step SIGTERM": 7, "child SIGTERM": 7}
     by_interrupt = {"prepare SIGINT": 130, "compile SIGINT": 130, "step SIGINT": 8, "save SIGINT": 130, "ignored SIGINT": 7}
     assert found == by_term | by_interrupt, done.stderr
@@ -100,6 +104,16 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
         "stopped by SIGTERM in phase compile: there is nothing new to save",
         "stopped by SIGTERM in phase data: there is nothing new to save",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [(str(ROOT / "train.py"), "--config=gpt_tiny"), ("-m", "mesh_lm", "train", "gpt_tiny")])
+def test_ctrl_c_while_jax_is_imported(program: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, *program, f"--output={tmp_path}"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: "jaxlib" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"), process)
+    process.send_signal(signal.SIGINT)
+    assert (ended(process), process.returncode) == ("stopped by Ctrl-C\n", 130)
 
 
 @pytest.mark.slow

@@ -166,46 +166,16 @@ def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 99), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_saves_and_leaves(arguments, tmp_path: Path, number: int, name: str, status: int) -> None:
     process = spawn(arguments(tmp_path, train__steps=100_000))
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out = ended(process)
-    assert process.returncode == 99, out
+    assert process.returncode == status and "Traceback" not in out, out
     (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
+    assert f"stopped by {name} after step {step}; the same command continues from there" in out
     assert leaves(tmp_path, step)["['step']"] == step
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_leaves(arguments, tmp_path: Path) -> None:
-    """`mesh-lm train` on a terminal, which signals the process group: the same command continues. While it is imported there is no
-    traceback either.
-    """
-    command = arguments(tmp_path, train__steps=100_000)[1:]
-    options = [option.replace("--config.", "--") for option in command]
-    process = spawn(["train", "gpt_tiny", *options], ("-m", "mesh_lm"))
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
-    process.send_signal(signal.SIGINT)
-    out = ended(process)
-    assert process.returncode == 130 and "Traceback" not in out, out
-    (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert f"stopped by Ctrl-C after step {step}; the same command continues from there" in out
-    assert leaves(tmp_path, step)["['step']"] == step
-
-    importing = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *command, "--config=gpt_tiny"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    wait_for(lambda: "jaxlib" in Path(f"/proc/{importing.pid}/maps").read_text(encoding="utf-8"), importing)
-    importing.send_signal(signal.SIGINT)
-    out = ended(importing)
-    assert importing.returncode == 130 and out.count("\n") == 1 and "stopped by Ctrl-C" in out, out
-
-
-def test_ctrl_c_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "mean_loss", lambda step, params, batches: os.kill(os.getpid(), signal.SIGINT) or len(list(batches)))
-    assert train.main(arguments(tmp_path, train__eval_every=2)) == 130
-    assert leaves(tmp_path, 3)["['step']"] == 3 and not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
 
 @pytest.mark.slow
@@ -229,17 +199,18 @@ def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monke
         assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
 
 
-def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 99), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int) -> None:
     seen = []
 
     def mean_loss(step, params, batches):
         for batch in batches:
             seen.append(batch)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return 0.0
 
     monkeypatch.setattr(loop, "mean_loss", mean_loss)
-    assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
+    assert train.main(arguments(tmp_path, train__eval_every=2)) == status
     assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
