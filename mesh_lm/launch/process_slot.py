@@ -78,7 +78,7 @@ class ProcessSlot:
     def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> ProcessSlot | None:
         """Returns the slot that flags give, else variables, else what started this process; None if the run has one process.
 
-        That is torchrun, mpirun or Slurm, or anything that sets torchrun's RANK, WORLD_SIZE and MASTER_ADDR, as Kubernetes' PyTorchJob does.
+        That is torchrun, mpirun or Slurm, or whatever sets torchrun's RANK, WORLD_SIZE and MASTER_ADDR, as Kubernetes' PyTorchJob does.
 
         Raises ConfigError if the settings are incomplete or impossible.
         """
@@ -90,14 +90,9 @@ class ProcessSlot:
         if any(given.values()):
             devices = tuple(int(device) for device in environment.get(LOCAL_DEVICES, "").split(",") if device)
             return cls._explicit(given, names, devices or None)
-        for starter in STARTERS:
-            if starter.mark in environment:
-                return cls._started(starter, environment)
-        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-            return cls._slurm(environment)
-        if TORCHRUN.rank in environment and TORCHRUN.size in environment:
-            return cls._started(TORCHRUN, environment)
-        return None
+        if starter := starter_of(environment):
+            return cls._started(starter, environment)
+        return cls._slurm(environment) if _is_step(environment) else None
 
     @classmethod
     def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> ProcessSlot | None:
@@ -153,6 +148,20 @@ class ProcessSlot:
             int(environment["SLURM_PROCID"]),
             _share_of_slurm(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
         )
+
+
+def starter_of(environment: Mapping[str, str]) -> Starter | None:
+    """Returns what has started this process and says so, if anything but Slurm has."""
+    for starter in STARTERS:
+        if starter.mark in environment:
+            return starter
+    # A batch script may export these variables for all of its tasks, whose places only Slurm knows.
+    has_place = TORCHRUN.rank in environment and TORCHRUN.size in environment
+    return TORCHRUN if has_place and not _is_step(environment) else None
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    return int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -175,6 +175,13 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
     assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
+def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
+    with pytest.raises(ConfigError, match=r"^OMPI_COMM_WORLD_SIZE=8: mpirun has started this launcher as one of several, .*; give each of"):
+        job(**OPEN_MPI)
+    assert job(**OPEN_MPI, **NODE).nodes == 4 and job("--nodes=1", **OPEN_MPI).nodes == 1
+    assert job(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1").nodes == 1
+
+
     assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: each worker has its own CPU device"
     with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
