@@ -74,6 +74,18 @@ def test_data_that_is_not_there(here: Path, data: DataConfig, message: str) -> N
         require_ready(given(data))
 
 
+@pytest.mark.parametrize(("encoding", "errors"), [("latin-1", "strict"), ("ascii", "surrogateescape")])
+def test_an_output_whose_name_two_libraries_would_spell_differently(
+    here: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    """In a locale that is not UTF-8; ASCII letters are the same in all of them."""
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode(encoding, errors))
+    data = DataConfig(path="text.txt")
+    require_ready(given(data, output="run"))
+    with pytest.raises(ConfigError, match=r"output=.*: names of this locale are in .*, .*; set the environment variable PYTHONUTF8=1, or"):
+        require_ready(given(data, output="über".encode().decode(encoding, errors)))
+
+
 def test_an_output_that_cannot_be_written(here: Path) -> None:
     """A file in its place, a bucket, and a disk without room; nothing is left behind where it can."""
     data = DataConfig(path="text.txt")

@@ -241,23 +241,23 @@ def test_an_output_below_the_text(arguments, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_locale_that_is_not_utf_8(arguments, tmp_path: Path) -> None:
-    """In the C locale, where Python would encode as ASCII: names, the log, the sample and what is printed are not."""
+    """In the C locale, where Python would encode as ASCII: the text, the log, the sample and what is printed are not."""
     corpus = tmp_path / "naïve.txt"
-    corpus.write_text("".join(f"{number} naïve ≈ ×\n" for number in range(4000)), encoding="utf-8")
+    corpus.write_text("".join(f"{number} naïve ≈ é\n" for number in range(4000)), encoding="utf-8")
     changes = {"data__path": corpus, "data__tokenizer": "bytes", "train__steps": 2, "train__sample_tokens": 32, "train__eval_sequences": 2}
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments(tmp_path / "über", **changes)], stdout=subprocess.PIPE,
+        [sys.executable, str(ROOT / "train.py"), *arguments(tmp_path / "run", **changes)], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=os.environ | locale,
     )  # fmt: skip
     out = ended(process)
     assert process.returncode == 0, out
     assert "already finished" not in out
-    sample = (tmp_path / "über" / "sample.txt").read_text(encoding="utf-8")
+    sample = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
     assert not sample.isascii() and "\\u" not in sample, "bytes that are no character are written as U+FFFD"
-    path = json.loads((tmp_path / "über" / "config.json").read_text(encoding="utf-8"))["data"]["path"]
+    path = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["path"]
     assert os.fsencode(path) == os.fsencode(corpus)
-    assert (tmp_path / "über" / "log.txt").read_bytes().decode()
+    assert (tmp_path / "run" / "log.txt").read_bytes().decode()
 
 
 def test_bad_steps_are_noticed_however_often_is_evaluated(arguments, tmp_path: Path) -> None:
