@@ -156,9 +156,10 @@ class GPTDataset:
         unmarked = np.zeros(text.size, bool)
         # An empty document may begin where its window ends, and the first of a window begins in column 0.
         is_inside = (begins > row * self._width) & (begins < (row + 1) * self._width)
-        follows = np.flatnonzero(is_inside)
-        is_unmarked = self._text.ends_document(documents[follows - 1]) & (text.ravel()[begins[follows] - 1] != self._eod)
-        unmarked[begins[follows[is_unmarked]]] = True
+        followers = np.flatnonzero(is_inside)
+        followers = followers[text.ravel()[begins[followers] - 1] != self._eod]
+        followers = followers[self._text.ends_document(documents[followers - 1])]
+        unmarked[begins[followers]] = True
         return unmarked.reshape(text.shape)
 
 

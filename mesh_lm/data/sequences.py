@@ -107,7 +107,8 @@ class Sequences:
         stop = self._text.offsets.search(np.minimum(starts + self.seq_len, self._text.n_tokens))
         row, document = ranges(first, stop)
         begins = self._text.offsets[document]
-        is_unmarked = self._text.ends_document(document - 1) & (tokens.take(begins - 1) != self._eod)
+        is_unmarked = tokens.take(begins - 1) != self._eod
+        is_unmarked[is_unmarked] = self._text.ends_document(document[is_unmarked] - 1)
         # Column 0 is the token before the first label.
         unmarked[row[is_unmarked], (begins - starts[row] + 1)[is_unmarked]] = True
         return unmarked
