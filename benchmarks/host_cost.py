@@ -92,7 +92,7 @@ def main() -> int:
     steps, warm_up = (60, 10) if arguments.quick else (3000, 200)
     with tempfile.TemporaryDirectory(prefix="host-cost-") as directory:
         config = tiny.config(Path(directory), arguments.quick, warm_up + steps)
-        with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
+        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             rows = rows_of(measure(config, warm_up))
     holds = "met" if rows[-1]["median_ms"] <= TARGET_MS else "MISSED"
     note = (

@@ -272,7 +272,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return 0
     try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listing = subprocess.run([tool, "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:  # a node with a failed GPU must not count as a CPU node
         why = f"cannot count the GPUs of {socket.gethostname()}: {error}; if it has none, use --devices or JAX_PLATFORMS=cpu"
         raise RuntimeError(why) from error

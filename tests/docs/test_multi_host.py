@@ -22,7 +22,7 @@ from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
 
 

@@ -120,7 +120,9 @@ def test_a_blend_in_which_one_prefix_has_no_eod(tmp_path: Path, extra: bool) -> 
     data = DataConfig(
         blend=blend, split="80,20", documents="megatron", mask_document_start=True, cache=str(tmp_path / "cache"), add_extra_token=extra
     )
-    config = TrainConfig(DecoderConfig(vocab_size=50, seq_len=40), str(tmp_path / "run"), data=data, train=TrainLoop(global_batch=4, steps=5))
+    config = TrainConfig(
+        DecoderConfig(vocab_size=50, seq_len=40), str(tmp_path / "run"), data=data, train=TrainLoop(global_batch=4, steps=5)
+    )
     corpus = MegatronCorpus(data)
     for order, is_training in ((corpus.training_order(config, None, 20), True), (corpus.heldout_order(config), False)):
         rows = RowReader(order, eod=corpus.eod, documents="megatron", mask_document_start=True)

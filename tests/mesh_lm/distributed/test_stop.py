@@ -119,7 +119,7 @@ def test_ctrl_c_while_jax_is_imported(program: tuple[str, ...], tmp_path: Path) 
 @pytest.mark.slow
 def test_train_py_stops_while_it_compiles(tmp_path: Path) -> None:
     """A run without a launcher ends with 99 in its first compilation, and leaves no checkpoint; the same command then begins."""
-    (tmp_path / "corpus.txt").write_text((ROOT / "mesh_lm" / "launch" / "controller.py").read_text())
+    (tmp_path / "corpus.txt").write_text((ROOT / "mesh_lm" / "launch" / "controller.py").read_text(encoding="utf-8"), encoding="utf-8")
     command = [
         sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/gpt_tiny.py", f"--data.path={tmp_path}/corpus.txt",
         f"--data.cache={tmp_path}/cache", f"--output={tmp_path}/run", "--launch.compile_cache=", "--data.tokenizer_vocab=512",

@@ -134,7 +134,11 @@ def test_tasks_here() -> None:
         ),
         ({}, {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=4 must be 0 to WORLD_SIZE - 1 = 3"),
         ({}, {"RANK": "one", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=one: torchrun gives each process an integer; unset its"),
-        ({}, {"RANK": "1", "WORLD_SIZE": "4"}, "RANK=1 and WORLD_SIZE=4: torchrun has started this process, but does not say on which host"),
+        (
+            {},
+            {"RANK": "1", "WORLD_SIZE": "4"},
+            "RANK=1 and WORLD_SIZE=4: torchrun has started this process, but does not say on which host",
+        ),
         (
             {},
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -171,10 +175,6 @@ def test_where_a_launcher_is() -> None:
         job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
 
 
-def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
-    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
-    assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
 def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
     with pytest.raises(ConfigError, match=r"^OMPI_COMM_WORLD_SIZE=8: mpirun has started this launcher as one of several, .*; give each of"):
         job(**OPEN_MPI)
@@ -182,6 +182,10 @@ def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
     assert job(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1").nodes == 1
 
 
+def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
+    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
+    assert job().devices_of(0, eight) == "" and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
     assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", "no GPU: each worker has its own CPU device"
     with pytest.raises(ConfigError, match="divided equally among its 3 workers; start one worker per node, or one per GPU"):
         job("--per-node=3").devices_of(0, eight)
@@ -191,10 +195,13 @@ def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
     assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == gpus_here({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}) == 0
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n",
+        encoding="utf-8",
+    )
     tool.chmod(0o755)
     assert gpus_here({"PATH": str(tmp_path)}) == 2
-    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match=f"cannot count the GPUs of {socket.gethostname()}: .*exit status 9"):
         gpus_here({"PATH": str(tmp_path)})
     assert job().devices_of(0, {"PATH": str(tmp_path)}) == "", "one process takes what JAX finds"

@@ -82,7 +82,7 @@ class Runner:
 
     def _answer(self, line: str) -> tuple[str, str]:
         if self.process is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.said.open("w")}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.said.open("w", encoding="utf-8")}
             environ = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") | {"XLA_FLAGS": ""}
             environ["XLA_FLAGS"] = f"{environment()['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
             self.process = subprocess.Popen([sys.executable, str(SCRIPT)], text=True, env=environ, **pipes)
@@ -101,7 +101,7 @@ class Runner:
         process.kill()
         process.wait()
         self.process = None
-        return "hung" if hung else "aborted", self.said.read_text()[-3000:]
+        return "hung" if hung else "aborted", self.said.read_text(encoding="utf-8")[-3000:]
 
     def close(self) -> None:
         if self.process:

@@ -38,7 +38,7 @@ def test_a_config_of_a_size_has_no_data_of_its_own(name: str) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: a text of two documents, and the same text as Megatron's files."""
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("one\ntwo\n")
+    Path("text.txt").write_text("one\ntwo\n", encoding="utf-8")
     Path("empty.jsonl").touch()
     Path("data").mkdir()
     write_documents("data/web", [np.arange(1000)] * 2, vocab=1000)

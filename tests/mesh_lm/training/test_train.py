@@ -38,7 +38,7 @@ SHRUNK = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    path.write_text(inspect.getsource(argparse))
+    path.write_text(inspect.getsource(argparse), encoding="utf-8")
     return path
 
 
@@ -55,7 +55,7 @@ def arguments(text: Path):
 
 
 def metrics(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def losses(output: Path) -> list[float]:
