@@ -8,8 +8,17 @@ The command is also `mesh-lm train`, and in Python `mesh_lm.train(config)`. Read
 in sight, and everything that a run is made of is made in order.
 """
 
+from collections.abc import Sequence
+
 from mesh_lm.commands.main import door
-from mesh_lm.commands.train import main as main
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status of a run with these arguments. Raises ConfigError."""
+    from mesh_lm.commands import train  # here, so that Ctrl-C while it imports JAX is answered by `door`
+
+    return train.main(argv)
+
 
 if __name__ == "__main__":
     door("train")

@@ -66,15 +66,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True, help="of all of CI")
     parser.add_argument("--write", action="store_true", help="write .ci/yardstick.json")
     arguments = parser.parse_args()
-    text = arguments.parts.read_text() if arguments.parts.exists() else ""
+    text = arguments.parts.read_text(encoding="utf-8") if arguments.parts.exists() else ""
     parts = read_parts(text)
     measured = measurement(parts, read_yardsticks(text), cores(), cpu())
-    committed = read_measurement(COMMITTED.read_text()) if COMMITTED.exists() else None
+    committed = read_measurement(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.exists() else None
     print("\n".join(report(parts, arguments.seconds, measured, committed)))
     if arguments.write:
         if measured is None:
             parser.error("the README's test command or the yardstick did not run to its end")
-        COMMITTED.write_text(written(measured, datetime.date.today()))
+        COMMITTED.write_text(written(measured, datetime.date.today()), encoding="utf-8")
     return 0
 
 
@@ -166,7 +166,7 @@ def cores() -> int:
 def cpu() -> str:
     """Returns the name of the processor."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.machine()
     named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

@@ -113,7 +113,9 @@ def kept(record: Record) -> dict[str, Row]:
 
 
 def rows_of(path: Path) -> dict[str, Row]:
-    return {row["config"]: row for row in json.loads(path.read_text())["tables"]["Compiled"]["rows"]} if path.is_file() else {}
+    return (
+        {row["config"]: row for row in json.loads(path.read_text(encoding="utf-8"))["tables"]["Compiled"]["rows"]} if path.is_file() else {}
+    )
 
 
 def in_a_process(bar: Bar, on: str) -> Row:

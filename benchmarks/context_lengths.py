@@ -138,7 +138,7 @@ def main() -> int:
         collect(args)
     if not args.quick:
         source = context_page.newest()
-        data = json.loads(source.read_text())
+        data = json.loads(source.read_text(encoding="utf-8"))
         context_page.write(data, source.name)
         context_chart.draw(data, context_page.CHART)
     return 0
@@ -148,7 +148,7 @@ def collect(args: Any) -> None:
     """Compiles the rows that have no results yet; results are written after each row."""
     record = Record(f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}")
     known = record.directory / f"{record.stem}.json"
-    tables: Mapping[str, Any] = json.loads(known.read_text())["tables"] if known.is_file() and not args.again else {}
+    tables: Mapping[str, Any] = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() and not args.again else {}
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
     wanted = list(subjects())
     if args.quick:

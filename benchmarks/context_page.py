@@ -22,8 +22,8 @@ def newest() -> Path:
 
 def write(data: Mapping[str, Any], source: str) -> None:
     """Replaces what is between the two marks of the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{figures(data, source)}{END}{rest.partition(END)[2]}")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{figures(data, source)}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def figures(data: Mapping[str, Any], source: str) -> str:

@@ -52,7 +52,7 @@ def train(output: str, steps: int, words: list[str]) -> list[str]:
 def about(name: str, directory: Path, command: list[str], every: int) -> Row:
     """Returns a row. every: steps between two sums over both devices; 0: none."""
     config, output = load("configs/gpt_tiny.py"), directory / command[2].partition("=")[2]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     (heldout,) = (line["heldout_loss"] for line in lines if "heldout_loss" in line)
     sent = wire_bytes(4 * config.model.n_params(), ISLANDS, every) if every else 0.0
     row: Row = {"run": name, "heldout_nats_per_token": heldout, "sent_bytes_per_device_and_step": sent}

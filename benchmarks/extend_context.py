@@ -38,7 +38,9 @@ def main() -> int:
         text = place / "text"
         text.mkdir()
         for name in TEXTS[-1:] if args.quick else TEXTS:
-            (text / name.replace(".py", ".txt")).write_text((Path(np.__file__).parent / "lib" / name).read_text())
+            (text / name.replace(".py", ".txt")).write_text(
+                (Path(np.__file__).parent / "lib" / name).read_text(encoding="utf-8"), encoding="utf-8"
+            )
         more = ["--init-from=short", "--optimizer.learning-rate=4e-3", "--optimizer.warmup-steps=10"]
         runs = {
             "short": (SHORT, STEPS, []),
@@ -53,7 +55,7 @@ def main() -> int:
             called(command, place)
             seconds = time.monotonic() - begin
             called(["evaluate", f"--checkpoint={output}", "--text=text", "--json=score.json"], place)
-            score = json.loads((place / "score.json").read_text())
+            score = json.loads((place / "score.json").read_text(encoding="utf-8"))
             rows.append(about(name, length, steps, seconds, score) | {"command": " ".join(["mesh-lm", *command])})
             record.table("Loss on long texts", rows, f"of {len([*text.iterdir()])} files, in windows of seq_len that half overlap.")
             record.write()

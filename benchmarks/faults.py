@@ -182,7 +182,7 @@ def page(results: list[tuple[str, dict[str, Any]]]) -> str:
 
 def newest() -> list[tuple[str, dict[str, Any]]]:
     """Returns the names and contents of all results, oldest first. Raises FileNotFoundError if there are none."""
-    found = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("faults_*.json"))]
+    found = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("faults_*.json"))]
     if not found:
         raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
     return sorted(found, key=lambda each: each[1]["date"])
@@ -220,7 +220,7 @@ def main() -> int:
     record.table("Tests", rows, "Every test of every run.", show=False)
     record.write()
     if arguments.output == RESULTS:
-        PAGE.write_text(page(newest()))
+        PAGE.write_text(page(newest()), encoding="utf-8")
     complete = bool(some) or {row["fault"] for row in rows} == {*FAULTS}
     return 0 if complete and "failed" not in {row["outcome"] for row in rows} else 1
 

@@ -122,7 +122,9 @@ def _become(run: Callable[[], int | None], streams: tuple[int, ...], env: Mappin
             os.dup2(stream, number)
         os.closerange(3, 1024)
         # New objects, because a thread of the parent may hold the locks of the old ones.
-        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
         if env is not None:
             os.environ.clear()
             os.environ.update(env)

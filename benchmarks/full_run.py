@@ -25,7 +25,7 @@ import tiers
 
 PYTHON = sys.executable
 PYTEST = [PYTHON, "-m", "pytest", "-rs"]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
 """The versions that pyproject.toml promises."""
 FOLDERS = ("tests/pallas_kernels", "tests/sharding_rules", "tests/mesh_lm")
@@ -99,7 +99,7 @@ def passed_before(directory: Path) -> dict[str, Row]:
     records = sorted(directory.glob("full_run_*.json"), key=lambda path: path.stat().st_mtime)
     if not records:
         return {}
-    rows = json.loads(records[-1].read_text())["tables"]["Parts"]["rows"]
+    rows = json.loads(records[-1].read_text(encoding="utf-8"))["tables"]["Parts"]["rows"]
     return {row["part"]: row for row in rows if row["part"] in PARTS and row["status"] == 0}
 
 

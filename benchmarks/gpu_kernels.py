@@ -195,7 +195,7 @@ def sanitized(lab: Lab, command: list[str], kernel: str) -> Row:
     under = [*command, "--target-processes", "all", "--print-limit", "3", "--log-file", str(log)]
     options: Row = {"variants": [{"kernel": kernel}], "dry_run": lab.dry_run, "reruns": 0}
     ran = lab.run("smoke", worker=KERNELS, under=under, **options)
-    text = log.read_text() if log.exists() else ""
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
     total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
     if not ran or not total:
         return {"error": f"no result: {' '.join(text.split())[-200:] or 'no message'}"}
@@ -260,7 +260,7 @@ def counted(lab: Lab, command: list[str], metrics: Sequence[str], about: Row, pe
     under += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(metrics)]
     shape = {name: x for name, x in about.items() if name != "way"}
     lab.run("profile", worker=KERNELS, under=under, shape=shape, peer=peer, way=about["way"], dry_run=lab.dry_run)
-    row = counters(log.read_text() if log.exists() else "")
+    row = counters(log.read_text(encoding="utf-8") if log.exists() else "")
     if "error" in row:
         lab.problems.append(f"ncu, {about['mask']} {about['head_dim']} {about['way']}: {row['error']}")
     return row

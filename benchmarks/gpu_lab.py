@@ -190,7 +190,7 @@ class Lab:
 
     def note(self, problem: str, err: Path) -> None:
         """Records a problem with the last line of a process's stderr, and keeps the end of the stderr for the results."""
-        log = err.read_text().strip()
+        log = err.read_text(encoding="utf-8").strip()
         for path in (self.directory, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()):
             log = log.replace(f"{path}/", "")
         self.problems.append(f"{problem}: {log.splitlines()[-1][:400] if log else 'no message'}")
@@ -230,7 +230,7 @@ class Lab:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         python = os.environ.get("TORCH_PYTHON", sys.executable) if worker.startswith("torch") else sys.executable
         command = [*under, python, str(ROOT / "benchmarks" / worker), task, json.dumps(arguments)]
-        with out.open("w") as stdout, err.open("w") as stderr:
+        with out.open("w", encoding="utf-8") as stdout, err.open("w", encoding="utf-8") as stderr:
             if self.forks:
                 run = partial(script, *command[1:])
                 return Forked(run, stdin=stdin, stdout=stdout, stderr=stderr, env=environment), out, err  # type: ignore[return-value]
@@ -238,7 +238,7 @@ class Lab:
 
     def rows(self, out: Path) -> list[Row]:
         """Returns the rows that a task has printed so far, without an incomplete last line."""
-        lines = [line.partition(" ") for line in out.read_text().rpartition("\n")[0].splitlines()]
+        lines = [line.partition(" ") for line in out.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()]
         self.modules |= {name for kind, _, text in lines if kind == "MODULES" for name in json.loads(text)}
         return [self.with_power(json.loads(text)) for kind, _, text in lines if kind == "ROW"]
 

@@ -26,7 +26,7 @@ class Earlier:
         self.path, identity = path, {"kind": kind, "kernels": kernels_digest()}
         self.data: dict[str, Any] = {"identity": identity, "parts": {}, "rows": {}}
         if use and path.exists():
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             if found["identity"] == identity:
                 self.data = found
             else:
@@ -59,7 +59,7 @@ class Earlier:
         """Writes the file. A crash leaves the old one or the new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1))
+        part.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
         part.replace(self.path)
 
 

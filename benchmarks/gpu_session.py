@@ -81,7 +81,7 @@ def locked(directory: Path) -> Iterator[str]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(directory / LOCK, "a+")  # noqa: SIM115 - closed below, or by the end of the process
+        file = open(directory / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, or by the end of the process
     except OSError:
         yield ""
         return
@@ -232,7 +232,7 @@ def _problem(ended: Ended, limit: float, done: list[Row], log: Path) -> str:
     if done:
         return ""
     with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         return f"exit status {ended.status}: {lines[-1][:300] if lines else 'no message'}"
     return f"exit status {ended.status}"
 
@@ -243,7 +243,7 @@ def run_group(start: Callable[[IO[str]], subprocess.Popen[bytes]], limit: float,
     start: takes a file for the standard error. take: gets the process's lines.
     """
     began = time.monotonic()
-    with log.open("w") as stderr:
+    with log.open("w", encoding="utf-8") as stderr:
         process = start(stderr)
     assert process.stdin and process.stdout
     try:

@@ -128,7 +128,9 @@ class TrainRun:
         text = "stdlib"
         if self.lab.dry_run:  # a small part of the same
             path = self.lab.directory / "text.txt"
-            path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
+            path.write_text(
+                Path(json.__file__).read_text(encoding="utf-8") + Path(subprocess.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+            )
             text = str(path)
         options = {f"{section}.{name}": value for section, values in self.fields().items() for name, value in values.items()}
         options |= {"train.log_every": 1, "train.sample_tokens": 0, "train.eval_every": 0, "checkpoint.every": self.every}
@@ -211,7 +213,7 @@ class TrainRun:
         differ = [step for step in repeated if self.before[step]["loss"] != after[step]["loss"]]
         self.row |= {"resumed_at": self.resumed_at, "written_again_s": written_s, "steps_made_twice": len(repeated)}
         self.row |= {"losses_that_differ": len(differ), "status_of_sigterm": ended}
-        if f"resumed at step {self.resumed_at}" not in log.read_text():
+        if f"resumed at step {self.resumed_at}" not in log.read_text(encoding="utf-8"):
             return f"it did not resume at step {self.resumed_at}"
         if ended != SAVED_ON_SIGTERM:
             return f"SIGTERM ended it with status {ended}: {last_line(log)}"
@@ -242,7 +244,7 @@ class TrainRun:
             process.kill()
             process.wait()
             status = None
-        return status, log.read_text(errors="replace")
+        return status, log.read_text(errors="replace", encoding="utf-8")
 
 
 PROMPT = "def read("
@@ -261,7 +263,7 @@ def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path
     """Starts Python with these words in the root of the repository. Returns (process, its log)."""
     log = lab.directory / f"{next(lab.n)}-train.py"
     environment = train_environment(lab)
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         if lab.forks:
             run = partial(script, *command)
             return Forked(run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment), log  # type: ignore[return-value]
@@ -271,7 +273,7 @@ def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path
 
 def last_line(log: Path) -> str:
     """Returns the last line of a process's output."""
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
     return lines[-1][:300] if lines else "no message"
 
 
@@ -283,7 +285,7 @@ def steps_saved(output: Path) -> list[int]:
 def metrics(output: Path) -> dict[int, Row]:
     """Returns step -> the row of metrics.jsonl that has its loss."""
     path = output / "metrics.jsonl"
-    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
     return {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
 
 

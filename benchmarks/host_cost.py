@@ -55,7 +55,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
     """Returns the seconds of each part of each step, [steps - warm_up, parts]."""
     layout, marks = tiny.layout(config), np.zeros((config.train.steps, len(PARTS) + 1))
     clock = time.perf_counter
-    with distributed.StopOnSigterm(Phases()) as stop, Checkpoints(config) as checkpoints:
+    with distributed.StopOnSignal(Phases()) as stop, Checkpoints(config) as checkpoints:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
         batches = Batches(config, corpus, batch_sharding(layout))
         training = batches.train()
@@ -92,7 +92,7 @@ def main() -> int:
     steps, warm_up = (60, 10) if arguments.quick else (3000, 200)
     with tempfile.TemporaryDirectory(prefix="host-cost-") as directory:
         config = tiny.config(Path(directory), arguments.quick, warm_up + steps)
-        with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
+        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             rows = rows_of(measure(config, warm_up))
     holds = "met" if rows[-1]["median_ms"] <= TARGET_MS else "MISSED"
     note = (

@@ -53,7 +53,7 @@ def model(quick: bool) -> DecoderConfig:
 
 def synthesise(directory: Path, config: DecoderConfig) -> None:
     """Writes random weights in bf16, one file per layer, without holding the full model."""
-    (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")))
+    (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")), encoding="utf-8")
     sizes = {"D": config.d_model, "N": config.n_heads, "K": config.kv_heads, "H": config.d_head, "F": config.d_mlp, "V": config.vocab_size}
     random, where = np.random.default_rng(0), {}
     rows = [row for row in LLAMA.mappings if ".qkv." not in row.param]
@@ -67,7 +67,7 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
         file = f"model-{i + 1}.safetensors"
         files.write(directory / file, tensors)
         where |= dict.fromkeys(tensors, file)
-    (directory / files.INDEX).write_text(json.dumps({"weight_map": where}))
+    (directory / files.INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
 
 
 class Peak:
@@ -90,7 +90,7 @@ class Peak:
 
 
 def anonymous() -> int:
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])  # type: ignore[index]
 
 
 def settle() -> None:

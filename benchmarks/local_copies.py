@@ -116,7 +116,7 @@ def main() -> int:
         policy = CheckpointConfig(local=str(Path(directory) / "local"), local_every=every)
         run = dataclasses.replace(run, model=model, checkpoint=policy, train=dataclasses.replace(run.train, global_batch=4))
         load = os.getloadavg()[0]
-        with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
+        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             seconds, blocking, copying, size = measure(run, rounds, every, ports.get(), peer)
         other.kill()
     rows = [

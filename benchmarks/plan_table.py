@@ -91,7 +91,7 @@ def main() -> None:
         return
     if args.check:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        sys.exit("\n".join(stale(json.loads(plan_page.newest().read_text()))) or None)
+        sys.exit("\n".join(stale(json.loads(plan_page.newest().read_text(encoding="utf-8")))) or None)
     if not args.page:
         collect(args)
     if not args.quick:
@@ -107,7 +107,7 @@ def collect(args: Any) -> None:
     known = record.directory / f"{record.stem}.json"
     if args.only and not args.quick and not known.is_file():
         known = plan_page.newest()
-    before = json.loads(known.read_text())["tables"] if known.is_file() else {}
+    before = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
     done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
     wanted = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
@@ -159,14 +159,14 @@ def changed(subject: Subject, row: Row) -> list[str]:
 def write_page() -> None:
     source = plan_page.newest()
     record = Record("plan_table", source.parent)
-    record.stem, record.data = source.stem, restated(json.loads(source.read_text()))
+    record.stem, record.data = source.stem, restated(json.loads(source.read_text(encoding="utf-8")))
     record.write()
     data = record.data
     have = {row["name"] for table in data["tables"].values() for row in table["rows"]}
     if missing := [s.name for s in SUBJECTS if s.name not in have]:
         print(f"the page is not written yet: results are missing for {', '.join(missing)}")
         return
-    plan_page.PAGE.write_text(plan_page.page(data, source.name))
+    plan_page.PAGE.write_text(plan_page.page(data, source.name), encoding="utf-8")
     plan_chart.draw(data, plan_page.CHART)
     print(f"wrote {plan_page.PAGE.relative_to(ROOT)} and {plan_page.CHART.relative_to(ROOT)}")
 
@@ -329,7 +329,7 @@ def least_bytes(config: Any) -> float | None:
 
 def resident() -> int:
     """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of this one would include its parent's."""
-    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     return (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024 if found else 0
 
 

@@ -101,7 +101,7 @@ class Record:
         lines += ["", *("\n" + markdown(title, table["rows"], table["note"]) for title, table in self.data["tables"].items())]
         for suffix, text in ((".json", json.dumps(self.data, indent=1)), (".md", "\n".join(lines) + "\n")):
             part = self.directory / f".{self.stem}{suffix}.part"
-            part.write_text(text)
+            part.write_text(text, encoding="utf-8")
             part.replace(self.directory / f"{self.stem}{suffix}")
         return self.directory / f"{self.stem}.json"
 
@@ -147,6 +147,6 @@ def _plain(value: Any) -> str:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -40,7 +40,7 @@ def main() -> int:
     args = options(__doc__ or "").parse_args()
     record = Record(f"reduced_loss{'-quick' * args.quick}", args.output)
     known = record.directory / f"{record.stem}.json"
-    rows: list[Row] = json.loads(known.read_text())["tables"][RUNS]["rows"] if known.is_file() else []
+    rows: list[Row] = json.loads(known.read_text(encoding="utf-8"))["tables"][RUNS]["rows"] if known.is_file() else []
     done = {(row["sums"], row["seed"], row["learning_rate"]) for row in rows}
     for rate, seed, sums in itertools.product(RATES, SEEDS, RULES):
         if (sums, seed, rate) not in done and not (args.quick and (rate, seed) != (RATES[0], SEEDS[0])):
@@ -65,7 +65,7 @@ def trained(sums: str, seed: int, rate: float, steps: int) -> Row:
         done = subprocess.run(called, cwd=place, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
-        lines = [json.loads(line) for line in (Path(place) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (Path(place) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     held_out = next(line["heldout_loss"] for line in reversed(lines) if "heldout_loss" in line)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == steps

@@ -155,7 +155,7 @@ def collect(args: Any) -> None:
     """Compiles the rows that have no results yet; results are written after each row."""
     record = Record(f"reductions{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}")
     known = record.directory / f"{record.stem}.json"
-    tables: Mapping[str, Any] = json.loads(known.read_text())["tables"] if known.is_file() else {}
+    tables: Mapping[str, Any] = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
     wanted = [one for one in subjects() if not args.quick or (one.table == ONE and "int8" in one.form)]
     for subject in wanted:

@@ -21,17 +21,17 @@ def newest(name: str) -> Path:
 
 def write() -> None:
     """Replaces what is between the marks of the page."""
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     for name, (begin, end) in MARKS.items():
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}{figures(name)}{end}{rest.partition(end)[2]}"
-    PAGE.write_text(text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def figures(name: str) -> str:
     """Returns the tables between two marks, from the newest results."""
     source = newest(name)
-    data = json.loads(source.read_text())
+    data = json.loads(source.read_text(encoding="utf-8"))
     made = f"The figures are made by `python benchmarks/{name}.py` from [these raw\nresults](../benchmarks/results/{source.name}).\n"
     return "\n\n".join([made.rstrip(), *(_bytes if name == "reductions" else _losses)(data["tables"]), ""])
 

@@ -74,7 +74,7 @@ def main() -> int:
     pairs, every = (1, 5) if arguments.quick else (4, EVERY)
     with tempfile.TemporaryDirectory(prefix="save-cost-") as directory:
         run = config(Path(directory), arguments.quick)
-        with (Path(directory) / "log").open("w") as log, contextlib.redirect_stdout(log):
+        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             seconds, blocking, digesting, state = measure(run, pairs, every)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     rows = [

@@ -219,7 +219,7 @@ def main() -> int:
     record.table("Where the time went", [{"phase": phase, "seconds": value} for phase, value in spent["seconds"].items()],
                  goodput.describe(spent))  # fmt: skip
     record.write()
-    (arguments.output / f"{record.stem}.log").write_text(log)
+    (arguments.output / f"{record.stem}.log").write_text(log, encoding="utf-8")
     return 0 if same and len(rows) >= (1 if arguments.quick else len(FAULTS)) else 1
 
 

@@ -21,7 +21,7 @@ MODEL = {"n_layers": 1, "d_model": 32, "seq_len": 64, "vocab_size": 512, "loss_c
 def text(directory: Path) -> Path:
     """Writes a small corpus: the source of mesh_lm as one file."""
     path = directory / "text.txt"
-    path.write_text("\n".join(file.read_text() for file in sorted((ROOT / "mesh_lm").glob("**/*.py"))))
+    path.write_text("\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "mesh_lm").glob("**/*.py"))), encoding="utf-8")
     return path
 
 

@@ -1,6 +1,6 @@
 """A small Llama for two CPU cores, which learns Python from the source of the standard library in a few minutes."""
 
-from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 
 
@@ -24,4 +24,5 @@ def get_config() -> TrainConfig:
         train=TrainLoop(steps=600, global_batch=16, eval_every=200),
         optimizer=OptimizerConfig(learning_rate=8e-3, warmup_steps=60, final_fraction=0.05),
         data=DataConfig(path="stdlib", tokenizer_vocab=4096),
+        checkpoint=CheckpointConfig(every=50),
     )

@@ -21,7 +21,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages outside docs/, and every other file of the repository that a page links to."""
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     for source, uri in PAGES.items():
-        texts[source] = (ROOT / source).read_text()
+        texts[source] = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, uri, content=for_site(texts[source], source)))
     for source, text in texts.items():
         for _, target, _ in _LINK.findall(_prose(text)):

@@ -20,7 +20,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/\0]+)")
 def write(directory: Path) -> None:
     """Lists all files of a directory. Raises OSError."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != NAME)
-    (directory / NAME).write_text("".join(f"{file_digest(path)}  {path.name}\n" for path in files))
+    (directory / NAME).write_text("".join(f"{file_digest(path)}  {path.name}\n" for path in files), encoding="utf-8")
 
 
 def problems(directory: Path, names: Iterable[str]) -> list[str]:
@@ -29,7 +29,7 @@ def problems(directory: Path, names: Iterable[str]) -> list[str]:
     Raises OSError.
     """
     try:
-        lines = (directory / NAME).read_text(errors="replace").splitlines()
+        lines = (directory / NAME).read_text(errors="replace", encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     listed, found = {match[2]: match[1] for line in lines if (match := _LINE.fullmatch(line))}, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -31,6 +32,8 @@ ConfigReader = Callable[[list[str], Rules, str, int], Report]
 
 def main(argv: list[str]) -> int:
     """Runs `python -m sharding_rules` with these arguments and returns the exit status. A user's mistake prints one message."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack characters of the report
     parser = argparse.ArgumentParser("python -m sharding_rules", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     _report_options(commands.add_parser("report", help="compile a function of a Python file, and show the report", allow_abbrev=False))

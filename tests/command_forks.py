@@ -52,11 +52,11 @@ class Forks:
         assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as directory:
             streams = {name: str(Path(directory) / name) for name in ("input", "output", "errors")}
-            Path(streams["input"]).write_text(stdin)
+            Path(streams["input"]).write_text(stdin, encoding="utf-8")
             request = {"words": words, "cwd": str(cwd), "environment": environment, "seconds": timeout, **streams}
             print(json.dumps(request), file=self._process.stdin, flush=True)
             status = json.loads(self._process.stdout.readline())
-            output, errors = (Path(streams[name]).read_text() for name in ("output", "errors"))
+            output, errors = (Path(streams[name]).read_text(encoding="utf-8") for name in ("output", "errors"))
         if status is None:
             raise subprocess.TimeoutExpired(words, timeout, output, errors)
         return subprocess.CompletedProcess(words, status, output, errors)
@@ -85,7 +85,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
             Path(request[name]).touch()
         for descriptor, name, flags in ((0, "input", os.O_RDONLY), (1, "output", os.O_WRONLY), (2, "errors", os.O_WRONLY)):
             os.dup2(os.open(request[name], flags), descriptor)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115, the server's has read ahead
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, the server's has read ahead
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])

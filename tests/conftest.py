@@ -44,7 +44,7 @@ hypothesis.settings.register_profile("any machine", deadline=None, suppress_heal
 hypothesis.settings.load_profile("any machine")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles: list[str] = []
-_COSTS: dict[str, dict[str, dict[str, float]]] = json.loads((Path(__file__).parent / "seconds.json").read_text())
+_COSTS: dict[str, dict[str, dict[str, float]]] = json.loads((Path(__file__).parent / "seconds.json").read_text(encoding="utf-8"))
 _FRAMES = jax.config.jax_traceback_in_locations_limit
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **kwargs: _compiles.append(event) if event == _COMPILE_EVENT else None

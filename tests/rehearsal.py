@@ -23,10 +23,10 @@ def rehearsed(name: str, tmp_path: Path, parts: list[str], *arguments: str) -> t
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert "imported though a GPU machine may lack it: nothing" in done.stdout
     (results,) = tmp_path.glob(f"{name}-dry-run_*.json")
-    record = json.loads(results.read_text())
+    record = json.loads(results.read_text(encoding="utf-8"))
     assert [(row["part"], row["status"]) for row in record["tables"]["Parts"]["rows"]] == [(part, "ok") for part in parts]
-    text = results.with_suffix(".md").read_text()
+    text = results.with_suffix(".md").read_text(encoding="utf-8")
     assert all(f"## {title}" in text for title in record["tables"])
     for private in (str(ROOT), str(tmp_path), os.uname().nodename):
-        assert private not in text and private not in results.read_text()
+        assert private not in text and private not in results.read_text(encoding="utf-8")
     return {title: table["rows"] for title, table in record["tables"].items()}, record

@@ -70,7 +70,7 @@ def pages() -> list[Path]:
 
 def blocks(page: Path) -> list[Block]:
     """The blocks that can be run, in order. Raises AssertionError for a mark without a known need or without a reason."""
-    text, name, found = page.read_text(), str(page.relative_to(ROOT)), []
+    text, name, found = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)), []
     for match in _BLOCK.finditer(text):
         marks = {key: (value, why) for key, value, why in _MARK.findall(match["marks"])}
         needs, why = marks.get("needs", ("", ""))

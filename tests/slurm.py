@@ -55,7 +55,7 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
         (directory / name).mkdir()
     low = _two_free_ports()
     config = _CONFIG.format(host=socket.gethostname().split(".")[0], dir=directory, ports=(free_port(), low, low + 1))
-    (directory / "slurm.conf").write_text(config)
+    (directory / "slurm.conf").write_text(config, encoding="utf-8")
     (key := directory / "munge.key").write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     environment = os.environ | {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": _path()}
@@ -73,7 +73,7 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
             time.sleep(1)
         deadline = time.monotonic() + 60
         while _output(["sinfo", "-h", "-o", "%D %t"], environment) != "2 idle":
-            assert time.monotonic() < deadline, (directory / "ctld.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, (directory / "ctld.log").read_text(encoding="utf-8")[-2000:]
             time.sleep(0.5)
         yield environment
     finally:

@@ -38,7 +38,7 @@ class Word:
 @functools.cache
 def words() -> tuple[Word, ...]:
     """The list, compiled. Raises KeyError where an allowed context has no reason."""
-    rows = tomllib.loads(WORDS.read_text())["word"]
+    rows = tomllib.loads(WORDS.read_text(encoding="utf-8"))["word"]
     return tuple(
         Word(re.compile(row["pattern"], re.I), row["instead"], tuple(_allowed(one) for one in row.get("allow", ()))) for row in rows
     )
@@ -117,7 +117,7 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 
 def problems(path: Path) -> list[str]:
     """FILE:LINE and what is wrong there, for a Markdown page or a Python file."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     parts = paragraphs(text) if path.suffix == ".md" else sorted([*documentation(text), *messages(text)])
     said = [f"{path}:{line}: {problem}" for line, part in parts for problem in found(part)]
     if path.suffix == ".md":

@@ -216,7 +216,7 @@ class Repository:
     def write(self, files: dict[str, str]) -> None:
         for name, text in files.items():
             (self.root / name).parent.mkdir(exist_ok=True)
-            (self.root / name).write_text(text)
+            (self.root / name).write_text(text, encoding="utf-8")
 
     def commit(self, files: dict[str, str]) -> None:
         self.write(files)
@@ -311,11 +311,11 @@ READERS = {"tests/test_readme.py", "tests/test_project.py", "tests/test_ci.py", 
 
 def test_every_reader_of_pages_runs_for_prose() -> None:
     """A test outside of tests/docs that reads a page is named by .ci/run."""
-    run = (ROOT / ".ci" / "run").read_text()
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert not [name for name in READERS if name not in run]
     reads = re.compile(r"(?:ROOT|DOCS|parents\[\d\]|\))\s*/ [^\n]*\.md\"|docs\"\)?\.(?:r?glob)")
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent != ROOT / "tests" / "docs"]
-    found = {str(path.relative_to(ROOT)) for path in files if reads.search(path.read_text())}
+    found = {str(path.relative_to(ROOT)) for path in files if reads.search(path.read_text(encoding="utf-8"))}
     others = {"tests/benchmarks/test_gpu_minutes.py"}  # reads benchmarks/gpu_hour.md, which is no page of docs/
     assert found - others <= READERS
 
@@ -378,11 +378,11 @@ def test_the_committed_ratio() -> None:
     assert json.loads(written)["ratio"] == 61.9
     assert report.read_measurement(written).date == "2026-11-28"
     if report.COMMITTED.exists():
-        committed = report.read_measurement(report.COMMITTED.read_text())
-        assert json.loads(report.COMMITTED.read_text())["ratio"] == round(committed.ratio, 2) and committed.cores > 0
+        committed = report.read_measurement(report.COMMITTED.read_text(encoding="utf-8"))
+        assert json.loads(report.COMMITTED.read_text(encoding="utf-8"))["ratio"] == round(committed.ratio, 2) and committed.cores > 0
 
 
 def test_the_parts_of_the_readmes_command_are_those_of_the_report() -> None:
-    run = (ROOT / ".ci" / "run").read_text()
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert f'step "{report.INSTALLATION}"' in run and f'step "{report.TESTS}"' in run
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import text_files
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
@@ -34,7 +35,7 @@ FILES = sorted(p for top in MAY_IMPORT for p in (*ROOT.glob(f"{top}/**/*.py"), *
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, top-level package) of every import in a file, deferred ones included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = (
             [a.name for a in node.names]
             if isinstance(node, ast.Import)
@@ -61,15 +62,39 @@ def test_each_door_is_used() -> None:
 
 def test_files_are_short() -> None:
     tests = ROOT.glob("tests/**/*.py")
-    too_long = {str(p): n for p in (*FILES, *tests) if (n := p.read_text().count("\n")) > 400}
+    too_long = {str(p): n for p in (*FILES, *tests) if (n := p.read_text(encoding="utf-8").count("\n")) > 400}
     assert not too_long
 
 
 def test_functions_fit_on_a_screen() -> None:
     """No function of the product is longer than 60 lines, its docstring included."""
-    functions = ((p, node) for p in FILES for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.FunctionDef))
+    functions = (
+        (p, node) for p in FILES for node in ast.walk(ast.parse(p.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+    )
     lengths = {f"{p.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for p, node in functions}
     assert not {name: n for name, n in lengths.items() if n > 60}
+
+
+def test_text_is_utf_8_in_any_locale() -> None:
+    """ruff's PLW1514 finds only those calls whose object it knows to be a path."""
+    calls = ((path, call) for path in text_files.FILES for call in text_files.unspecified(path.read_text(encoding="utf-8")))
+    found = [f"{path.relative_to(ROOT)}:{call.lineno}" for path, call in calls]
+    assert not found, 'give encoding="utf-8", or where the encoding of the locale is meant, encoding="locale"'
+
+
+def test_text_without_an_encoding_is_found() -> None:
+    text = ["open(a)", "open(a, 'w')", "a.open()", "a.open('r+')", "a.read_text()", "a.read_text(errors='replace')", "a.write_text(b)"]
+    text += ["os.fdopen(1, 'w')", "tempfile.NamedTemporaryFile('w')", "io.TextIOWrapper(a)"]
+    other = [
+        "open(a, 'rb')",
+        "open(a, mode='wb')",
+        "a.open('xb')",
+        "a.read_text(encoding='utf-8')",
+        "a.read_text('utf-8')",
+        "os.open(a, b)",
+    ]
+    other += ["a.write_text(b, 'utf-8')", "open(a, **b)", "gzip.open(a)", "tempfile.NamedTemporaryFile()", "os.fdopen(1, 'wb')"]
+    assert [line for line in text + other if list(text_files.unspecified(line))] == text
 
 
 @pytest.mark.parametrize(

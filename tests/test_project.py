@@ -14,18 +14,18 @@ from packaging.utils import canonicalize_name
 import mesh_lm
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 
 
 def test_the_version_is_the_projects() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert mesh_lm.__version__ == citation["version"] == PROJECT.get("version", mesh_lm.__version__)  # else it is read from the package
-    assert f"## {mesh_lm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {mesh_lm.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_types_are_announced() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
     for package in ("mesh_lm", "sharding_rules", "pallas_kernels"):
         assert (ROOT / package / "py.typed").exists() and "py.typed" in data[package]
 
@@ -33,7 +33,7 @@ def test_types_are_announced() -> None:
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
 def test_tested_versions_are_allowed(path: Path) -> None:
     """Each base dependency is pinned, to a version that pyproject.toml allows."""
-    pins = [Requirement(line) for line in path.read_text().splitlines() if not line.startswith("#")]
+    pins = [Requirement(line) for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
     for required in map(Requirement, PROJECT["dependencies"]):
         version = versions[canonicalize_name(required.name)]
@@ -70,10 +70,10 @@ def _imported_libraries(path: Path) -> set[str]:
 
 
 def test_templates_and_hooks_can_be_read() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
     assert {hook["id"] for hook in hooks} >= {"ruff-check", "ruff-format", "pyright"}
     words = next(hook["entry"] for hook in hooks if hook["id"] == "words")
     assert (ROOT / words.split()[-1]).exists()
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(path.read_text())
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert path.name == "config.yml" or all(part["attributes"]["label"] for part in form["body"])

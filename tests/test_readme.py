@@ -15,7 +15,7 @@ from mesh_lm.optim.flat import FLAT
 from sharding_rules import PRESETS, axes_of
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.deviceless
@@ -24,7 +24,7 @@ def test_the_experiment(reports: str, tmp_path: Path) -> None:
     block = re.search(r"```python\n(.*?)```", README, re.S)
     assert block is not None
     assert len([line for line in block[1].splitlines() if line]) <= 12
-    (tmp_path / "test_mine.py").write_text(block[1])
+    (tmp_path / "test_mine.py").write_text(block[1], encoding="utf-8")
     command = [READER or sys.executable, "-m", "pytest", "-q", str(tmp_path / "test_mine.py")]
     environment = bare(HOME=str(Path(reports).parent))  # where the config keeps what is compiled
     done = subprocess.run(command, cwd=tmp_path if READER else ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -33,7 +33,7 @@ def test_the_experiment(reports: str, tmp_path: Path) -> None:
 
 def test_the_plan_of_gpt_175b() -> None:
     """The numbers beside the picture are those of docs/configs.md's raw results."""
-    rows = json.loads(plan_page.newest().read_text())["tables"]["Configs"]["rows"]
+    rows = json.loads(plan_page.newest().read_text(encoding="utf-8"))["tables"]["Configs"]["rows"]
     (row,) = [row for row in rows if row["name"] == "gpt_175b"]
     said = (
         f"GPT-3's {row['parameters'] / 1e9:.1f} B parameters on {row['devices']:,} H100s need {row['peak_gib']:.1f} GiB of the "

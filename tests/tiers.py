@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def _default() -> str:
     """Returns the marker expression that pytest uses where none is given."""
-    options = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    options = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     words = shlex.split(options["addopts"])
     return words[words.index("-m") + 1]
 

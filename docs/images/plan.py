@@ -41,14 +41,14 @@ SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 
 
 def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     report, facts = Report.from_json(json.dumps(plan["report"])), list(plan["facts"].items())
     findings = [Finding(**{**one, "where": Location(**one["where"])}) for one in plan["findings"]]
     console = Console(width=110, record=True, file=io.StringIO(), force_terminal=True)
     console.print(screen(report, findings, facts=facts))
     to = HERE / f"plan_{report.name}"
     text = console.export_svg(theme=THEME, code_format=SVG, unique_id="plan")
-    to.with_suffix(".svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    to.with_suffix(".svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
     photograph(page(report, findings, facts=facts).replace("</head>", f"{ABRIDGED}</head>"), to.with_suffix(".png"))
 
 
@@ -57,7 +57,7 @@ def photograph(html: str, to: Path) -> None:
     if not browser:
         raise SystemExit("the picture of the page needs Chromium")
     with tempfile.TemporaryDirectory() as scratch:
-        (file := Path(scratch) / "page.html").write_text(html)
+        (file := Path(scratch) / "page.html").write_text(html, encoding="utf-8")
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--blink-settings=preferredColorScheme=1"]
         flags += [f"--window-size={WIDE},{TALL}", f"--user-data-dir={scratch}", f"--screenshot={scratch}/page.png"]
         subprocess.run([browser, *flags, file.as_uri()], check=True, capture_output=True)

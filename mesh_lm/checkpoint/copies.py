@@ -259,11 +259,11 @@ def nodes_by_disk(directory: Path) -> list[list[int]]:
     mark = directory / f".here-{index}"
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        mark.write_text(token)
+        mark.write_text(token, encoding="utf-8")
     seen = [index]
     for process, other in enumerate(distributed.gather_from_all(token)):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if (directory / f".here-{process}").read_text() == other:
+            if (directory / f".here-{process}").read_text(encoding="utf-8") == other:
                 seen.append(process)
     firsts = distributed.gather_from_all(min(seen))
     with contextlib.suppress(OSError):

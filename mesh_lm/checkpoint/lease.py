@@ -261,7 +261,7 @@ def _refusal(output: Path, path: Path, held: Holder | None) -> str:
 def _machine() -> str:
     """Returns what two processes have in common if they see the same process ids."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"host {socket.gethostname()}"  # not Linux
 
@@ -269,7 +269,7 @@ def _machine() -> str:
 def _status(pid: int) -> tuple[str, int] | None:
     """Returns the state of a process, such as "S", and when it started, in ticks since the boot; None if that cannot be known here."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

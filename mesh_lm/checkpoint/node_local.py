@@ -206,7 +206,7 @@ class NodeLocalCheckpoints:
                         about["parts"][leaf][index] = [file.tell(), *x.shape, host_digest(x)]
                         file.write(np.atleast_1d(x).reshape(-1).view(np.uint8).data)
                 flush(file)
-            with (place / f"{_DESCRIPTION}.writing").open("w") as file:
+            with (place / f"{_DESCRIPTION}.writing").open("w", encoding="utf-8") as file:
                 json.dump(about | {"sha256": _sha256(about)}, file)
                 flush(file)
             (place / f"{_DESCRIPTION}.writing").rename(place / _DESCRIPTION)
@@ -347,13 +347,13 @@ def _identity(directory: Path) -> str:
     mark, new = directory / _MARK, secrets.token_hex(4)
     try:
         if jax.process_index() == 0 and not mark.exists():
-            mark.write_text(f"{new} {_check(new)}")
-        life, _, check = mark.read_text(errors="replace").partition(" ")
+            mark.write_text(f"{new} {_check(new)}", encoding="utf-8")
+        life, _, check = mark.read_text(errors="replace", encoding="utf-8").partition(" ")
         if _LIFE.fullmatch(life) and check in ("", _check(life)):  # older versions wrote no check
             return life
         if jax.process_index() == 0:
             print(f"warning: {mark} is damaged: nothing says whose the local checkpoints are, and none is used")
-            mark.write_text(f"{new} {_check(new)}")
+            mark.write_text(f"{new} {_check(new)}", encoding="utf-8")
     except OSError:
         pass
     return new

@@ -107,7 +107,7 @@ def _from_file(name: str) -> Iterator[str]:
         return
     path = Path(name).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # not splitlines: JSON may hold U+2028
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a .jsonl") from error
     for number, line in enumerate(lines, 1):

@@ -8,15 +8,19 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import mesh_lm
+from mesh_lm import output
 from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.launch import EXIT_CANNOT
+from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
 
 PROG = "mesh-lm"
+_STOPPED = "stopped by Ctrl-C\n"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
@@ -50,6 +54,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit status; mistakes are one message."""
+    output.accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
     if name in ("--help", "-h", "help"):
@@ -71,15 +76,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def door(name: str) -> NoReturn:
     """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends it."""
+    _prepare_process()
     leave(run(name, sys.argv[1:]))
 
 
 def script() -> NoReturn:
     """The console script `mesh-lm`."""
+    _prepare_process()
     leave(main())
 
 
+def _prepare_process() -> None:
+    """For what this process prints, and for Ctrl-C, unless it is ignored, as by a shell's background jobs."""
+    output.accept_any_text()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an exception passes through their start."""
+    while frame:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, _STOPPED.encode())
+            os._exit(EXIT_INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def run(name: str, argv: Sequence[str]) -> int:
+    """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and status 130."""
+    try:
+        return _run(name, argv)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(_STOPPED, end="", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
     """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
     command = COMMANDS[name]
     module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")

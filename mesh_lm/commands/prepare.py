@@ -11,6 +11,7 @@ from mesh_lm.commands.options import command
 from mesh_lm.data import lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
+from mesh_lm.launch import EXIT_INTERRUPTED
 
 DESCRIPTION = (
     "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the end-of-document token. If it is killed, "
@@ -81,5 +82,5 @@ def run(options: Prepare | Seal) -> int:
         )  # fmt: skip
     except KeyboardInterrupt:
         print(f"\nstopped; {options.output}.parts keeps what is done, and the same command continues from there", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     return 0

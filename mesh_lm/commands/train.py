@@ -15,7 +15,10 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> tuple[Plan | None, Tra
 
 
 def run(asked: tuple[Plan | None, TrainConfig]) -> int:
-    """The status: 0, 99 where SIGTERM ended the run, and of a plan as `show` has it. Raises ConfigError for what cannot run."""
+    """The status: 0, 99 where SIGTERM ended the run, 130 where Ctrl-C did, and of a plan as `show` has it.
+
+    Raises ConfigError for what cannot run.
+    """
     planned, config = asked
     if planned:
         from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered before Flax is imported

@@ -197,7 +197,7 @@ class CheckpointConfig:
     """When to save checkpoints, which to keep, and whether to resume."""
 
     every: int = 250
-    """Save every N steps; 0: only at the end and on SIGTERM."""
+    """Save every N steps; 0: only at the end and on SIGTERM or Ctrl-C."""
     keep: int = 2
     """Keep the newest N checkpoints."""
     alarm: int = expert(3)
@@ -298,6 +298,17 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all devices."""
         return self.train.global_batch * self.model.seq_len
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Field -> each directory that the run writes to. What is in them is not text to train on."""
+        directories = {
+            "output": self.output,
+            "data.cache": self.data.cache,
+            "checkpoint.local": self.checkpoint.local,
+            "launch.compile_cache": self.launch.compile_cache,
+        }
+        return {field: directory for field, directory in directories.items() if directory}
 
 
 def as_dict(config: Any) -> dict[str, Any]:

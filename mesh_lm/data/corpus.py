@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import lzma
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,9 @@ class TextCorpus:
 
 
 def prepare(
-    config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None
-) -> Dataset:
+    config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None,
+    outputs: Collection[str] = (),
+) -> Dataset:  # fmt: skip
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
@@ -151,6 +153,7 @@ def prepare(
       vocab: entries of the vocabulary to train, at least 257; ignored if config.tokenizer is set.
       model_vocab: number of ids that the model has; None: no check.
       progress: called with a line of text at each stage.
+      outputs: directories that the run writes to, and which are no text even if they are below config.path; config.cache always is one.
 
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
@@ -164,7 +167,7 @@ def prepare(
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source, directory = _source(config, tokenizer, vocab, progress)
+    source, directory = _source(config, tokenizer, vocab, outputs, progress)
     settings = {
         "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
     }  # fmt: skip
@@ -192,26 +195,27 @@ def prepare(
     return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
 
 
-def known_sources(config: DataConfig) -> Sources:
+def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
     """Returns `Dataset.sources` as far as they are known without preparing text; {} where it was never prepared. Uses no device.
 
-    Of Megatron prefixes all tokens are counted, those of the held-out documents too.
+    Of Megatron prefixes all tokens are counted, those of the held-out documents too. outputs: as for `prepare`.
     """
     if config.blend:
         return stored_sources(config)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    _, directory = _source(config, tokenizer, config.tokenizer_vocab)
+    _, directory = _source(config, tokenizer, config.tokenizer_vocab, outputs)
     return _load(directory).sources() if directory.exists() else {}
 
 
 def _source(
-    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, progress: Callable[[str], None] = lambda message: None
+    config: DataConfig, tokenizer: Tokenizer | None, vocab: int, outputs: Collection[str],
+    progress: Callable[[str], None] = lambda message: None,
 ) -> tuple[sources.Source, Path]:  # fmt: skip
     """Returns the text of config.path, and the directory of its corpus, which may not exist yet.
 
     A corpus that one of the tokenizer's former fingerprints names is used where there is no other, and `progress` says so.
     """
-    source = sources.find(config.path, config.text_field)
+    source = sources.find(config.path, config.text_field, [config.cache, *outputs])
     made_by, digest = [tokenizer.fingerprint, *tokenizer.former_fingerprints] if tokenizer else [vocab], source.digest()
     keys = [hashlib.sha256(f"{_FORMAT} {each} {digest}".encode()).hexdigest()[:16] for each in made_by]
     directories = [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]
@@ -266,7 +270,7 @@ def _build(
     """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is trained."""
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
     sample, heldout, n_bytes = _read(source, settings["path"])
-    with ThreadPoolExecutor(2) as pool:  # both release the GIL
+    with _threads(2) as pool:  # both release the GIL
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
         if isinstance(tokenizer, int):
             progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
@@ -300,6 +304,18 @@ def _build(
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
+
+
+@contextlib.contextmanager
+def _threads(n: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for which nothing waits if the block raises: an interrupted preparation removes its files without them."""
+    pool = ThreadPoolExecutor(n)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _add(sums: list[int], n: int) -> None:

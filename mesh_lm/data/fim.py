@@ -65,17 +65,28 @@ class FillInMiddle:
         self._prefix, self._middle, self._suffix = (np.array([i], np.int32) for i in known if i is not None)
         self._tokenizer, self._eod, self._rate, self._spm_rate, self._seed = tokenizer, tokenizer.eod, rate, spm_rate, seed
 
-    def __call__(self, window: np.ndarray, g: int) -> int:
-        """Rearranges the tokens, int32 [S + 1], of position g in place. Returns how many are text; the rest is EOD."""
-        ends = np.append(np.flatnonzero(window == self._eod), len(window))
-        starts = np.concatenate(([0], ends[:-1] + 1))
+    def __call__(self, window: np.ndarray, g: int, unmarked: np.ndarray | None = None) -> int:
+        """Rearranges the tokens, int32 [S + 1], of position g in place. Returns how many are text; the rest is EOD.
+
+        unmarked: bool [S + 1], rearranged as well: where documents begin that no EOD precedes; None: nowhere.
+        """
+        unmarked = np.zeros(len(window), bool) if unmarked is None else unmarked
+        is_eod = window == self._eod
+        unmarked[0] = False
+        # A document ends before its EOD, or before the first token of the next document. Only the former is followed by a token between.
+        ends = np.append(np.flatnonzero(is_eod | unmarked), len(window))
+        closes = np.append(is_eod, False)[ends]
+        starts = np.concatenate(([0], ends[:-1] + closes[:-1]))
         # Raw bits, four per document: NumPy guarantees the same bits in every version, but not the same draws from its Generator.
         bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, g))).random_raw((len(ends), 4))
         parts = []
-        for start, end, draws in zip(starts, ends, bits * 2.0**-64, strict=True):
-            parts += [self._permuted(window[start:end], draws), window[end : end + 1]]
+        for start, end, closed, draws in zip(starts, ends, closes, bits * 2.0**-64, strict=True):
+            parts += [self._permuted(window[start:end], draws), window[end : end + closed]]
+        begins = np.cumsum([0, *map(len, parts)])[2:-1:2][~closes[:-1]]
         text = np.concatenate(parts)[: len(window)]
         window[: len(text)], window[len(text) :] = text, self._eod
+        unmarked[:] = False
+        unmarked[begins[begins < len(window)]] = True
         return len(text)
 
     def _permuted(self, document: np.ndarray, draws: np.ndarray) -> np.ndarray:

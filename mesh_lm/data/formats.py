@@ -103,6 +103,23 @@ def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
     )
 
 
+def text(data: bytes) -> str:
+    """Returns the text of a UTF-8 file without the byte order mark that editors on Windows write. Raises UnicodeDecodeError."""
+    return data.decode().removeprefix("\ufeff")
+
+
+def has_mark(path: Path | str) -> bool:
+    """Whether a file of text begins with a byte order mark, which older versions kept: a corpus made then is a different one."""
+    path = Path(path)
+    if kind_of(path) in ("jsonl", "json", "parquet"):
+        return False
+    try:
+        with opened(path) as (file, _):
+            return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    except ConfigError:  # it cannot be read
+        return False
+
+
 def newly_read(path: Path | str) -> bool:
     """Whether older versions skipped such a file in a directory, or read it as one document: a corpus made then is a different one."""
     return _suffix(path) in (".json", ".ndjson") or Path(path).suffix.lower() in (".bz2", ".xz")

@@ -94,6 +94,7 @@ class GPTDataset:
       n_samples: samples needed; `len` rounds this up to full epochs.
       seed: Megatron's `--seed`.
       extra_token: Megatron's `add_extra_token_to_sequence`.
+      eod: id of the end-of-document token; None: unknown, so that the windows do not say where documents begin that no EOD precedes.
 
     Raises:
       ConfigError: the split has too few tokens for one sample.
@@ -101,6 +102,7 @@ class GPTDataset:
 
     def __init__(
         self, text: TokenStream, seq_len: int, *, n_samples: int, seed: int, cache: IndexCache, fingerprint: str, extra_token: bool = True,
+        eod: int | None = None,
     ) -> None:  # fmt: skip
         n_tokens, width = text.n_tokens, seq_len + extra_token
         epochs = EpochCount.of(n_samples, n_tokens, seq_len, extra_token) if n_tokens else EpochCount(0, False)
@@ -109,7 +111,7 @@ class GPTDataset:
                 f"{text.prefix} has {n_tokens} tokens in this split ({len(text)} documents from document {text.first} on), fewer than one "
                 f"sample needs ({width}); leave it out of data.blend, or set another data.split or a smaller model.seq_len"
             )
-        self.seq_len, self._width, self._text = seq_len, width, text
+        self.seq_len, self._width, self._text, self._eod = seq_len, width, text, eod
         key = {"data": fingerprint, "documents": [text.first, len(text)], "seq_len": seq_len, "seed": seed} | dataclasses.asdict(epochs)
         key |= {} if extra_token else {"extra_token": False}
         arrays = cache.get("gpt", key, lambda: build(_lengths(text), seq_len, epochs, seed, extra_token), size=len(text) * epochs.n)
@@ -135,11 +137,30 @@ class GPTDataset:
         offsets = np.repeat(starts - (ends - sizes), sizes) + np.arange(len(samples) * self._width)
         text = self._text.verified(starts, starts + sizes).take(offsets).astype(np.int32).reshape(len(samples), self._width)
         self._text.check(text, lambda row, column: int(offsets[row * self._width + column]))
+        unmarked = None if self._eod is None else self._unmarked(text, documents, row, ends - sizes)
         if self._width > self.seq_len:
-            return TokenWindows.of(text)
-        windows = TokenWindows.of(np.pad(text, ((0, 0), (0, 1))))
+            return TokenWindows.of(text, unmarked)
+        after = ((0, 0), (0, 1))
+        windows = TokenWindows.of(np.pad(text, after), None if unmarked is None else np.pad(unmarked, after))
         windows.weights[:, -1] = 0.0
         return windows
+
+    def _unmarked(self, text: np.ndarray, documents: np.ndarray, row: np.ndarray, begins: np.ndarray) -> np.ndarray:
+        """Returns where documents begin that no EOD precedes, bool [B, W].
+
+        Args:
+          text: tokens [B, W].
+          documents, row, begins: int64 [n], the documents in the order of the windows, their windows, and where they begin in
+            `text.ravel()`.
+        """
+        unmarked = np.zeros(text.size, bool)
+        # An empty document may begin where its window ends, and the first of a window begins in column 0.
+        is_inside = (begins > row * self._width) & (begins < (row + 1) * self._width)
+        followers = np.flatnonzero(is_inside)
+        followers = followers[text.ravel()[begins[followers] - 1] != self._eod]
+        followers = followers[self._text.ends_document(documents[followers - 1])]
+        unmarked[begins[followers]] = True
+        return unmarked.reshape(text.shape)
 
 
 def _lengths(text: TokenStream) -> np.ndarray:

@@ -99,7 +99,7 @@ class Documents:
         if len(data) != end * dtype.itemsize:
             raise _broken(bin_path(prefix), f"it has {len(data)} bytes, but its .idx implies {end * dtype.itemsize}")
         self.prefix, self.sequences, self.dtype = str(prefix), Offsets(pointers, dtype.itemsize, end), dtype
-        self._first = indices
+        self._first, self._starts = indices, Offsets(indices[:-1], 1, int(indices[-1]))
         self.unverified, self.is_sealed = data.view(dtype), self._digests is not None
 
     def __len__(self) -> int:
@@ -110,6 +110,10 @@ class Documents:
     def offsets(self) -> np.ndarray:
         """Returns int64 [documents + 1] in memory; document i is tokens[offsets[i] : offsets[i + 1]]."""
         return self.sequences[self._first]
+
+    def ends_document(self, sequences: np.ndarray) -> np.ndarray:
+        """Returns whether each of the format's sequences, int64 [n], is the last one of its document, bool [n]."""
+        return self._starts[self._starts.search(sequences + 1)] == sequences + 1
 
     @property
     def source(self) -> str:
@@ -177,6 +181,10 @@ class InMemory:
     def require(self, starts: np.ndarray, stops: np.ndarray, base: int = 0) -> None:
         """Does nothing, because memory is not verified."""
 
+    def ends_document(self, sequences: np.ndarray) -> np.ndarray:
+        """Returns True for each of the sequences, int64 [n]: each is a document."""
+        return np.ones(sequences.shape, bool)
+
 
 class TokenStream:
     """Consecutive sequences of a prefix as one stream of tokens.
@@ -208,6 +216,10 @@ class TokenStream:
         """
         self._documents.require(starts, stops, self._base)
         return self._tokens
+
+    def ends_document(self, sequences: np.ndarray) -> np.ndarray:
+        """Returns whether a document ends with each of the stream's sequences, int64 [n]; those of a file may be sentences."""
+        return self._documents.ends_document(sequences + self.first)
 
     def check(self, tokens: np.ndarray, offset_of: Callable[[int, int], int]) -> None:
         """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `offset_of` maps (row, column) to a stream offset."""

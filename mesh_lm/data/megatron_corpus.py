@@ -265,6 +265,7 @@ class BlendedOrder:
                 GPTDataset(
                     text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
                     cache=self._corpus.cache, fingerprint=member.fingerprint, extra_token=self._config.data.add_extra_token,
+                    eod=self._corpus.eod,
                 )
                 for k, n in enumerate(progress.orders)
             ]

@@ -27,11 +27,14 @@ class TokenWindows:
     """Loss weights, float32 [B, S]; 0 where there is no label."""
     starts: np.ndarray | None = None
     """Whether an input starts a segment, bool [B, S]; None: EOD tokens do."""
+    unmarked: np.ndarray | None = None
+    """Whether an input, or in the last column the last label, is the first token of a document with no EOD before it, bool [B, S + 1]:
+    such borders are known from the .idx alone. None: there are none."""
 
     @classmethod
-    def of(cls, text: np.ndarray) -> TokenWindows:
+    def of(cls, text: np.ndarray, unmarked: np.ndarray | None = None) -> TokenWindows:
         """Returns windows of consecutive tokens, int32 [B, S + 1]."""
-        return cls(text[:, :-1], text[:, 1:], np.ones((len(text), text.shape[1] - 1), np.float32))
+        return cls(text[:, :-1], text[:, 1:], np.ones((len(text), text.shape[1] - 1), np.float32), unmarked=unmarked)
 
 
 def ranges(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -50,7 +53,12 @@ def merged(which: np.ndarray, read: Callable[[int, np.ndarray], TokenWindows]) -
     back = np.argsort(np.concatenate(rows))
     tokens, labels, weights = (np.concatenate([getattr(part, name) for part in parts])[back] for name in ("tokens", "labels", "weights"))
     starts = [part.starts for part in parts if part.starts is not None]
-    return TokenWindows(tokens, labels, weights, np.concatenate(starts)[back] if starts else None)
+    unmarked = None
+    if any(part.unmarked is not None for part in parts):
+        shape = (tokens.shape[1] + 1,)
+        columns = [np.zeros((len(part.tokens), *shape), bool) if part.unmarked is None else part.unmarked for part in parts]
+        unmarked = np.concatenate(columns)[back]
+    return TokenWindows(tokens, labels, weights, np.concatenate(starts)[back] if starts else None, unmarked)
 
 
 class SampleOrder(Protocol):
@@ -93,7 +101,8 @@ class RowReader:
       eod: id of the end-of-document token, None if unknown. An EOD belongs to the document after it, as the input from which that
         document's first token is predicted.
       documents: `joined`, or `separate` / `packed` for segment_ids and positions; `megatron`: the same, but an EOD belongs to the document
-        before it, and the next one starts after it.
+        before it, and the next one starts after it. A document that does not follow an EOD starts with its first token, as the order's
+        windows say (`TokenWindows.unmarked`).
       mask_document_start: whether the first token of each document has weight 0.
       fill_in_middle: rearranges the documents within a window; not supported for packed documents.
 
@@ -154,10 +163,14 @@ class RowReader:
         out = {"tokens": windows.tokens, "labels": windows.labels, "weights": windows.weights, "sample_ids": indices.astype(np.uint32)}
         if self._mask_document_start:
             out["weights"][windows.tokens == self._eod] = 0.0
+            if windows.unmarked is not None:
+                out["weights"][windows.unmarked[:, 1:]] = 0.0
         if self._separate:
             starts = windows.tokens == self._eod if windows.starts is None else windows.starts
             if self._closes:
                 starts = np.pad(starts[:, :-1], ((0, 0), (1, 0)))
+            if windows.unmarked is not None:
+                starts = starts | windows.unmarked[:, :-1]
             columns = np.arange(self.seq_len, dtype=np.int32)
             out["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
             out["positions"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
@@ -166,6 +179,7 @@ class RowReader:
     def _rearranged(self, windows: TokenWindows, indices: np.ndarray) -> TokenWindows:
         assert self._fill_in_middle is not None and windows.starts is None
         text = np.concatenate([windows.tokens, windows.labels[:, -1:]], axis=1)
-        counts = [self._fill_in_middle(row, int(g)) for row, g in zip(text, indices, strict=True)]
+        unmarked = np.zeros(text.shape, bool) if windows.unmarked is None else windows.unmarked.copy()
+        counts = [self._fill_in_middle(row, int(g), first) for row, g, first in zip(text, indices, unmarked, strict=True)]
         kept = np.arange(1, text.shape[1]) < np.array(counts)[:, None]  # labels that are text and not padding
-        return TokenWindows(text[:, :-1], text[:, 1:], windows.weights * kept)
+        return TokenWindows(text[:, :-1], text[:, 1:], windows.weights * kept, unmarked=unmarked)

@@ -15,7 +15,7 @@ import threading
 import numpy as np
 
 from mesh_lm.data.indexed import TokenStream
-from mesh_lm.data.rows import TokenWindows
+from mesh_lm.data.rows import TokenWindows, ranges
 from mesh_lm.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class Sequences:
     """The sequences of one split, shuffled per epoch. Thread-safe; reads only the requested windows.
 
     Args:
-      text: the tokens of the split; each document ends with `eod`.
+      text: the tokens of the split; each document ends with `eod`, or where the next one begins.
       seq_len: S, tokens in a sequence.
       eod: id of the end-of-document token; None: unknown, so that the first token of the split is never a label.
       seed: of the permutations; None: each epoch in stored order.
@@ -96,4 +96,19 @@ class Sequences:
         before = np.where(numbers == 0, self._eod or 0, tokens[np.maximum(starts - 1, 0)]).astype(np.int32)
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
-        return TokenWindows(np.concatenate([before[:, None], labels[:, :-1]], axis=1), labels, weights)
+        inputs = np.concatenate([before[:, None], labels[:, :-1]], axis=1)
+        return TokenWindows(inputs, labels, weights, unmarked=None if self._eod is None else self._unmarked(starts, tokens))
+
+    def _unmarked(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns `TokenWindows.unmarked` for windows whose labels begin at the offsets int64 [B]. tokens: those of the stream."""
+        unmarked = np.zeros((len(starts), self.seq_len + 1), bool)
+        # Documents that begin among the labels. The first of the stream follows the stream's leading EOD.
+        first = self._text.offsets.search(np.maximum(starts, 1))
+        stop = self._text.offsets.search(np.minimum(starts + self.seq_len, self._text.n_tokens))
+        row, document = ranges(first, stop)
+        begins = self._text.offsets[document]
+        is_unmarked = tokens.take(begins - 1) != self._eod
+        is_unmarked[is_unmarked] = self._text.ends_document(document[is_unmarked] - 1)
+        # Column 0 is the token before the first label.
+        unmarked[row[is_unmarked], (begins - starts[row] + 1)[is_unmarked]] = True
+        return unmarked

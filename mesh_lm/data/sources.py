@@ -8,11 +8,11 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from mesh_lm.data import formats
+from mesh_lm.data import formats, written
 from mesh_lm.errors import ConfigError, hub_hint
 
 _HELDOUT = 20
@@ -54,6 +54,8 @@ class Source:
             digest.update(f"\0{self.field}".encode())
         if self.kind == "directory" and any(map(formats.newly_read, self.files)):
             digest.update(b"\0as what they are")
+        if any(formats.has_mark(self.root / name) for name in self.files):
+            digest.update(b"\0without byte order marks")
         for name in self.files:
             try:
                 if self.size <= _DIGEST_CONTENTS:
@@ -95,15 +97,18 @@ class Source:
                         yield Document(text, is_heldout(name))
 
 
-def find(path: str, field: str = "text") -> Source:
+def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Source:
     """Returns the source that `data.path` names.
 
     `stdlib` is every .py file of the running Python's standard library, without its tests, encodings, lib2to3 and installed packages. A
     .jsonl, .ndjson or .json file has one object with a string under `field` per line, a .json file perhaps a list of such objects, a
     .parquet file a column of that name. A .txt file is one document and must fit into memory. All but .parquet may be compressed (.gz,
     .zst, .bz2, .xz). A directory yields the documents of all such files below it; every other file that is valid UTF-8, perhaps once it is
-    decompressed, is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are skipped. Links are followed;
-    a directory is read once.
+    decompressed, is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are skipped, and so is what
+    mesh_lm has written (`below`). Links are followed; a directory is read once.
+
+    Args:
+      outputs: directories that this run writes to.
 
     Raises:
       ConfigError: the path is missing, unreadable, empty or of an unsupported type, or a file of a directory is (`require_readable`).
@@ -113,7 +118,7 @@ def find(path: str, field: str = "text") -> Source:
     location = Path(path or os.devnull).expanduser()  # an empty path would be the working directory
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
     if location.is_dir():
-        return _directory(name, location, field)
+        return _directory(name, location, field, outputs=outputs)
     kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
     if not path:
         raise ConfigError(f"data.path is empty; give {kinds}")
@@ -133,35 +138,58 @@ def is_heldout(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), "big") % _HELDOUT == 0
 
 
-def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
+def require_apart(path: str, outputs: Mapping[str, str]) -> None:
+    """Raises ConfigError if a directory of text is one that the run writes to. outputs: field -> directory."""
+    if not Path(path).expanduser().is_dir():
+        return
+    for field, output in outputs.items():
+        if written.identity(Path(path).expanduser()) in written.identities([Path(output).expanduser()]):
+            raise ConfigError(
+                f"{field}={output} is the directory of data.path={path}, and what the run writes there would become text to train on; "
+                f"set {field} to another directory, which may be one below it"
+            )
+
+
+def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()) -> list[str]:
     """Returns the files below a directory as sorted posix paths, without hidden files and anything but files and links to files.
 
-    Raises ConfigError if a directory cannot be read.
+    What mesh_lm has written there is left out: `outputs`, the output of any run, prepared tokens, and this process's own log.
+
+    Raises ConfigError if a directory cannot be read, or if `root` itself is the output of a run.
     """
-    files, seen = [], set()
+    files: list[str] = []
+    seen: set[written.Identity] = set()
+    excluded = written.identities([Path(output).expanduser() for output in outputs if output])
+    logs = written.logs()
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        if (identity := _identity(folder)) in seen:  # reached by a link, perhaps to a parent directory
+        here = written.identity(folder)
+        is_root = not seen
+        is_output = written.is_output(Path(folder), names)
+        if is_output and is_root:
+            raise ConfigError(f"{root} is what a run of mesh_lm has written, not text; name the directory or the file that has the text")
+        if is_output or here in seen or (here in excluded and not is_root):  # seen: by a link, perhaps to a parent directory
             folders.clear()
             continue
-        seen.add(identity)
-        folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
-        for path in (Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")):
-            if path.is_file():  # neither a pipe nor a dangling link
+        seen.add(here)
+        prepared = written.prepared(Path(folder), names)
+        folders[:] = sorted(f for f in folders if f not in skip and f not in prepared and not f.startswith("."))
+        for name in names:
+            if name.startswith(".") or not name.endswith(suffix) or name in prepared:
+                continue
+            path = Path(folder, name)
+            if path.is_file() and written.identity(path) not in logs:  # neither a pipe nor a dangling link
                 files.append(path.relative_to(root).as_posix())
     return sorted(files)
-
-
-def _identity(folder: str) -> tuple[int, int]:
-    stat = os.stat(folder)
-    return stat.st_dev, stat.st_ino
 
 
 def _unreadable(error: OSError) -> None:
     raise formats.unreadable(Path(error.filename), error) from error
 
 
-def _directory(name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset()) -> Source:
-    files = below(root, suffix, skip)
+def _directory(
+    name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()
+) -> Source:
+    files = below(root, suffix, skip, outputs)
     formats.require_all_readable((root / file for file in files), field)
     size = sum((root / file).stat().st_size for file in files)
     if not size:
@@ -175,7 +203,7 @@ def _text(path: Path) -> str | None:
         with formats.opened(path) as (file, _):
             start = file.read(4096)
             codecs.getincrementaldecoder("utf-8")().decode(start)  # avoids reading all of a large binary file
-            return (start + file.read()).decode()
+            return formats.text(start + file.read())
     except UnicodeDecodeError as error:
         if formats.kind_of(path):
             raise ConfigError(f"{path} is not UTF-8; convert it, or leave it out") from error
@@ -194,7 +222,7 @@ def _txt(path: Path) -> Iterator[Document]:
     """Yields the first 19/20 of the file, up to a line end, and the held-out rest."""
     try:
         with formats.opened(path) as (file, _):
-            text = file.read().decode()
+            text = formats.text(file.read())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
     split = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1

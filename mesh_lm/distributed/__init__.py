@@ -15,4 +15,4 @@ from mesh_lm.distributed.processes import process0_first as process0_first
 from mesh_lm.distributed.processes import require_shared as require_shared
 from mesh_lm.distributed.processes import run as run
 from mesh_lm.distributed.processes import start as start
-from mesh_lm.distributed.stop import StopOnSigterm as StopOnSigterm
+from mesh_lm.distributed.stop import StopOnSignal as StopOnSignal

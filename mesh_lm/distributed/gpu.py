@@ -106,13 +106,13 @@ def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
     if platforms[0] not in ("", "cuda", "gpu") or environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return ""
     for file in sorted(driver.glob("*/information")):
-        if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE):
+        if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE):
             return model[1]
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return ""
     try:
         command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        names = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return names.strip().partition("\n")[0]

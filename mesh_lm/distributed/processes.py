@@ -19,14 +19,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mesh_lm import strict_json
+from mesh_lm import output, strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed import compile_cache, cpu, gpu, rendezvous
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_INTERRUPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import is_loopback
@@ -56,6 +56,10 @@ def run(main: Callable[[T], int], argv: T) -> int:
         status = EXIT_REPLACED if isinstance(error, ReplacedError) else EXIT_STALLED if storage_failed(error) else status
     except FewerNodes:
         status = EXIT_FEWER
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print(f"{log_prefix()}stopped by Ctrl-C", file=sys.stderr, flush=True)
+        status = EXIT_INTERRUPTED
     except Exception as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()
@@ -88,6 +92,7 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
 
     Raises ConfigError if a device has been used already, a process does not connect, or two differ in config, code or versions.
     """
+    output.accept_any_text()
     Heartbeat(phases or Phases()).start()
     launch = config.launch
     if launch.cpu_devices not in (0, jax.config.values["jax_num_cpu_devices"]):

@@ -1,39 +1,55 @@
-"""What SIGTERM does to a process: it saves after the step, or ends at once where there is nothing to save."""
+"""What SIGTERM and Ctrl-C do to a process: it saves after the step, or ends at once where there is nothing to save."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
+import time
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.launch import EXIT_PREEMPTED
+from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
-class StopOnSigterm:
-    """A context in which SIGTERM to any process makes `poll` return True on all of them at the same call, so that they save and exit.
+class StopOnSignal:
+    """A context in which SIGTERM or SIGINT to any process makes `poll` return True on all of them at the same call: they save and exit.
 
-    Before the first new step is done there is nothing to save: SIGTERM then ends the process at once with status 99. A run of several
-    processes does that only until they are connected: from then on JAX's preemption service catches the signal and picks the call, so
-    all of them must call `poll` equally often, and it is the launcher that ends them at once.
+    Before the first new step is done there is nothing to save: the signal then ends the process at once with status 99, or 130 for SIGINT.
+    A run of several processes does that only until they are connected: from then on JAX's preemption service catches SIGTERM, as which a
+    SIGINT is passed on, and picks the call, so all of them must call `poll` equally often, and it is the launcher that ends them at once.
+
+    A second SIGINT ends a process at once in any phase; in an interactive Python, which must survive it, it is a KeyboardInterrupt. A
+    process that ignores SIGINT, as a shell's background jobs do, goes on ignoring it.
     """
 
     requested = False
     """Whether `poll` has returned True."""
+    interrupted = False
+    """Whether this process has received SIGINT."""
 
     def __init__(self, phases: Phases) -> None:
         """phases: this process's progress."""
         self._phases, self._polls = phases, 0
         self._signalled = self._leaving = False
         self._said = threading.Lock()
+        self._is_interactive = hasattr(sys, "ps1")
+
+    @property
+    def cause(self) -> str:
+        """What the user calls the signal."""
+        return "Ctrl-C" if self.interrupted else "SIGTERM"
 
     def poll(self) -> bool:
         """Returns whether to stop now."""
@@ -44,7 +60,7 @@ class StopOnSigterm:
             self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
         return self.requested
 
-    def __enter__(self) -> StopOnSigterm:
+    def __enter__(self) -> StopOnSignal:
         self._main = threading.current_thread() is threading.main_thread()  # Python delivers signals to no other thread
         if self._main:
             # Python's own handler runs when XLA returns; this pipe is written to at once.
@@ -52,44 +68,114 @@ class StopOnSigterm:
             for end in (self._signals, self._writer):
                 os.set_blocking(end, end == self._signals)
             self._woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            self._before = signal.signal(signal.SIGTERM, self._signal)
+            handlers = {signal.SIGTERM: self._terminate, signal.SIGINT: self._interrupt}
+            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                del handlers[signal.SIGINT]
+            self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
             os.register_at_fork(after_in_child=self._forked)
-            self._watcher = threading.Thread(target=self._watch, name="sigterm", daemon=True)
+            self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._watcher.start()
         return self
 
-    def _signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-        if self._phases.nothing_to_save:
-            self._leaving = True
-            self._say()
-            raise SystemExit(EXIT_PREEMPTED)  # files are closed and removed on the way
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._stop()
 
-    def _say(self) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            self._end_at_once()
+        self.interrupted = True
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX catches
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._signalled = True
+        if not self._phases.nothing_to_save:
+            return
+        self._leaving = True
+        self._say(f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save")
+        if self.interrupted and self._is_interactive:
+            raise KeyboardInterrupt
+        raise SystemExit(self._status)  # files are closed and removed on the way
+
+    @property
+    def _status(self) -> int:
+        return EXIT_INTERRUPTED if self.interrupted else EXIT_PREEMPTED
+
+    def _end_at_once(self) -> NoReturn:
+        """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed into place when they are complete."""
+        if self._is_interactive:
+            raise KeyboardInterrupt
+        newest = self._phases.saved
+        cure = f"continues from step {newest}" if newest > 0 else "starts again"
+        self._say(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
+        _exit(EXIT_INTERRUPTED)
+
+    def _say(self, text: str) -> None:
         """Prints once why this process ends, past the buffers of whatever it was interrupted in."""
         if self._said.acquire(blocking=False):
+            below_bar = "\n" if os.isatty(2) else ""
             with contextlib.suppress(OSError):
-                os.write(2, f"stopped by SIGTERM in phase {self._phases.phase}: there is nothing new to save\n".encode())
+                os.write(2, f"{below_bar}{text}\n".encode())
 
     def _watch(self) -> None:
-        while numbers := os.read(self._signals, 64):
-            if signal.SIGTERM in numbers and self._phases.nothing_to_save:
-                self._say()
-                threading.Event().wait(_UNWIND)
-                if self._leaving or self._phases.nothing_to_save:  # otherwise a step was done meanwhile, and is saved
-                    os._exit(EXIT_PREEMPTED)
+        """Does what the handlers would, while the main thread is in XLA and Python cannot run them."""
+        n_interrupts = 0
+        for numbers in iter(lambda: os.read(self._signals, 64), b""):
+            n_interrupts += numbers.count(signal.SIGINT)
+            if n_interrupts > 1 and not self._is_interactive:
+                self._end_at_once()
+            # In a connected process JAX's service catches SIGTERM, and the handler passes SIGINT on to it.
+            obeys_interrupt = not (self._is_interactive or jax.distributed.is_initialized())
+            is_stop = signal.SIGTERM in numbers or (signal.SIGINT in numbers and obeys_interrupt)
+            if is_stop and self._phases.nothing_to_save:
+                self._end_unless_saving(by_interrupt=n_interrupts > 0)
         os.close(self._signals)
+
+    def _end_unless_saving(self, *, by_interrupt: bool) -> None:
+        """Ends the process after _UNWIND seconds, or at a second SIGINT, unless a step was done meanwhile, which is saved."""
+        cause = "Ctrl-C" if by_interrupt else "SIGTERM"
+        self._say(f"stopped by {cause} in phase {self._phases.phase}: there is nothing new to save")
+        deadline = time.monotonic() + _UNWIND
+        more = select.poll()
+        more.register(self._signals, select.POLLIN)
+        while (seconds := deadline - time.monotonic()) > 0:
+            if not more.poll(1e3 * seconds):
+                break
+            numbers = os.read(self._signals, 64)
+            if not numbers:  # the context was left, which is not yet the end of the process
+                threading.Event().wait(deadline - time.monotonic())
+                break
+            if by_interrupt and signal.SIGINT in numbers:
+                _exit(EXIT_INTERRUPTED)
+            by_interrupt |= signal.SIGINT in numbers
+        if self._leaving or self._phases.nothing_to_save:
+            _exit(EXIT_INTERRUPTED if by_interrupt else EXIT_PREEMPTED)
 
     def _forked(self) -> None:
         """In a child: its signals are not those of this process, whose pipe it has inherited."""
-        if signal.getsignal(signal.SIGTERM) == self._signal:
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._before)
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if not self._main:
             return
         signal.set_wakeup_fd(self._woken)
-        if not jax.distributed.is_initialized():  # otherwise the handler is JAX's
-            signal.signal(signal.SIGTERM, self._before)
+        if jax.distributed.is_initialized():
+            del self._before[signal.SIGTERM]  # the handler is JAX's
+        self._restore()
         os.close(self._writer)  # ends the watcher, unless it has a signal to obey
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process from any thread, and shows the terminal's cursor, which a progress bar hides."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)
+    os._exit(status)

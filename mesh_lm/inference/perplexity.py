@@ -63,7 +63,7 @@ def read_texts(path: str) -> Iterator[str]:
     formats.require_readable(file)
     try:
         with formats.opened(file) as (opened, _):
-            text = opened.read().decode()
+            text = formats.text(opened.read())
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text={path} is not UTF-8 (byte {error.start}); convert it first") from error
     if text:

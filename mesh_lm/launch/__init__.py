@@ -17,3 +17,5 @@ EXIT_REPLACED = 77
 """Status of process 0 if another run has taken its output over. The launcher does not restart it, and itself ends with EXIT_CANNOT."""
 EXIT_PREEMPTED = 99
 """Status of a run that SIGTERM ended: it saved a checkpoint, and the same command continues it."""
+EXIT_INTERRUPTED = 130
+"""Status of a command that Ctrl-C ended, as shells have it; a run saved a checkpoint, and the same command continues it."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address
+from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address, starter_of
 
 VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
 """Option -> the environment variable that can replace it."""
@@ -105,6 +105,8 @@ class Job:
             given = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
         if all(value is None for value in given.values()) and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
             given = _slurm(environment)
+        elif all(value is None for value in given.values()):
+            _require_one_launcher(environment)
         try:
             nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
         except ValueError:
@@ -183,6 +185,18 @@ class Options:
         ]
         if wrong:
             raise ConfigError("\n  - ".join(["bad command line", *wrong]))
+
+
+def _require_one_launcher(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if several launchers were started that would each take the whole run for its own."""
+    starter = starter_of(environment)
+    if starter is None or environment.get(starter.size) in (None, "", "1"):
+        return
+    options = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
+    raise ConfigError(
+        f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as one of several, of which each would "
+        f"train alone; give each of them {options}, or --nodes=1 if it is to"
+    )
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:

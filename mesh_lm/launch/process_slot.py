@@ -1,4 +1,4 @@
-"""The index of this process in the run and the devices that belong to it, from flags, environment variables or Slurm."""
+"""The index of this process in the run and the devices that belong to it, from flags, environment variables, or whatever started it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,38 @@ VARIABLES = {"coordinator": "MESH_LM_COORDINATOR", "processes": "MESH_LM_PROCESS
 LOCAL_DEVICES = "MESH_LM_LOCAL_DEVICES"
 """Environment variable with the GPUs of this node that belong to the process, such as 0,1; empty: all."""
 _PORTS = range(61_440, 65_536)
+
+
+@dataclasses.dataclass(frozen=True)
+class Starter:
+    """A program that starts the processes of a run, and the environment variables in which it tells each of them its place."""
+
+    name: str
+    mark: str
+    """A variable that only this program sets. Below `srun`, which may have started one of it per node, it is nearer to the process."""
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...] = ()
+    """Variables that differ between runs on the same hosts."""
+
+
+TORCHRUN = Starter("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_PORT",))
+STARTERS = (
+    TORCHRUN,
+    Starter(
+        "mpirun",
+        mark="OMPI_COMM_WORLD_RANK",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    # MPICH's and Intel's. `srun --mpi=pmi2` sets the first two as well.
+    Starter("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +76,9 @@ class ProcessSlot:
 
     @classmethod
     def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> ProcessSlot | None:
-        """Returns the slot that flags give, else variables, else Slurm; None if the run has one process.
+        """Returns the slot that flags give, else variables, else what started this process; None if the run has one process.
+
+        That is torchrun, mpirun or Slurm, or whatever sets torchrun's RANK, WORLD_SIZE and MASTER_ADDR, as Kubernetes' PyTorchJob does.
 
         Raises ConfigError if the settings are incomplete or impossible.
         """
@@ -55,7 +90,9 @@ class ProcessSlot:
         if any(given.values()):
             devices = tuple(int(device) for device in environment.get(LOCAL_DEVICES, "").split(",") if device)
             return cls._explicit(given, names, devices or None)
-        return cls._slurm(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else None
+        if starter := starter_of(environment):
+            return cls._started(starter, environment)
+        return cls._slurm(environment) if _is_step(environment) else None
 
     @classmethod
     def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> ProcessSlot | None:
@@ -74,6 +111,31 @@ class ProcessSlot:
         return cls(coordinator, count, index, devices) if count > 1 else None
 
     @classmethod
+    def _started(cls, starter: Starter, environment: Mapping[str, str]) -> ProcessSlot | None:
+        """The slot of a process of torchrun or mpirun, or None if that started one process."""
+        rank, count = (_number(environment, name, starter) for name in (starter.rank, starter.size))
+        if count <= 1:
+            return None
+        if not 0 <= rank < count:
+            raise ConfigError(f"{starter.rank}={rank} must be 0 to {starter.size} - 1 = {count - 1}")
+        n_local = _number(environment, starter.local_size, starter, default=0)
+        host = "127.0.0.1" if n_local == count else environment.get("MASTER_ADDR", "")
+        if not host:
+            names = " and ".join(f"{name}={environment[name]}" for name in (starter.rank, starter.size))
+            ours = ", ".join(VARIABLES.values())
+            raise ConfigError(
+                f"{names}: {starter.name} has started this process, but does not say on which host process 0 is; give all processes "
+                f"MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set {ours}"
+            )
+        host = f"[{host}]" if ":" in host else host
+        port = _started_port(starter, environment)
+        if n_local:
+            devices = _share_of_host(_number(environment, starter.local_rank, starter, default=0), n_local, environment)
+        else:
+            devices = _by_local_rank(starter, environment)
+        return cls(f"{host}:{port}", count, rank, devices)
+
+    @classmethod
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
         """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task)."""
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
@@ -84,8 +146,22 @@ class ProcessSlot:
             address,
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_PROCID"]),
-            _share(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
+            _share_of_slurm(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
         )
+
+
+def starter_of(environment: Mapping[str, str]) -> Starter | None:
+    """Returns what has started this process and says so, if anything but Slurm has."""
+    for starter in STARTERS:
+        if starter.mark in environment:
+            return starter
+    # A batch script may export these variables for all of its tasks, whose places only Slurm knows.
+    has_place = TORCHRUN.rank in environment and TORCHRUN.size in environment
+    return TORCHRUN if has_place and not _is_step(environment) else None
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    return int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -115,12 +191,65 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
     return counts[node]
 
 
-def _share(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+def _number(environment: Mapping[str, str], name: str, starter: Starter, default: int | None = None) -> int:
+    value = environment.get(name, "")
+    if not value and default is not None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        found = f"{name}={value}" if name in environment else f"{name} is not set, but {starter.mark} is"
+        raise ConfigError(f"{found}: {starter.name} gives each process an integer; unset its variables to start a single process") from None
+
+
+def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
+    """Returns the coordinator's port, the same for all processes: the user's MASTER_PORT, except that torchrun listens there itself."""
+    port = environment.get("MASTER_PORT", "")
+    if port.isdecimal() and starter.mark not in environment:
+        return int(port)
+    job = "".join(environment.get(name, "") for name in starter.job)
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def _by_local_rank(starter: Starter, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns the one GPU that a process has by its place on its host, as in PyTorch, where nothing says how many processes are there."""
+    local = environment.get(starter.local_rank, "")
+    return (int(local),) if local.isdecimal() and _visible(environment) not in (0, 1) else None
+
+
+def _share_of_slurm(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    on_node = int(environment.get("SLURM_GPUS_ON_NODE", 0))
+    visible = _visible(environment)
+    if visible is None and not on_node and tasks > 1:
+        return (local,)  # Slurm says nothing about GPUs
+    return _share(local, tasks, on_node if visible is None else visible, on_node)
+
+
+def _share_of_host(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    on_host = gpus_here({name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}) if tasks > 1 else 0
+    visible = _visible(environment)
+    return _share(local, tasks, on_host if visible is None else visible, on_host)
+
+
+def _visible(environment: Mapping[str, str]) -> int | None:
+    """Returns how many GPUs CUDA_VISIBLE_DEVICES names; None if it is not set, so that all are visible."""
     ids = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(ids.split(",")) if ids else int(environment.get("SLURM_GPUS_ON_NODE", 0))
-    if tasks == 1 or gpus == 1 or 0 < gpus < int(environment.get("SLURM_GPUS_ON_NODE", 0)):
-        return None  # the only task here, or Slurm has divided the GPUs already (--gpus-per-task)
-    return share(local, tasks, gpus, "task") if gpus else (local,)
+    if ids is None:
+        return None
+    return 0 if ids in ("", "-1") else len(ids.split(","))
+
+
+def _share(local: int, tasks: int, visible: int, on_node: int) -> tuple[int, ...] | None:
+    """Returns the GPUs of a task, numbered as it sees them; None: all of them.
+
+    visible: GPUs that each task sees. on_node: GPUs of the node; 0: not known. If the node has as many as its tasks see together, each of
+    them has its own already (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same, and divide them.
+    """
+    if tasks == 1 or not visible:
+        return None
+    if visible * tasks <= on_node or (visible == 1 and not on_node):
+        return None
+    return share(local, tasks, visible, "task")
 
 
 def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
@@ -143,7 +272,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return 0
     try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listing = subprocess.run([tool, "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:  # a node with a failed GPU must not count as a CPU node
         why = f"cannot count the GPUs of {socket.gethostname()}: {error}; if it has none, use --devices or JAX_PLATFORMS=cpu"
         raise RuntimeError(why) from error

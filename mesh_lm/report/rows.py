@@ -61,7 +61,7 @@ def _digests(path: Path) -> dict[str, float] | None:
     """Returns the step of each row that was written, by its digest; None if there is no such file."""
     written = {}
     try:
-        for line in path.read_text(errors="replace").splitlines():
+        for line in path.read_text(errors="replace", encoding="utf-8").splitlines():
             digest, _, step = line.partition(" ")
             written[digest] = float(step) if step.isdecimal() else 0.0
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _digests(path: Path) -> dict[str, float] | None:
 def _lines(path: Path) -> Iterator[str]:
     """Yields the lines, but not a last one that a kill or a full disk has truncated."""
     with contextlib.suppress(FileNotFoundError):
-        *complete, last = path.read_text(errors="replace").split("\n")
+        *complete, last = path.read_text(errors="replace", encoding="utf-8").split("\n")
         yield from filter(str.strip, complete)
         if last.endswith("}"):
             yield last
@@ -84,7 +84,7 @@ def _digest(line: str) -> str:
 
 def _replace(path: Path, lines: list[str]) -> None:
     part = path.with_name(f"{path.name}.part")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())

@@ -40,10 +40,11 @@ class WeightsAndBiases:
         kept = directory / "wandb_run"
         if not kept.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            kept.write_text(uuid.uuid4().hex[:12])
+            kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        run_id = kept.read_text(encoding="utf-8").strip()
         try:
             self._run = wandb.init(
-                project=project, id=kept.read_text().strip(), name=directory.name, resume="allow", dir=str(directory), config=dict(config),
+                project=project, id=run_id, name=directory.name, resume="allow", dir=str(directory), config=dict(config),
                 settings=wandb.Settings(silent=True),
             )  # fmt: skip
         except Error as error:

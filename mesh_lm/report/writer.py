@@ -104,7 +104,7 @@ class Writer:
         try:
             self.damaged = rows.keep_up_to(path, step)
         finally:
-            self._digests, self._lines = path.with_name(rows.DIGESTS).open("a"), path.open("a")
+            self._digests, self._lines = path.with_name(rows.DIGESTS).open("a", encoding="utf-8"), path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Writes what is buffered, and closes the files and the further destination."""

@@ -81,7 +81,7 @@ def write_csv(schedule: Schedule, file: str) -> None:
     lines = [f"# {schedule.name}: {sizes}. A row is a stage, a cell a tick; an op is its virtual stage, F, B or W, and its microbatch"]
     lines += [", ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     try:
-        Path(file).expanduser().write_text("\n".join(lines) + "\n")
+        Path(file).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 

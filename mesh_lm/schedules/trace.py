@@ -27,7 +27,7 @@ def chrome_trace(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[st
 def write(timelines: Sequence[Timeline], file: str, seconds: float = 1.0) -> None:
     """Writes `chrome_trace` to a file. Raises ConfigError if it cannot be written."""
     try:
-        Path(file).expanduser().write_text(json.dumps(chrome_trace(timelines, seconds)))
+        Path(file).expanduser().write_text(json.dumps(chrome_trace(timelines, seconds)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 

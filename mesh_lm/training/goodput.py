@@ -57,10 +57,10 @@ class Goodput:
         life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            (part := self._path.with_suffix(".part")).write_text(json.dumps(sealed_json.sealed(life)))
+            (part := self._path.with_suffix(".part")).write_text(json.dumps(sealed_json.sealed(life)), encoding="utf-8")
             part.replace(self._path)
             if not self._listed:
-                with (self._directory / _LIST).open("a") as names:
+                with (self._directory / _LIST).open("a", encoding="utf-8") as names:
                     names.write(f"{self._path.name}\n")
                 self._listed = True
 
@@ -121,7 +121,9 @@ def _clock(seconds: float) -> str:
 
 def _listed(path: Path) -> set[str]:
     try:
-        return {name for name in path.read_text(errors="replace").split("\n") if name and "/" not in name and "\0" not in name}
+        return {
+            name for name in path.read_text(errors="replace", encoding="utf-8").split("\n") if name and "/" not in name and "\0" not in name
+        }
     except OSError:
         return set()
 

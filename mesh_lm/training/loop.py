@@ -64,13 +64,13 @@ def loop(run: Run, step: Step, outer: Callable[[State], State], batches: Iterato
 def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
     phases = Phases()
-    with distributed.StopOnSigterm(phases) as stop:
+    with distributed.StopOnSignal(phases) as stop:
         return _train(config, optimizer, data, callbacks, phases, stop)
 
 
 def _train(
     config: TrainConfig, optimizer: Rule | type | None, data: Dataset | None, callbacks: Sequence[Any], phases: Phases,
-    stop: distributed.StopOnSigterm,
+    stop: distributed.StopOnSignal,
 ) -> Run:  # fmt: skip
     # 1. A config that cannot run stops here, with all problems at once.
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
@@ -134,7 +134,8 @@ def _data(
     """Returns the data and its batches, from the checkpoint's data position, which is one number."""
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
-        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say)
+        outputs = config.outputs.values()
+        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs)
         problems = epochs_problems(config, corpus.sources())
         if problems and not saved:
             raise ConfigError(listed("this run cannot start", problems))
@@ -160,7 +161,7 @@ class Between:
     """The work between two steps: skipped steps and rollbacks, the user's callbacks, signals, saving, evaluation."""
 
     def __init__(
-        self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSigterm,
+        self, run: Run, checkpoints: Checkpoints, batches: Batches, monitor: Monitor, phases: Phases, stop: distributed.StopOnSignal,
         callbacks: Sequence[Any],
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._batches, self._monitor = run, checkpoints, batches, monitor
@@ -185,8 +186,9 @@ class Between:
         if saving:
             self._save(last=last or stopping)
         if stopping and not last:
-            self._monitor.note(f"stopped by SIGTERM after step {n}; the same command continues from there")
+            self._monitor.note(f"stopped by {self._stop.cause} after step {n}; the same command continues from there")
             run.preempted = True
+            run.interrupted = self._stop.interrupted
         elif not last and (every := run.config.train.eval_every) and n % every == 0 and self._batches.has_heldout:
             self._evaluate(n)
         return run.state
@@ -248,4 +250,5 @@ class Between:
         if self._batches.has_heldout and not distributed.broadcast_from_process0(self._monitor.has_heldout(step)):
             self._evaluate(step)
         self._run.preempted = self._stop.requested
+        self._run.interrupted = self._stop.interrupted
         return not self._stop.requested

@@ -146,7 +146,7 @@ class Monitor:
             loss_curve(self.output / rows.METRICS, self.output / "loss.png", self._yardsticks())
             self.note(f"loss curve: {self.output / 'loss.png'}")
             if sample is not None:
-                (self.output / "sample.txt").write_text(sample)
+                (self.output / "sample.txt").write_text(sample, encoding="utf-8")
         except OSError as error:
             self.note(f"warning: {error.filename or self.output} cannot be written: {error.strerror}")
         if sample is not None:

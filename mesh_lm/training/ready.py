@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,9 +84,11 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
         if lacking:
             fix = "leave out .bin" if prefix.endswith((".bin", ".idx")) else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
             yield f"data.{field}={prefix}: no such file: {' and '.join(lacking)}; {fix}"
-    if data.path and not (prefixes or Path(data.path).expanduser().is_dir()):
+    if data.path and not prefixes:
         try:
-            sources.find(data.path, data.text_field)
+            sources.require_apart(data.path, config.outputs)
+            if not Path(data.path).expanduser().is_dir():
+                sources.find(data.path, data.text_field)
         except ConfigError as error:
             yield str(error)
 
@@ -96,6 +99,11 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
     if not output or "://" in output:
         raise ConfigError(f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
     where = path = Path(output).expanduser().absolute()
+    if not _is_utf_8(path):
+        raise ConfigError(
+            f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and checkpoints are written to names in UTF-8; "
+            "set the environment variable PYTHONUTF8=1, or name the output in ASCII letters"
+        )
     try:
         while not where.exists():
             where = where.parent
@@ -110,6 +118,14 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
             f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this model needs {_size(needed)} or more; "
             "make room there, or set another output"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _is_utf_8(path: Path) -> bool:
+    """Whether a path has the same bytes for Python, which encodes it as the locale says, and for TensorStore, which takes UTF-8."""
+    try:
+        return os.fsencode(path) == str(path).encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _state_bytes(config: TrainConfig) -> float:
@@ -137,7 +153,7 @@ def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
     from mesh_lm.data.corpus import known_sources  # here, so that other problems are answered before JAX is imported
 
     try:
-        return epochs_problems(config, known_sources(config.data) if data is None else data.sources())
+        return epochs_problems(config, known_sources(config.data, config.outputs.values()) if data is None else data.sources())
     except ConfigError as error:
         return [str(error)]
 

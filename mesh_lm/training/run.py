@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 
 from mesh_lm.config import TrainConfig
-from mesh_lm.launch import EXIT_PREEMPTED
+from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from mesh_lm.report import rows
 from mesh_lm.state import State
 
@@ -34,7 +34,9 @@ class Run:
     """Parameters, optimizer slots and counters after that step; see `mesh_lm.state`. While the run trains it is donated to the next step:
     copy what you want to keep. After a run with pipeline stages that wrote a sample it is empty; `mesh_lm.load` reads the checkpoint."""
     preempted: bool = False
-    """Whether SIGTERM ended the run, which then saved; the same call continues it."""
+    """Whether SIGTERM or Ctrl-C ended the run, which then saved; the same call continues it."""
+    interrupted: bool = False
+    """Whether that was Ctrl-C."""
     stopping: bool = False
     """Whether `stop` was called."""
 
@@ -59,9 +61,11 @@ class Run:
         return self.step < self.config.train.steps and not (self.preempted or self.stopping)
 
     @property
-    def status(self) -> Literal[0, 99]:
+    def status(self) -> Literal[0, 99, 130]:
         """The exit status of a command that made this run."""
-        return EXIT_PREEMPTED if self.preempted else 0
+        if not self.preempted:
+            return 0
+        return EXIT_INTERRUPTED if self.interrupted else EXIT_PREEMPTED
 
     def stop(self) -> None:
         """For callbacks, on all processes: ends the run after this step as if it were the last, with a checkpoint and an evaluation."""

@@ -73,7 +73,7 @@ def has_features(problem: AttentionProblem) -> bool:
 @functools.cache
 def entries() -> tuple[TuningEntry, ...]:
     """All entries, in the order of the table."""
-    return tuple(TuningEntry.of(row) for row in json.loads(PATH.read_text())["rows"])
+    return tuple(TuningEntry.of(row) for row in json.loads(PATH.read_text(encoding="utf-8"))["rows"])
 
 
 def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:

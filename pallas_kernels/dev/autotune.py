@@ -173,7 +173,7 @@ def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
     lines = []
     if set(kernels) != set(KERNELS):
         others = set(candidates([kernel for kernel in KERNELS if kernel not in kernels]))
-        lines = [line for line in json.loads(CANDIDATES.read_text())["candidates"] if of_line(line) in others]
+        lines = [line for line in json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"] if of_line(line) in others]
     for candidate in candidates(kernels):
         line = judged(candidate, cache)
         lines.append(line)
@@ -184,7 +184,9 @@ def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
         {"head_dims": head_dims, **{kernel: as_data(first) for kernel in KERNELS for first in [passing(kernel, head_dims)[0].tiles]}}
         for head_dims in HEAD_DIMS
     ]
-    measured = [row for row in json.loads(tuning.PATH.read_text())["rows"] if "measured" in row] if tuning.PATH.exists() else []
+    measured = (
+        [row for row in json.loads(tuning.PATH.read_text(encoding="utf-8"))["rows"] if "measured" in row] if tuning.PATH.exists() else []
+    )
     write(tuning.PATH, {"rows": [*measured, *rows]})
 
 
@@ -209,7 +211,7 @@ def judged(candidate: Candidate, cache: str | None) -> dict[str, Any]:
 
 def passing(kernel: Kernel, head_dims: tuple[int, int], plain: str | None = None) -> list[Candidate]:
     """The candidates that passed, from candidates.json. plain: "causal" or "full" adds those that pass only so, and without features."""
-    lines = json.loads(CANDIDATES.read_text())["candidates"]
+    lines = json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"]
     found = [of_line(line) for line in lines if line["passes"] or plain in line.get("only", ())]
     return [candidate for candidate in found if (candidate.kernel, candidate.head_dims) == (kernel, tuple(head_dims))]
 
@@ -243,7 +245,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
         else f' "{name}": {json.dumps(value)}'
         for name, value in content.items()
     )
-    path.write_text("{\n" + lists + "\n}\n")
+    path.write_text("{\n" + lists + "\n}\n", encoding="utf-8")
 
 
 def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls: int = 10) -> float:
@@ -267,7 +269,7 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[
     """
     device, started = jax.local_devices()[0].device_kind, time.monotonic()
     new: list[dict[str, Any]] = []
-    before = json.loads(tuning.PATH.read_text())["rows"]
+    before = json.loads(tuning.PATH.read_text(encoding="utf-8"))["rows"]
     cases = list(order(lengths)) if cases is None else cases
     shortest = min(length for _, _, length in cases)
     for head_dims, causal, length in cases:

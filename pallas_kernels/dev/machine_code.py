@@ -121,7 +121,9 @@ def machine_code(fn: Callable[..., Any], *shapes: Any, capability: tuple[int, in
             binary = str(path.with_suffix(".cubin"))
             arch = f"-arch=sm_{capability[0]}{capability[1]}a"
             subprocess.run([ptxas, arch, "-O3", str(path), "-o", binary], check=True, capture_output=True)
-            found += parse(subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, text=True).stdout)
+            found += parse(
+                subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, encoding="utf-8", errors="replace").stdout
+            )
         return found
 
 

@@ -105,12 +105,12 @@ def resources(
     traced = _traced(fn, shapes, capability)
     kept = Path(cache) / f"kernels-{_key(traced.jaxpr, capability)}.json" if cache else None
     if kept and kept.exists():
-        return [_from_json(kernel) for kernel in json.loads(kept.read_text())]
+        return [_from_json(kernel) for kernel in json.loads(kept.read_text(encoding="utf-8"))]
     with tempfile.TemporaryDirectory() as folder:
         kernels = [_read(path) for path in _compile(traced, getattr(fn, "__name__", str(fn)), folder)]
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]))
+        kept.write_text(json.dumps([dataclasses.asdict(kernel) for kernel in kernels]), encoding="utf-8")
     return kernels
 
 
@@ -147,7 +147,7 @@ def _inlined(jaxpr: Any) -> set[str]:
     found = set()
     for eqn in jaxpr.eqns:
         if compat.primitive_name(eqn) == "inline_mgpu":
-            found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text())
+            found.add(Path(inspect.getfile(eqn.params["mgpu_fn"])).read_text(encoding="utf-8"))
         for inner in core.jaxprs_in_params(eqn.params):
             found |= _inlined(inner)
     return found
@@ -216,7 +216,11 @@ def _change_hashes(program: Any) -> None:
 
 
 def _read(ptx: Path) -> KernelResources:
-    text, ptxas, passes = ptx.read_text(), ptx.with_suffix(".ptxas").read_text(), ptx.with_suffix(".mlir-passes.log")
+    text, ptxas, passes = (
+        ptx.read_text(encoding="utf-8"),
+        ptx.with_suffix(".ptxas").read_text(encoding="utf-8"),
+        ptx.with_suffix(".mlir-passes.log"),
+    )
 
     def number(pattern: str, where: str, default: int | None = None) -> int:
         if match := re.search(pattern, where):
@@ -252,7 +256,7 @@ def _read(ptx: Path) -> KernelResources:
 def _host_code(passes: Path) -> list[str]:
     """The lines of a program before its first pass, up to the kernel's launch, which is the last."""
     host = []
-    with passes.open() as lines:
+    with passes.open(encoding="utf-8") as lines:
         for line in lines:
             host.append(line)
             if re.search(r"dynamic_shared_memory_size %c\d+_i32", line):

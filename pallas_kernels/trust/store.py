@@ -28,14 +28,19 @@ _VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-
 def gpu_here(driver: Path = _DRIVER) -> tuple[str, str]:
     """(name of the first GPU, version of the driver) without using the GPU; ("", "") if neither the driver nor nvidia-smi says so."""
     with contextlib.suppress(OSError):
-        models = [re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE) for file in sorted(driver.glob("gpus/*/information"))]
-        version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", (driver / "version").read_text())
+        models = [
+            re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            for file in sorted(driver.glob("gpus/*/information"))
+        ]
+        version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", (driver / "version").read_text(encoding="utf-8"))
         if models and models[0] and version:
             return models[0][1], version[1]
     if tool := shutil.which("nvidia-smi"):
         command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            line = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.partition("\n")[0]
+            line = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+            ).stdout.partition("\n")[0]
             name, _, version = line.partition(",")
             return name.strip(), version.strip()
     return "", ""
@@ -82,7 +87,7 @@ class Store:
         """The verdict on a kind; None if there is none, or its file is damaged."""
         path = self.path(kind)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            row = json.loads(path.read_text())
+            row = json.loads(path.read_text(encoding="utf-8"))
             if row["status"] in ("passed", "failed"):
                 return Verdict(row["status"], str(row["reason"]), str(path))
         return None
@@ -99,7 +104,7 @@ class Store:
         part = path.with_suffix(f".{os.getpid()}")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(row, indent=1) + "\n")
+            part.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
             part.replace(path)
         except OSError:
             return verdict
@@ -113,7 +118,7 @@ class Store:
                 import fcntl  # which Windows does not have
 
                 self.directory.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((self.directory / "lock").open("a"))
+                file = stack.enter_context((self.directory / "lock").open("a", encoding="utf-8"))
                 until = time.monotonic() + patience
                 while time.monotonic() < until:
                     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
     (here / "nvvm").symlink_to(toolkit / "nvvm")
     for name in ("ptxas", "nvlink"):
         script = here / "bin" / name
-        script.write_text(_SCRIPT.format(tool=shlex.quote(str(toolkit / "bin" / name))))
+        script.write_bytes(os.fsencode(_SCRIPT.format(tool=shlex.quote(str(toolkit / "bin" / name)))))
         script.chmod(0o755)
     return {"xla_gpu_cuda_data_dir": folder}
 

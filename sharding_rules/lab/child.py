@@ -51,15 +51,19 @@ def compile_in_child(lowered: Any, options: dict[str, Any], topology: TopologyRe
     (folder / "program.mlirbc").write_bytes(captured.module)
     (folder / "options.pb").write_bytes(captured.options)
     about = {"topology": dataclasses.asdict(topology), "devices": captured.devices, "environment": dict(os.environ)}
-    (folder / "request.json").write_text(json.dumps(about))
+    (folder / "request.json").write_text(json.dumps(about), encoding="utf-8")
     status = server().compile(folder)
-    log = (folder / "log.txt").read_text(errors="replace").splitlines()
+    log = (folder / "log.txt").read_text(errors="replace", encoding="utf-8").splitlines()
     if status < 0:
         raise Aborted(f"XLA's process ended with {_signal_name(-status)}", log)
     if status > 0:
         error = folder / "error.txt"
-        raise LabError(error.read_text() if error.exists() else "\n".join(log[-20:]))
-    return (folder / "program.txt").read_text(), Memory(**json.loads((folder / "memory.json").read_text())), log
+        raise LabError(error.read_text(encoding="utf-8") if error.exists() else "\n".join(log[-20:]))
+    return (
+        (folder / "program.txt").read_text(encoding="utf-8"),
+        Memory(**json.loads((folder / "memory.json").read_text(encoding="utf-8"))),
+        log,
+    )
 
 
 def _signal_name(number: int) -> str:
@@ -134,8 +138,9 @@ class _Server:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
         environment = os.environ | _SINGLE_THREADED | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True,
+            encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors(),  # the lines are names of folders
+        )  # fmt: skip
         assert self._process.stdin and self._process.stdout
         self._requests: IO[str] = self._process.stdin
         self.owner = os.getpid()

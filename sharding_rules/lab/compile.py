@@ -116,7 +116,7 @@ def compile_report(
     kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
     if kept:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, torn, or of another version of the lab
-            return Report.from_json(kept.read_text())
+            return Report.from_json(kept.read_text(encoding="utf-8"))
     report = _compile(lowered, arguments, mesh, about)
     if kept:
         _keep(report, kept)
@@ -126,7 +126,7 @@ def compile_report(
 def _keep(report: Report, path: Path) -> None:
     with contextlib.suppress(OSError):  # without a cache, reports are compiled again
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as beside:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as beside:
             beside.write(report.to_json())
         Path(beside.name).replace(path)
 
@@ -183,7 +183,7 @@ def _compiled(lowered: Any, mesh: Mesh, about: Mapping[str, Any]) -> _Compiled:
             raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
         seconds = time.monotonic() - begin
         kinds = ("buffer-assignment", "live-range")
-        assignment, live = ("".join(path.read_text() for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
+        assignment, live = ("".join(path.read_text(encoding="utf-8") for path in Path(folder).glob(f"dump/*-{kind}.txt")) for kind in kinds)
     return _Compiled(text, stats, log, assignment, live, seconds)
 
 

@@ -87,7 +87,7 @@ def rank(
 def parallel() -> int:
     """How many programs may compile at once here: by the cores and the memory that is free, at least one."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):  # not Linux
         free = _CHILD * (os.cpu_count() or 1)

@@ -44,7 +44,8 @@ def serve() -> None:
                 pid, folder = children.pop(key.fd)
                 waiting.unregister(key.fd)
                 os.close(key.fd)
-                print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), folder, flush=True)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.write(1, f"{status} ".encode() + os.fsencode(folder) + b"\n")
 
 
 def _fork(folder: Path) -> tuple[int, int]:
@@ -61,7 +62,7 @@ def _fork(folder: Path) -> tuple[int, int]:
         compile_folder(folder)
         status = 0
     except BaseException as error:
-        (folder / "error.txt").write_text(str(error))
+        (folder / "error.txt").write_text(str(error), encoding="utf-8", errors="backslashreplace")
     finally:
         os._exit(status)
 
@@ -72,7 +73,7 @@ def compile_folder(folder: Path) -> None:
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
     from jaxlib.mlir import ir
 
-    request = json.loads((folder / "request.json").read_text())
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     os.environ.clear()
     os.environ.update(request["environment"])
     devices = {device.id: device for device in topology_of(TopologyRequest(**request["topology"]))}
@@ -82,6 +83,6 @@ def compile_folder(folder: Path) -> None:
         executable_devices=_jax.DeviceList(tuple(devices[number] for number in request["devices"])),
         compile_options=_jax.CompileOptions.ParseFromString((folder / "options.pb").read_bytes()),
     )
-    (folder / "program.txt").write_text("\n\n".join(module.to_string() for module in compiled.hlo_modules()))
+    (folder / "program.txt").write_text("\n\n".join(module.to_string() for module in compiled.hlo_modules()), encoding="utf-8")
     stats = compiled.get_compiled_memory_stats()
-    (folder / "memory.json").write_text(json.dumps({name: int(getattr(stats, name)) for name in MEMORY}))
+    (folder / "memory.json").write_text(json.dumps({name: int(getattr(stats, name)) for name in MEMORY}), encoding="utf-8")

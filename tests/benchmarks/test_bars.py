@@ -70,7 +70,7 @@ def test_the_formula_is_megatrons(bars: ModuleType, name: str) -> None:
 def test_rows_that_are_not_asked_for_are_kept(bars: ModuleType, tmp_path: Path) -> None:
     def write(name: str, *configs: str) -> None:
         rows = [ROW | {"config": config} for config in configs]
-        (tmp_path / name).write_text(json.dumps({"tables": {"Compiled": {"rows": rows}}}))
+        (tmp_path / name).write_text(json.dumps({"tables": {"Compiled": {"rows": rows}}}), encoding="utf-8")
 
     record = SimpleNamespace(directory=tmp_path, stem="bars_2026-11-24_h100-jax-0", data={"date": "2026-11-24"})
     assert bars.kept(record) == {}

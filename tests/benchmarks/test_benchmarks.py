@@ -16,10 +16,10 @@ def run(name: str, output: Path) -> dict[str, list[dict]]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (results,) = output.glob(f"{name}-quick_*.json")
-    record, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()
+    record, text = json.loads(results.read_text(encoding="utf-8")), results.with_suffix(".md").read_text(encoding="utf-8")
     assert record["command"] == f"python benchmarks/{name}.py --quick" and record["versions"]["jax"] and record["machine"]["cores"]
     for private in (str(ROOT), str(output), os.uname().nodename):
-        assert private not in text and private not in results.read_text()
+        assert private not in text and private not in results.read_text(encoding="utf-8")
     assert all(f"## {title}" in text for title in record["tables"])
     return {title: table["rows"] for title, table in record["tables"].items()}
 

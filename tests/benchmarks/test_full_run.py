@@ -36,14 +36,19 @@ def test_every_test_is_in_one_part(full_run) -> None:
         parts = sum(tiers.selects(expression, marks) for expression in {*chosen, tiers.FAULTS})
         assert parts == (2 if marks == {"deviceless"} else 1), marks
         assert not any(tiers.selects(expression, (marks | {"gpu"}) - {"fault"}) for expression in chosen)
-    marked = [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.fault" in path.read_text() and path != Path(__file__)]
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if "pytest.mark.fault" in path.read_text(encoding="utf-8") and path != Path(__file__)
+    ]
     assert {path.parent.name for path in marked} == {"fault"}
 
 
 def test_outcomes_are_counted(full_run, tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(
         "<testsuites><testsuite><testcase/><testcase><failure/></testcase><testcase><error/></testcase>"
-        "<testcase><skipped/></testcase><testcase><properties/></testcase></testsuite></testsuites>"
+        "<testcase><skipped/></testcase><testcase><properties/></testcase></testsuite></testsuites>",
+        encoding="utf-8",
     )
     assert full_run.counted(tmp_path / "report.xml") == {"passed": 2, "failed": 2, "skipped": 1}
 
@@ -59,7 +64,7 @@ def test_a_resumed_run_keeps_what_passed(full_run, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["benchmarks/full_run.py", "--resume", f"--output={tmp_path}"])
     assert full_run.main() == 0
     (results,) = tmp_path.glob("full_run_*.json")
-    assert [row["status"] for row in json.loads(results.read_text())["tables"]["Parts"]["rows"]] == [0, 0]
+    assert [row["status"] for row in json.loads(results.read_text(encoding="utf-8"))["tables"]["Parts"]["rows"]] == [0, 0]
 
 
 def test_a_python_that_is_not_here(full_run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +88,7 @@ def test_what_failed_and_what_was_not_run_is_told(full_run, tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["benchmarks/full_run.py", "--only=bad,good", f"--output={tmp_path}"])
     assert full_run.main() == 1
     (results,) = tmp_path.glob("full_run_*.json")
-    record = json.loads(results.read_text())
+    record = json.loads(results.read_text(encoding="utf-8"))
     assert [(row["part"], row["status"]) for row in record["tables"]["Parts"]["rows"]] == [("good", 0), ("bad", 3), ("other", "not run")]
     assert record["versions"]["jax"] and record["machine"]["cores"] and record["date"] and "commit" in record
     monkeypatch.setattr(sys, "argv", ["benchmarks/full_run.py", "--only=none"])

@@ -39,7 +39,7 @@ for variant in arguments.get("variants", ()):
 
 def stand_in(tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, hang: str = "") -> Any:
     """A lab whose worker of kernels hangs at one of them, or at none."""
-    (tmp_path / "worker.py").write_text(WORKER.replace("{hang}", hang))
+    (tmp_path / "worker.py").write_text(WORKER.replace("{hang}", hang), encoding="utf-8")
     monkeypatch.setattr(modules["gpu_kernels"], "KERNELS", str(tmp_path / "worker.py"))
     lab = modules["gpu_lab"].Lab(tmp_path, dry_run=False)
     lab.output = tmp_path / "results"
@@ -74,7 +74,7 @@ def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, modules: dict[st
         parts = [lab_module.Part(kernels.smoke, 60)]
         status = lab_module.measure("suite", parts, lab, device, tmp_path / "results", lab.deadline - 90, resume=resume)
         (results,) = (path for path in (tmp_path / "results").glob("suite_*.json"))
-        return status, json.loads(results.read_text())["tables"]["Smoke"]["rows"], set(started)
+        return status, json.loads(results.read_text(encoding="utf-8"))["tables"]["Smoke"]["rows"], set(started)
 
     status, _, started = measured("yes", resume=False)
     assert status == 1 and started == {"forward", "backward", "pair"}
@@ -99,7 +99,7 @@ sys.exit(subprocess.run(sys.argv[sys.argv.index("--log-file") + 2 :]).returncode
 
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     """A program of this name on the path."""
-    (tmp_path / name).write_text(text.replace("{python}", sys.executable))
+    (tmp_path / name).write_text(text.replace("{python}", sys.executable), encoding="utf-8")
     (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 

@@ -58,7 +58,7 @@ class Stage:
     def __init__(self, modules: dict[str, ModuleType], directory: Path) -> None:
         self.modules, self.directory, self.started = modules, directory, []
         self.stand_in = directory / "stand_in.py"
-        self.stand_in.write_text(STAND_IN)
+        self.stand_in.write_text(STAND_IN, encoding="utf-8")
 
     def session(self, seconds: float, resume: bool = False, kind: str = "Some GPU") -> Any:
         output = self.directory / "results"
@@ -100,7 +100,7 @@ def test_rows_are_printed_and_written_and_values_are_passed_on(stage: Stage, cap
     ]  # fmt: skip
     assert stage.started == [("first", {}), ("second", {"seen": "first"})]
     (results,) = (stage.directory / "results").glob("gpu_minutes_*.json")
-    tables = json.loads(results.read_text())["tables"]
+    tables = json.loads(results.read_text(encoding="utf-8"))["tables"]
     assert [row["status"] for row in tables["Blocks"]["rows"]] == ["ok", "ok"] and len(tables["second"]["rows"]) == 2
 
 
@@ -120,7 +120,7 @@ def test_a_block_that_hangs_is_killed_with_its_processes_and_the_next_runs(stage
     assert (hangs["status"], following["status"]) == ("STOPPED", "ok")
     assert hangs["problems"] == "stopped at its limit of 1 s, with all of its processes"
     assert '"table": "hangs"' in capsys.readouterr().out, "the row that it printed before is kept"
-    group = int((stage.directory / "pid").read_text())
+    group = int((stage.directory / "pid").read_text(encoding="utf-8"))
     deadline = time.monotonic() + PATIENCE
     while alive(group):
         assert time.monotonic() < deadline
@@ -132,7 +132,7 @@ def alive(group: int) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+            state, _, pgrp = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
         except OSError:
             continue
         if int(pgrp) == group and state != "Z":
@@ -196,7 +196,7 @@ def minutes(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_second_start_is_refused_in_one_line(tmp_path: Path) -> None:
-    with open(tmp_path / ".gpu_minutes.lock", "w") as file:
+    with open(tmp_path / ".gpu_minutes.lock", "w", encoding="utf-8") as file:
         file.write("1234")
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -289,7 +289,7 @@ def test_ratios_of_turns(modules: dict[str, ModuleType]) -> None:
 
 @pytest.fixture
 def page() -> str:
-    return (ROOT / "benchmarks" / "gpu_minutes.md").read_text()
+    return (ROOT / "benchmarks" / "gpu_minutes.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_blocks(modules: dict[str, ModuleType], page: str) -> None:
@@ -333,7 +333,7 @@ def test_every_block_is_rehearsed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert "imported though a GPU machine may lack it: nothing" in done.stdout
     (results,) = tmp_path.glob("gpu_minutes-dry-run_*.json")
-    tables = {title: table["rows"] for title, table in json.loads(results.read_text())["tables"].items()}
+    tables = {title: table["rows"] for title, table in json.loads(results.read_text(encoding="utf-8"))["tables"].items()}
     assert {row["status"] for row in tables["Blocks"]} == {"ok"} and all(tables.values())
     (run,) = tables["train.py"]
     assert run["steps_made_twice"] >= 1 and run["losses_that_differ"] == run["arrays_that_differ"] == 0 and run["generated"]
@@ -346,5 +346,5 @@ def test_every_block_is_rehearsed(tmp_path: Path) -> None:
         assert len({row["tokens"] for row in compared.values()}) == 1 and compared["mesh_lm"]["turns"] == 2
         if importlib.util.find_spec("torch"):
             assert compared["mesh_lm"]["ratio"] > 0 and compared["torch.compile"]["turns"] == 2
-    text = results.read_text() + results.with_suffix(".md").read_text()
+    text = results.read_text(encoding="utf-8") + results.with_suffix(".md").read_text(encoding="utf-8")
     assert all(private not in text for private in (str(ROOT), str(tmp_path), os.uname().nodename))

@@ -126,7 +126,7 @@ for variant in json.loads(sys.argv[2])["variants"]:
 
 def test_a_variant_that_ends_its_process_costs_itself_alone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     """With status 75 the worker reported the error; otherwise it is recorded here. New processes then take the rest, in each lane."""
-    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "worker.py").write_text(WORKER, encoding="utf-8")
     lab = modules["gpu_lab"].Lab(tmp_path, dry_run=True, worker=str(tmp_path / "worker.py"))
     seen: list[int] = []
     lab.progress = lambda title, rows, note: seen.append(len(rows))
@@ -203,7 +203,7 @@ def test_power_without_a_driver(modules: dict[str, ModuleType], monkeypatch: pyt
 
 
 def test_power_from_nvidia_smi(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '300.5, 1980, 50'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '300.5, 1980, 50'\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setitem(sys.modules, "pynvml", None)

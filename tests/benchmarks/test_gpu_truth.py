@@ -41,12 +41,12 @@ def test_dry_run(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_package_that_is_missing_is_named_and_costs_its_case_alone(tmp_path: Path) -> None:
-    (tmp_path / "optax.py").write_text("raise ModuleNotFoundError(\"No module named 'optax'\")")
+    (tmp_path / "optax.py").write_text("raise ModuleNotFoundError(\"No module named 'optax'\")", encoding="utf-8")
     where = f"{tmp_path}:{ROOT}"
     done = suite("gpu_truth", "--dry-run", "--parts=steps,elementwise", f"--output={tmp_path}", PYTHONPATH=where)
     assert done.returncode == 1, done.stderr
     (results,) = tmp_path.glob("gpu_truth-dry-run_*.json")
-    tables = {title: table["rows"] for title, table in json.loads(results.read_text())["tables"].items()}
+    tables = {title: table["rows"] for title, table in json.loads(results.read_text(encoding="utf-8"))["tables"].items()}
     elementwise, steps = tables["Parts"]
     assert elementwise["status"] == "ok" and len(tables["Elementwise"]) == 2
     assert steps["status"] == "FAILED" and "stepped: exit status 1: ModuleNotFoundError: No module named 'optax'" in steps["problems"]

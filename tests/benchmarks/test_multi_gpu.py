@@ -164,7 +164,7 @@ for variant in json.loads(sys.argv[2])["variants"]:
 
 
 def test_a_strategy_that_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(DYING)
+    (tmp_path / "worker.py").write_text(DYING, encoding="utf-8")
     lab = gpu_lab.Lab(tmp_path, dry_run=True, worker=str(tmp_path / "worker.py"))
     names = ["aborts", "a", "hangs", "b"]
     found = lab.each("task", [{"name": name, "changes": {}} for name in names], patience=3)
@@ -186,7 +186,7 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert "imported though a GPU machine may lack it: nothing" in done.stdout
     (results,) = tmp_path.glob("multi_gpu-quick_*.json")
-    tables = {title: table["rows"] for title, table in json.loads(results.read_text())["tables"].items()}
+    tables = {title: table["rows"] for title, table in json.loads(results.read_text(encoding="utf-8"))["tables"].items()}
     assert {row["status"] for row in tables["Parts"]} == {"ok"} and len(tables["Parts"]) == 7
     wanted = [s for s in strategies.strategies(4) if s.quick]
     assert [(row["rules"], row["mesh"], row["pipeline"]) for row in tables["Summary"]] == [tuple(s.columns.values()) for s in wanted]
@@ -199,7 +199,7 @@ def test_rehearsal(tmp_path: Path) -> None:
         and all(row["ratio"] > 0 for row in settings[1:])
     )
     assert {row["group"] for row in tables["Bandwidth"]} == {"all", "neighbours"} and len(tables["Best bus bandwidth"]) == 10
-    text = results.read_text() + results.with_suffix(".md").read_text()
+    text = results.read_text(encoding="utf-8") + results.with_suffix(".md").read_text(encoding="utf-8")
     assert all(private not in text for private in (str(ROOT), str(tmp_path), os.uname().nodename))
 
 

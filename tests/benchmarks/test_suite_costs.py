@@ -37,7 +37,7 @@ def suite_costs(monkeypatch: pytest.MonkeyPatch):
 def test_costs_are_counted_and_remembered(suite_costs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a real run. Files that no longer exist are dropped, and the costs of other tiers are kept."""
     test = tmp_path / "test_cases.py"
-    test.write_text(CASES)
+    test.write_text(CASES, encoding="utf-8")
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest", "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
@@ -51,10 +51,10 @@ def test_costs_are_counted_and_remembered(suite_costs, tmp_path: Path, monkeypat
     here, other = "tests/test_house.py", "tests/test_readme.py"
     monkeypatch.setattr(suite_costs, "SECONDS", tmp_path / "seconds.json")
     known = {here: {"fast": {"seconds": 1}, "ci": {"seconds": 9}}, other: {"ci": {"seconds": 5}}, "tests/gone.py": {"ci": {"seconds": 3}}}
-    suite_costs.SECONDS.write_text(json.dumps(known))
+    suite_costs.SECONDS.write_text(json.dumps(known), encoding="utf-8")
     rows = [{"file": here, "seconds": seconds, **dict.fromkeys(suite_costs.COUNTS, 1)} for seconds in (2.25, 0.5)]
     suite_costs.remember("ci", rows)
-    found = json.loads(suite_costs.SECONDS.read_text())
+    found = json.loads(suite_costs.SECONDS.read_text(encoding="utf-8"))
     assert found == {here: {"fast": {"seconds": 1}, "ci": {"seconds": 2.8, **dict.fromkeys(suite_costs.COUNTS, 2)}}}
 
 

@@ -65,7 +65,7 @@ def test_megatron(name: str) -> None:
 
 
 def config_docstring(name: str) -> str:
-    return ast.get_docstring(ast.parse(Path(f"configs/megatron_{name.replace('.', '_')}b.py").read_text())) or ""
+    return ast.get_docstring(ast.parse(Path(f"configs/megatron_{name.replace('.', '_')}b.py").read_text(encoding="utf-8"))) or ""
 
 
 def test_gpt_175b_is_cut_as_published() -> None:

@@ -13,7 +13,7 @@ from pallas_kernels import BlockMask, choose_attention, describe_attention
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 
 COMPILE_BUDGET = 16
-TEXT = (Path(__file__).parents[2] / "docs/attention.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf-8")
 
 
 def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:

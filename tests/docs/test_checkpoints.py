@@ -25,7 +25,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state.initial import init_state
 
 COMPILE_BUDGET = 55
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [(text, BLOCKS[at + 1][1]) for at, (kind, text) in enumerate(BLOCKS) if kind == "sh"]
 TEXTS = [text for kind, text in BLOCKS if kind == "text"]
@@ -155,7 +155,9 @@ def test_nothing_is_flat_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             checkpoints.save(1, state, {}, whole, OPTIMIZER, last=True)
     assert main(["diff", "plain", "flat"]) == 0
     assert "all arrays have the same bits" in capsys.readouterr().out
-    found = [json.loads((tmp_path / name / "checkpoints/1/metadata/metadata").read_text())["parts"] for name in ("plain", "flat")]
+    found = [
+        json.loads((tmp_path / name / "checkpoints/1/metadata/metadata").read_text(encoding="utf-8"))["parts"] for name in ("plain", "flat")
+    ]
     assert found[0] == found[1] and list(found[0]) == ["params", "mu", "nu"]
     assert {kind for part in found[1].values() for *_, kind in part.values()} == {"float32"}
 

@@ -12,7 +12,7 @@ from mesh_lm.config import load
 from mesh_lm.training.check import check
 from tests.sharding_rules.closed_forms import A2A, AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
 
-PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text(encoding="utf-8")
 SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP", A2A: "A2A"}
 AXES = (("data",), ("fsdp",), ("fsdp", "tensor"), ("tensor",))
 STAGED_AXES = (("data",), ("pipeline", "data"), ("pipeline",), *AXES[1:], ("data", "sequence"), ("sequence",))

@@ -21,14 +21,14 @@ from tests.sharding_rules.closed_forms import expected_of, total
 
 ROOT = Path(__file__).parents[2]
 SOURCE = plan_page.newest()
-DATA = json.loads(SOURCE.read_text())
+DATA = json.loads(SOURCE.read_text(encoding="utf-8"))
 ROWS = {row["name"]: row for row in DATA["tables"][plan_page.CONFIGS]["rows"]}
 TABLE = ROOT / "benchmarks" / "plan_table.py"
 ANEW = "run: python benchmarks/plan_table.py"
 
 
 def test_the_page_is_that_of_the_newest_results() -> None:
-    assert plan_page.PAGE.read_text() == plan_page.page(DATA, SOURCE.name), f"{ANEW} --page"
+    assert plan_page.PAGE.read_text(encoding="utf-8") == plan_page.page(DATA, SOURCE.name), f"{ANEW} --page"
 
 
 def test_the_chart_is_that_of_the_newest_results() -> None:
@@ -98,7 +98,7 @@ def test_what_has_changed_since_is_told(plan_table: ModuleType, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     before = plan_table.stale(DATA)
     source = tmp_path / "configs" / "llama3_8b.py"
-    source.write_text(source.read_text().replace("global_batch=512", "global_batch=1024"))
+    source.write_text(source.read_text(encoding="utf-8").replace("global_batch=512", "global_batch=1024"), encoding="utf-8")
     shutil.copy(source, tmp_path / "configs" / "mine.py")
     (tmp_path / "configs" / "gpt2_124m.py").unlink()
     assert sorted(set(plan_table.stale(DATA)) - {*before}) == [

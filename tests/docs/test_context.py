@@ -13,9 +13,9 @@ from mesh_lm.config import load
 from mesh_lm.model.context import repeats
 from tests.mesh_lm.parallel.test_context import CASES
 
-PAGE = context_page.PAGE.read_text()
+PAGE = context_page.PAGE.read_text(encoding="utf-8")
 SOURCE = context_page.newest()
-DATA = json.loads(SOURCE.read_text())
+DATA = json.loads(SOURCE.read_text(encoding="utf-8"))
 TABLES = {title: table["rows"] for title, table in DATA["tables"].items() if title != "Crossovers"}
 ROWS = {row["name"]: row for rows in TABLES.values() for row in rows}
 MODEL, TOKENS = load("llama3_8b_128k").model, 16_384
@@ -102,7 +102,9 @@ def test_a_million_tokens_fit() -> None:
 def test_what_a_longer_context_gains() -> None:
     """The newest results of extend_context.py, and the sentences about them."""
     source = max(context_page.RESULTS.glob("extend_context_*.json"))
-    rows: dict[str, dict[str, Any]] = {row["model"]: row for row in json.loads(source.read_text())["tables"]["Loss on long texts"]["rows"]}
+    rows: dict[str, dict[str, Any]] = {
+        row["model"]: row for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"]["rows"]
+    }
     short, more, long = (rows[name]["bits_per_byte"] for name in ("short", "short, continued", "long"))
     text = " ".join(PAGE.split())
     assert long < short and source.name.replace(".json", ".md") in PAGE
@@ -112,7 +114,7 @@ def test_what_a_longer_context_gains() -> None:
 def test_the_recipe_is_what_was_run() -> None:
     """Each option of the page's commands is one of the recorded commands."""
     source = max(context_page.RESULTS.glob("extend_context_*.json"))
-    rows = {row["model"]: row["command"] for row in json.loads(source.read_text())["tables"]["Loss on long texts"]["rows"]}
+    rows = {row["model"]: row["command"] for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"]["rows"]}
     block = next(text for text in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "--init-from" in text).replace("\\\n", " ")
     for line, name in zip(block.splitlines(), ("short", "long"), strict=True):
         assert set(line.split()) <= set(rows[name].split()), name

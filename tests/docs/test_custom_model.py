@@ -34,7 +34,7 @@ COMPILE_BUDGET = 60
 ROOT = Path(__file__).parents[2]
 FILE, PAGE = ROOT / "docs" / "custom_model.py", ROOT / "docs" / "custom_model.md"
 ROUTED = ROOT / "docs" / "router_bias.py"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 MISTAKES = [(*change, answer) for change, (kind, answer) in itertools.pairwise(BLOCKS) if kind == "text"]
 
 CONFIG = load(str(FILE))
@@ -54,7 +54,7 @@ def with_own(name: str) -> Rules:
 def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options that keep a run on this process's devices and in a temporary directory."""
     directory = tmp_path_factory.mktemp("text")
-    (directory / "corpus.txt").write_text(inspect.getsource(argparse))
+    (directory / "corpus.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     fields = {"data.path": directory / "corpus.txt", "data.cache": directory, "data.max_epochs": 0}
     fields |= {"launch.cpu_devices": 0, "launch.compile_cache": ""}
     return [f"--config.{name}={value}" for name, value in fields.items()]
@@ -63,7 +63,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_page_is_the_file() -> None:
     """Every line of both files is on the page, in order, and no other Python is."""
     shown = [line for kind, text in BLOCKS if kind == "python" for line in text.splitlines() if line]
-    assert shown == [line for file in (FILE, ROUTED) for line in file.read_text().splitlines() if line]
+    assert shown == [line for file in (FILE, ROUTED) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_trains_by_its_own_rules(file: Path, here: list[str], tmp_path: Path, ca
         "optimizer.warmup_steps": 2, "data.documents": "separate", "output": tmp_path,
     }  # fmt: skip
     assert train.main([f"--config={file}", *here, *(f"--config.{name}={value}" for name, value in fields.items())]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 6 and losses[-1] < losses[0] < 1.1 * np.log(512)
     assert (tmp_path / "sample.txt").exists()
@@ -178,7 +178,7 @@ def test_a_bias_balances_experts_on_any_mesh() -> None:
 
 @pytest.mark.parametrize(("kind", "change", "answer"), MISTAKES, ids=range(len(MISTAKES)))
 def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: str, here: list[str], tmp_path: Path) -> None:
-    source, arguments = FILE.read_text(), []
+    source, arguments = FILE.read_text(encoding="utf-8"), []
     if kind == "diff":
         old, new = ("".join(line[1:] for line in change.splitlines(keepends=True) if line[0] == sign) for sign in "-+")
         assert source.count(old) == 1, f"not a line of {FILE.name}: {old}"
@@ -186,7 +186,7 @@ def test_mistakes_are_answered_as_the_page_says(kind: str, change: str, answer: 
     else:
         assert (kind, shlex.split(change)[:3]) == ("sh", ["mesh-lm", "train", "docs/custom_model.py"])
         arguments = shlex.split(change)[3:]
-    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "mine.py").write_text(source, encoding="utf-8")
     with pytest.raises((ConfigError, ShardingRuleError)) as caught:
         train.main([f"--config={tmp_path}/mine.py", f"--config.output={tmp_path}/run", *here, *arguments])
     assert f"error: {caught.value}\n" == answer

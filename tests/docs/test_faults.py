@@ -12,11 +12,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_that_of_the_newest_results() -> None:
-    assert faults.PAGE.read_text() == faults.page(faults.newest())
+    assert faults.PAGE.read_text(encoding="utf-8") == faults.page(faults.newest())
 
 
 def test_every_fault_is_tested_and_told() -> None:
-    tested = {f"F{n}" for path in (ROOT / "tests" / "fault").glob("test_*.py") for n in re.findall(r"def test_f(\d+)_", path.read_text())}
+    tested = {
+        f"F{n}"
+        for path in (ROOT / "tests" / "fault").glob("test_*.py")
+        for n in re.findall(r"def test_f(\d+)_", path.read_text(encoding="utf-8"))
+    }
     assert tested == set(faults.FAULTS)
 
 

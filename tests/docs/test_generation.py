@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     block
     for page in ("generation", "evaluation")
-    for block in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / f"{page}.md").read_text(), re.M | re.S)
+    for block in re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S)
 ]
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
 
@@ -26,9 +26,9 @@ COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.split
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("here")
     tiny_run.write(directory / "runs" / "gpt_tiny", dataclasses.replace(tiny_run.MODEL, seq_len=256))
-    (directory / "prompts.txt").write_text("def \nclass ")
-    (directory / "README.md").write_text("Some text. " * 40)
-    (directory / "pages.jsonl").write_text('{"text": "A page."}\n{"text": "Another."}\n')
+    (directory / "prompts.txt").write_text("def \nclass ", encoding="utf-8")
+    (directory / "README.md").write_text("Some text. " * 40, encoding="utf-8")
+    (directory / "pages.jsonl").write_text('{"text": "A page."}\n{"text": "Another."}\n', encoding="utf-8")
     return directory
 
 
@@ -54,7 +54,7 @@ def test_commands(command: str, here: Path, monkeypatch: pytest.MonkeyPatch, cap
     out = capsys.readouterr().out
     assert ("bits per byte (gzip" in out) if "--text" in command else ("def " in out or "2 texts: texts.jsonl" in out)
     if "texts.jsonl" in command:
-        assert [list(json.loads(line)) for line in Path("texts.jsonl").read_text().splitlines()] == [
+        assert [list(json.loads(line)) for line in Path("texts.jsonl").read_text(encoding="utf-8").splitlines()] == [
             ["prompt", "text", "tokens", "logprobs", "reason"]
         ] * 2
 

@@ -10,7 +10,7 @@ from mesh_lm.model import DecoderConfig
 from sharding_rules import AXES, MANUAL, PRESETS
 from sharding_rules.rules import Kind
 
-PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
 TABLE, REST = PAGE.split("\n## ", 1)
 REST = " ".join(REST.split())
 

@@ -8,10 +8,10 @@ import pytest
 from benchmarks import reductions_page
 from tests.sharding_rules.closed_forms_reductions import all_reduce, by_node, int8_half, outer_step, power_sgd, top_k
 
-PAGE = reductions_page.PAGE.read_text()
-TABLES = json.loads(reductions_page.newest("reductions").read_text())["tables"]
+PAGE = reductions_page.PAGE.read_text(encoding="utf-8")
+TABLES = json.loads(reductions_page.newest("reductions").read_text(encoding="utf-8"))["tables"]
 ONE, TWO = ({row["form"]: row for row in TABLES[title]["rows"]} for title in ("One replica in a node", "Two replicas in a node"))
-LOSSES = json.loads(reductions_page.newest("reduced_loss").read_text())["tables"]
+LOSSES = json.loads(reductions_page.newest("reduced_loss").read_text(encoding="utf-8"))["tables"]
 GIB = 2**30
 
 

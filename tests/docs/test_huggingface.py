@@ -27,7 +27,7 @@ from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 50
-PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [shlex.split(text) for kind, text in BLOCKS if kind == "sh"]
 CONFIG = next(text for kind, text in BLOCKS if kind == "python" and "get_config" in text)
@@ -58,8 +58,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = ModelLayout.of(model, shard_on("ddp"))
     params = jax.jit(layout.init)(jax.random.key(0))
     huggingface.save(directory / START, layout, params, dtype="float32", tokenizer=tokenizer)
-    (directory / "corpus.txt").write_text(text)
-    (directory / "finetune.py").write_text(CONFIG)
+    (directory / "corpus.txt").write_text(text, encoding="utf-8")
+    (directory / "finetune.py").write_text(CONFIG, encoding="utf-8")
     return directory
 
 

@@ -17,10 +17,10 @@ from pallas_kernels.stacked_matmul import GOAL
 
 COMPILE_BUDGET = 32
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/kernels.md").read_text()
+TEXT = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^\| (.+) \|$", TEXT, re.M)
 RESULTS = max((ROOT / "benchmarks/results").glob("hot_spots_*.json"))
-TABLES = {title: table["rows"] for title, table in json.loads(RESULTS.read_text())["tables"].items()}
+TABLES = {title: table["rows"] for title, table in json.loads(RESULTS.read_text(encoding="utf-8"))["tables"].items()}
 COLUMNS = {
     "Share of a layer": ("model", "part", "ratio", "share_percent"),
     "Loss": ("model", "ratio", "share_percent", "wait_percent"),
@@ -48,7 +48,9 @@ def test_its_verdict() -> None:
     """What the page says of kernels is what the threshold says."""
     needed = {(row["model"], row["part"]) for row in TABLES["Share of a layer"] if row["kernel"] and row["part"] != "norm"}
     assert needed == {("gpt_1_3b", "residual and norm")} and not any(row["kernel"] for row in TABLES["Loss"])
-    assert all(f"`{name}`" in TEXT for name in IMPLEMENTATIONS) and json.loads(RESULTS.read_text())["versions"]["jax"] in TEXT
+    assert (
+        all(f"`{name}`" in TEXT for name in IMPLEMENTATIONS) and json.loads(RESULTS.read_text(encoding="utf-8"))["versions"]["jax"] in TEXT
+    )
 
 
 def test_the_bytes_of_an_addition() -> None:
@@ -59,7 +61,7 @@ def test_the_bytes_of_an_addition() -> None:
         assert f"{name} | {K:,} | {N:,} | {mib[0]:,g} | {mib[1]:,g}" in LINES
 
 
-SUITE = json.loads(next((ROOT / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json")).read_text())["tables"]
+SUITE = json.loads(next((ROOT / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json")).read_text(encoding="utf-8"))["tables"]
 
 
 def test_the_times_of_the_stacked_matmul() -> None:
@@ -83,7 +85,7 @@ def test_the_times_of_the_grouped_matmul() -> None:
 
 
 def test_the_times_of_attention() -> None:
-    page = (ROOT / "docs/attention.md").read_text()
+    page = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
     for row in SUITE["Headline, compared"]["rows"]:
         way = {"fwd": "forward", "bwd": "backward"}[row["way"]]
         assert f"| {row['mask']} | {way} | {row['ours']:.0f} | {row['cudnn']:.0f} | {row['ours'] / row['cudnn']:.2f} |" in page

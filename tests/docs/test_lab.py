@@ -24,7 +24,7 @@ from sharding_rules.lab import diff as difference
 
 COMPILE_BUDGET = 16
 ROOT = Path(__file__).parents[2]
-FILE, PAGE = ROOT / "docs" / "joint_qkv.py", (ROOT / "docs" / "lab.md").read_text()
+FILE, PAGE = ROOT / "docs" / "joint_qkv.py", (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 ANSWERS = {
     block.split("\n", 1)[0].removeprefix("$ ").removeprefix("python "): block.split("\n", 1)[1]
@@ -68,17 +68,17 @@ def here(reports: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def fixed(directory: Path) -> Path:
     """The file after the page's change."""
     (change,) = [text for kind, text in BLOCKS if kind == "diff"]
-    source = FILE.read_text()
+    source = FILE.read_text(encoding="utf-8")
     for removed, added in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", change, re.MULTILINE):
         old, new = (re.sub(r"^[-+]", "", lines, flags=re.MULTILINE) for lines in (removed, added))
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    (directory / "fixed_qkv.py").write_text(source)
+    (directory / "fixed_qkv.py").write_text(source, encoding="utf-8")
     return directory / "fixed_qkv.py"
 
 
 def test_every_check_is_explained() -> None:
-    trees = [ast.parse(file.read_text()) for file in (ROOT / "sharding_rules" / "lab").glob("lint*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "sharding_rules" / "lab").glob("lint*.py")]
     calls = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Finding"]
     checks = {ast.literal_eval(call.args[0]) for call in calls}
     section = PAGE[PAGE.index("## What lint finds") : PAGE.index("## A model that is not ours")]
@@ -98,8 +98,12 @@ def test_options_and_members_exist() -> None:
 
 def test_the_change_is_to_the_file(tmp_path: Path) -> None:
     """Only the weight's shape differs: the bug is right on any mesh."""
-    assert "3 * config.n_heads" in FILE.read_text() and "3 * config.n_heads" not in fixed(tmp_path).read_text()
-    assert f"({FILE.relative_to(ROOT)}:{FILE.read_text().split('y.reshape')[0].count(chr(10)) + 1})" in PAGE, "the line of the reshape"
+    assert "3 * config.n_heads" in FILE.read_text(encoding="utf-8") and "3 * config.n_heads" not in fixed(tmp_path).read_text(
+        encoding="utf-8"
+    )
+    assert f"({FILE.relative_to(ROOT)}:{FILE.read_text(encoding='utf-8').split('y.reshape')[0].count(chr(10)) + 1})" in PAGE, (
+        "the line of the reshape"
+    )
 
 
 @ELSEWHERE
@@ -136,7 +140,7 @@ def test_a_model_that_is_not_ours(tmp_path: Path) -> None:
     """The page's Python sessions, one after the other, as a reader's own process runs them elsewhere: nothing else is printed."""
     session = "".join(text for kind, text in BLOCKS if kind == "pycon")
     assert session.count(">>> ") > 15
-    (tmp_path / "session.txt").write_text(session)
+    (tmp_path / "session.txt").write_text(session, encoding="utf-8")
     command = [sys.executable, "-m", "doctest", "session.txt"]
     done = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -17,12 +17,14 @@ LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)|src=\"([^\"]+)\"")
 
 
 def prose(page: Path) -> str:
-    return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def headings(page: Path) -> set[str]:
     """Their anchors, as GitHub and MkDocs make them."""
-    texts = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    texts = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
     plain = [unicodedata.normalize("NFKD", text).replace("`", "").lower() for text in texts]
     return {"#" + re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip()) for text in plain}
 
@@ -39,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def site() -> tuple[dict, list[str]]:
     """mkdocs.yml, and the pages of its navigation."""
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     def leaves(item: object) -> list[str]:
         children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()

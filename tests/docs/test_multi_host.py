@@ -22,7 +22,7 @@ from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -55,7 +55,7 @@ def test_defaults_and_statuses() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
     known = (
         launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_REPLACED,
-        launch.EXIT_PREEMPTED,
+        launch.EXIT_PREEMPTED, launch.EXIT_INTERRUPTED,
     )  # fmt: skip
     assert [int(status) for status in rows] == [0, *known]
     assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))

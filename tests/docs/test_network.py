@@ -6,7 +6,7 @@ from mesh_lm import strict_json
 from mesh_lm.distributed import rendezvous
 from mesh_lm.launch import channel, controller, environment, secret
 
-PAGE = " ".join((Path(__file__).parents[2] / "docs" / "network.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "network.md").read_text(encoding="utf-8").split())
 
 
 def test_figures_and_names() -> None:

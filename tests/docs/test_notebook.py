@@ -21,7 +21,7 @@ nbformat.write(book, sys.argv[2])
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_without_results(path: Path) -> None:
-    book = json.loads(path.read_text())
+    book = json.loads(path.read_text(encoding="utf-8"))
     code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
     assert len(code) > 3 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
@@ -36,7 +36,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     words = [python, "-c", EXECUTE, str(path), str(tmp_path / "executed.ipynb")]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-6000:]
-    cells = [cell for cell in json.loads((tmp_path / "executed.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in json.loads((tmp_path / "executed.ipynb").read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in outputs), "nothing was plotted"
     printed = "".join("".join(output.get("text", "")) for output in outputs)

@@ -23,7 +23,7 @@ from mesh_lm.state import parts
 from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 2
-PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -37,7 +37,7 @@ def table(first: str) -> dict[str, list[str]]:
 @pytest.fixture
 def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the page's example, in a file as the page says."""
-    (tmp_path / "sgd.py").write_text(EXAMPLE)
+    (tmp_path / "sgd.py").write_text(EXAMPLE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return "sgd:Sgd"
 

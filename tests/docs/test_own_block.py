@@ -25,7 +25,7 @@ MODEL = DecoderConfig(
 
 
 def test_it_is_short() -> None:
-    (layer,) = [node for node in ast.parse(FILE.read_text()).body if isinstance(node, ast.ClassDef)]
+    (layer,) = [node for node in ast.parse(FILE.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     lines = [line for line in ast.unparse(layer).splitlines() if line]
     assert len(lines) <= 15
 
@@ -45,7 +45,7 @@ def test_its_numbers_are_the_same_on_any_mesh() -> None:
 
 @pytest.mark.slow
 def test_it_trains_and_is_found_again_by_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(FILE.read_text() * 8)
+    (tmp_path / "text.txt").write_text(FILE.read_text(encoding="utf-8") * 8, encoding="utf-8")
     model = dataclasses.replace(MODEL, vocab_size=272)
     run = mesh_lm.train(
         TrainConfig(

@@ -15,7 +15,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.custom import load
 from mesh_lm.schedules.schedule import NAMES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^mesh-lm pipeline (.*)$", PAGE, re.MULTILINE)
 
 
@@ -47,11 +47,11 @@ def test_commands_and_names() -> None:
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown("--stages=2 --microbatches=3 --csv=mine.csv")
-    text = Path("mine.csv").read_text()
+    text = Path("mine.csv").read_text(encoding="utf-8")
     assert text == block("# 1f1b") + "\n"
     for old, new in (("1F0;1B0", "1F0"), ("1F1;1B1", "1F1;1B0"), ("1F2;1B2,", "1F2;1B1,1B2")):
         text = text.replace(old, new)
-    Path("mine.csv").write_text(text)
+    Path("mine.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         load("mine.csv")
     assert f"error: {error.value}" == block("error: mine.csv:2")

@@ -40,7 +40,9 @@ def pages() -> dict[str, str]:
     """What is for people to read, with one space between words."""
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/images/*.svg"), *RESULTS.glob("*.md"), *RESULTS.glob("*/*.md")]
     files = [path for path in files if path.name.partition("_20")[0] not in NOT_PREDICTED]
-    return {str(path.relative_to(ROOT)).partition("_20")[0]: " ".join(html.unescape(path.read_text()).split()) for path in files}
+    return {
+        str(path.relative_to(ROOT)).partition("_20")[0]: " ".join(html.unescape(path.read_text(encoding="utf-8")).split()) for path in files
+    }
 
 
 def test_every_page_that_shows_a_predicted_time_says_so_first() -> None:

@@ -9,7 +9,7 @@ from mesh_lm.commands.prepare import Prepare
 from mesh_lm.data.indexed import dtype_of
 from mesh_lm.data.prepare import plan, run, worker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text(encoding="utf-8")
 
 
 def test_commands() -> None:

@@ -74,17 +74,17 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = runnable.scene(tmp_path_factory.mktemp("reader") / "here")
     text = inspect.getsource(argparse)
     documents = [json.dumps({"text": part, "content": part}) for part in text.split("\n\n")]
-    (here / "my_text.jsonl").write_text("\n".join(documents))
+    (here / "my_text.jsonl").write_text("\n".join(documents), encoding="utf-8")
     for name in ("notes.jsonl", "pages.jsonl"):
-        (here / name).write_text("\n".join(documents[:8]))
+        (here / name).write_text("\n".join(documents[:8]), encoding="utf-8")
     for name in ("notes.txt", "README.md"):
-        (here / name).write_text(text[:2000])
+        (here / name).write_text(text[:2000], encoding="utf-8")
     (here / "books.jsonl.zst").write_bytes(zstandard.compress((here / "my_text.jsonl").read_bytes()))
     parquet.write_table(pyarrow.table({"content": [text]}), here / "part-0.parquet")
     for name in ("web", "code"):
         (here / name).mkdir()
         shutil.copy(here / "my_text.jsonl", here / name)
-    (here / "prompts.txt").write_text("def \nclass ")
+    (here / "prompts.txt").write_text("def \nclass ", encoding="utf-8")
     sizes = " ".join(f"--{name}={value}" for name, value in (HERE | TRAINING | SIZES | DECODER).items() if "seq_len" not in name)
     llama = "--model.seq_len=256"
     for command in (
@@ -96,8 +96,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
         runnable.must_succeed(shlex.split(command), here)
     shutil.copytree(here / "Llama-3.2-1B", here / "Qwen3-0.6B")
     for name, page in (("sgd.py", "docs/optimizers.md"), ("finetune.py", "docs/huggingface.md")):
-        (here / name).write_text(PYTHON[page][0].text)
-    (here / "mlp.py").write_text(next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")))
+        (here / name).write_text(PYTHON[page][0].text, encoding="utf-8")
+    (here / "mlp.py").write_text(next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")), encoding="utf-8")
     for name in ("gpt2_124m", "other_seed", "again"):
         shutil.copytree(here / "runs/gpt_tiny", here / "runs" / name)
     for step in ("gpt_tiny/checkpoints/750", "gpt_tiny/checkpoints/1000.damaged", "again/checkpoints/750"):
@@ -109,9 +109,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def renumber(checkpoint: Path) -> None:
     """Writes the step of the directory's name into its description, which a copy of another step does not have."""
     path = checkpoint / "metadata" / "metadata"
-    data, metadata = (json.loads((checkpoint / item / "metadata").read_text()) for item in ("data", "metadata"))
+    data, metadata = (json.loads((checkpoint / item / "metadata").read_text(encoding="utf-8")) for item in ("data", "metadata"))
     metadata["step"] = int(checkpoint.name.partition(".")[0])
-    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}))
+    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}), encoding="utf-8")
 
 
 def here(scene: Path, page: str) -> Path:
@@ -129,7 +129,7 @@ def test_options_exist(command: Command, tmp_path: Path, monkeypatch: pytest.Mon
     """Of every command of mesh-lm, those that cannot run here included: its words are read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(runnable.ROOT / "docs")
-    (tmp_path / "finetune.py").write_text("from configs.gpt_tiny import get_config")
+    (tmp_path / "finetune.py").write_text("from configs.gpt_tiny import get_config", encoding="utf-8")
     words = command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
     while words:
         name, *arguments = words
@@ -165,7 +165,7 @@ def on_ci(pages: list[str]) -> list[object]:
 
 def test_pages_that_others_type_are_read_there() -> None:
     for page, file in TYPED.items():
-        assert Path(page).name in (Path(__file__).parent / file).read_text()
+        assert Path(page).name in (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -231,11 +231,11 @@ def test_a_failure_is_seen(tmp_path: Path) -> None:
 def test_a_need_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runnable, "ROOT", tmp_path)
     page, block = tmp_path / "page.md", "```sh\nls\nls -l \\\n    -a  # all\n```\n"
-    page.write_text(f"<!-- needs: gpu, none is here -->\n{block}")
+    page.write_text(f"<!-- needs: gpu, none is here -->\n{block}", encoding="utf-8")
     (found,) = runnable.blocks(page)
     assert (found.needs, found.why) == ("gpu", "none is here")
     assert [command.words for command in runnable.commands(found)] == [["ls"], ["ls", "-l", "-a"]]
     for mark in ("<!-- needs: gpu -->", "<!-- needs: luck, as always -->"):
-        page.write_text(f"{mark}\n{block}")
+        page.write_text(f"{mark}\n{block}", encoding="utf-8")
         with pytest.raises(AssertionError, match="expected one of"):
             runnable.blocks(page)

@@ -23,7 +23,7 @@ from sharding_rules.rules import Kind
 
 COMPILE_BUDGET = 20
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "sharding.md").read_text()
+PAGE = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [
     (shlex.split(command)[2:], answer)
@@ -92,7 +92,7 @@ def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arguments", "answer"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
 def test_commands_are_answered_as_the_page_says(arguments: list[str], answer: str, tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text(inspect.getsource(argparse))
+    (tmp_path / "corpus.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     here = [
         "--config.data.max_epochs=0",
         f"--config.data.path={tmp_path}/corpus.txt",
@@ -129,7 +129,7 @@ def test_rows_worth_a_try_change_no_number(rows: list[str]) -> None:
 
 def messages(path: str, functions: tuple[str, ...] = ()) -> Iterator[str]:
     """The longest constant part of each error text that a file raises, or that some of its functions yield."""
-    tree = ast.parse((ROOT / path).read_text())
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     if functions:
         bodies = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
         texts = [node.value for body in bodies for node in ast.walk(body) if isinstance(node, ast.Yield)]

@@ -17,7 +17,7 @@ PROGRAMS = ["mesh_lm", "sharding_rules", "pallas_kernels", "configs", "benchmark
 
 def rows(heading: str) -> list[tuple[str, str]]:
     """The pairs of a table of the guide."""
-    section = GUIDE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = GUIDE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^\| (?!before|-)(.+) \| (.+) \|$", section, re.MULTILINE)
 
 
@@ -57,7 +57,7 @@ def test_what_is_read_of_a_program(tmp_path: Path) -> None:
     """Docstrings, comments, and messages with values in them; no short strings."""
     source = '''"""cut"""\n@dataclass\nclass A:\n    x: int = 0  # cut\n    """is cut"""\n
 def f(x):\n    "cut all of it"\n    raise E(f"the axis {x} is cut over it" + "cut")\n'''
-    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "a.py").write_text(source, encoding="utf-8")
     done = subprocess.run([sys.executable, str(ROOT / "tests/style.py"), str(tmp_path)], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and [line.split(": ")[0].rpartition(":")[2] for line in lines[:-1]] == ["1", "4", "5", "8", "9"]

@@ -10,7 +10,7 @@ from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "tours" / "from_megatron.md").read_text()
+PAGE = (DOCS / "tours" / "from_megatron.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| (`--.*) \| (.*) \|$", PAGE, re.MULTILINE)
 MEGATRON, OURS = (text.replace("\\\n", " ") for text in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
@@ -56,5 +56,7 @@ def test_both_commands_are_the_same_run() -> None:
 
 
 def test_the_layer_of_the_experiment_is_the_file() -> None:
-    shown = re.findall(r"^```python\n(class .*?)^```$", (DOCS / "tours" / "experiment.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(shown) == 1 and shown[0] in (DOCS / "own_block.py").read_text()
+    shown = re.findall(
+        r"^```python\n(class .*?)^```$", (DOCS / "tours" / "experiment.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert len(shown) == 1 and shown[0] in (DOCS / "own_block.py").read_text(encoding="utf-8")

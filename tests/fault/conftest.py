@@ -31,7 +31,7 @@ def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
         settings = arguments(data, directory / "run", rules=rules, health__stall=60, health__heartbeat=60)
         with Job(directory / "faults", settings, options=["--heartbeat=60"]) as job:  # a busy machine is no fault
             assert job.ended() == 0, job.log
-        (directory / "run" / "log").write_text(job.log)
+        (directory / "run" / "log").write_text(job.log, encoding="utf-8")
         return directory / "run"
 
     return run
@@ -51,6 +51,6 @@ def undisturbed(undisturbed_output: Path) -> dict[int, str]:
 
 def saved_by(output: Path) -> dict[int, str]:
     """Returns the digests of each save of an undisturbed run."""
-    found = dict(certificates((output / "log").read_text()))
+    found = dict(certificates((output / "log").read_text(encoding="utf-8")))
     assert sorted(found) == [*range(EVERY, STEPS + 1, EVERY)]
     return found

@@ -38,7 +38,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
                 ip("-n", host, "link", "set", f"meshlm-v{i}", "up")
                 ip("-n", host, "link", "set", "lo", "up")
                 name.mkdir(parents=True)  # gloo binds to the address of the host's own name
-                (name / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i} {socket.gethostname()}\n")
+                (name / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i} {socket.gethostname()}\n", encoding="utf-8")
         except (PermissionError, OSError) as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield HOSTS

@@ -33,7 +33,7 @@ FIELDS: dict[str, object] = {
 
 def corpus(directory: Path) -> Path:
     path = directory / "corpus.txt"
-    path.write_text(inspect.getsource(argparse))
+    path.write_text(inspect.getsource(argparse), encoding="utf-8")
     return path
 
 

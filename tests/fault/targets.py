@@ -142,7 +142,7 @@ def _about(data: Any) -> Any:
 
 def cached_text(root: Path) -> Target:
     """The description and the tokenizer of text that a run has prepared."""
-    (root / "text.txt").write_text(TEXT)
+    (root / "text.txt").write_text(TEXT, encoding="utf-8")
     config = DataConfig(path=str(root / "text.txt"), cache=str(root / "cache"), tokenizer_vocab=300)
     wanted = _about(corpus.prepare(config, vocab=300))
     small = lambda: [path for path in files_in(root / "cache") if path.suffix == ".json"]  # noqa: E731
@@ -151,9 +151,9 @@ def cached_text(root: Path) -> Target:
 
 def prefix(root: Path) -> Target:
     """The description and the tokenizer beside a prefix that `mesh-lm prepare` wrote."""
-    (root / "lines.jsonl").write_text("".join(json.dumps({"text": f"{line}\n"}) + "\n" for line in TEXT.split("\n")))
+    (root / "lines.jsonl").write_text("".join(json.dumps({"text": f"{line}\n"}) + "\n" for line in TEXT.split("\n")), encoding="utf-8")
     (root / "tokenizer").mkdir()
-    with (root / "log").open("w") as log:
+    with (root / "log").open("w", encoding="utf-8") as log:
         prepare((str(root / "lines.jsonl"),), str(root / "x"), str(trained().save(root / "tokenizer")), workers=1, output=log)
     config = DataConfig(blend=(str(root / "x"),), split="8,2,0", cache=str(root / "cache"))
     wanted = _about(corpus.prepare(config, vocab=300))
@@ -187,7 +187,7 @@ def get_config() -> TrainConfig:
 
 def config_file(root: Path) -> Target:
     """A config file, and the config in the checkpoint that the run resumes, which is compared with it."""
-    (root / "one.py").write_text(CONFIG)
+    (root / "one.py").write_text(CONFIG, encoding="utf-8")
     saved = json.loads(json.dumps(as_dict(load(str(root / "one.py")))))
 
     def read() -> dict[str, Any]:

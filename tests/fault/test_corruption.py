@@ -187,9 +187,9 @@ def test_f11_a_tree_with_a_leaf_too_few(
     """The list of arrays lacks a leaf that the metadata describes."""
     config = copied(good, tmp_path / "run")
     tree = tmp_path / "run" / "checkpoints" / "2" / "state" / "_METADATA"
-    described = json.loads(tree.read_text())
+    described = json.loads(tree.read_text(encoding="utf-8"))
     described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if "embedding" not in key}
-    tree.write_text(json.dumps(described))
+    tree.write_text(json.dumps(described), encoding="utf-8")
     with Checkpoints(config) as checkpoints:
         saved, state = checkpoints.restore(layout, optimizer)
     assert saved is not None and state is not None

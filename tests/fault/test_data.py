@@ -30,9 +30,9 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with all that three kinds of data consist of: two prepared prefixes, a cached corpus, and the caches of indices."""
     root = tmp_path_factory.mktemp("data")
     (root / "text").mkdir()
-    text = corpus(root).read_text()
+    text = corpus(root).read_text(encoding="utf-8")
     for i in range(40):
-        (root / "text" / f"{i:02}.txt").write_text(text[i * 2500 : (i + 2) * 2500])
+        (root / "text" / f"{i:02}.txt").write_text(text[i * 2500 : (i + 2) * 2500], encoding="utf-8")
     for name, files in (("a", root / "corpus.txt"), ("b", root / "text")):
         prepare_text((str(files),), str(root / name), "bytes", workers=1, output=io.StringIO())
     for kind in KINDS:

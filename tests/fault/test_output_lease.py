@@ -31,7 +31,7 @@ def test_f18_a_second_start_on_a_live_output(data: Path, undisturbed: dict[int, 
         assert re.search(refusal, second.log) and "restart" not in second.log and "Traceback" not in second.log, second.log
         assert job.ended() == 0, job.log
     assert certificates(job.log)[STEPS] == undisturbed[STEPS], job.log
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 1)]
     assert not (run / ".lease").exists()
 
@@ -65,16 +65,16 @@ def test_f18_a_suspended_run_that_was_replaced(data: Path, tmp_path: Path) -> No
     first = alone(data, run, faults)
     try:
         wait_for(lambda: stopped(first.pid), first)
-        lease = json.loads((run / ".lease").read_text())
+        lease = json.loads((run / ".lease").read_text(encoding="utf-8"))
         assert lease["pid"] == first.pid
-        (run / ".lease").write_text(json.dumps(lease | {"machine": "another", "host": "node7"}))
+        (run / ".lease").write_text(json.dumps(lease | {"machine": "another", "host": "node7"}), encoding="utf-8")
         second = alone(data, run, tmp_path / "faults-2", optimizer__learning_rate=1e-3)
         log, _ = second.communicate(timeout=300)
         assert second.returncode == 0, log
         assert f"{run} is in use by process {first.pid} on node7 since " in log and f"waiting up to {STALE:g} s" in log, log
         assert f"resumed at step {EVERY} " in log, log
         # It is still held by a third one when the first one wakes up.
-        (run / ".lease").write_text(json.dumps(lease | {"life": "0badcafe", "host": "node8"}).ljust(512))
+        (run / ".lease").write_text(json.dumps(lease | {"life": "0badcafe", "host": "node8"}).ljust(512), encoding="utf-8")
         before = contents(run)
         os.kill(first.pid, signal.SIGCONT)
         late, _ = first.communicate(timeout=300)
@@ -87,7 +87,7 @@ def test_f18_a_suspended_run_that_was_replaced(data: Path, tmp_path: Path) -> No
 
 
 def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
 
 
 def contents(run: Path) -> dict[int, str]:

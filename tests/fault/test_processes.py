@@ -103,7 +103,7 @@ def test_f10_too_many_in_a_row(data: Path, tmp_path: Path) -> None:
     with Job(tmp_path / "faults", settings) as job:
         assert job.ended() == 0, job.log
     assert "3 steps in a row skipped, 7 to 9: rolling back to the checkpoint before step 7" in job.log, job.log
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 1)] and rows[-2]["skipped"] == 0
     assert all(row.get("tokens_per_s", 1) > 0 for row in rows)
     saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

@@ -21,7 +21,7 @@ class Batch:
         script = subprocess.run(template, env=environment, capture_output=True, text=True, check=True).stdout
         lines = [line for line in script.splitlines() if "gpus-per-node" not in line]  # this cluster has none
         text = "\n".join(lines).replace("python -m mesh_lm.launch", f"{sys.executable} -m mesh_lm.launch --devices=2")
-        (directory / "job.sh").write_text(text + "\n")
+        (directory / "job.sh").write_text(text + "\n", encoding="utf-8")
         self._environment, self._directory = environment, directory
         submitted = self.run("sbatch", "--parsable", "--time=30", str(directory / "job.sh"))
         self.job = submitted.strip()
@@ -32,7 +32,7 @@ class Batch:
     @property
     def log(self) -> str:
         path = self._directory / f"mesh_lm-{self.job}.log"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     @property
     def state(self) -> str:

@@ -59,7 +59,7 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
         assert job.ended() == 0, job.log
     assert "Traceback" not in job.log, job.log
     assert certificates(job.log)[STEPS] == undisturbed[STEPS], job.log
-    rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows[:STEPS] == [*range(1, STEPS + 1)], "metrics that the disk did not take are written later"
 
 
@@ -122,7 +122,7 @@ def test_f9_on_other_devices(
 
 
 def losses(output: Path) -> list[float]:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -171,7 +171,7 @@ def test_f14_a_port_in_use(data: Path, tmp_path: Path) -> None:
 def test_f14_an_output_that_cannot_be_written(data: Path, tmp_path: Path, name: str) -> None:
     """Something else in place of an output file or directory gives one error before the first step."""
     (output := tmp_path / "run").mkdir()
-    (output / name).mkdir() if name == "metrics.jsonl" else (output / name).write_text("in the way")
+    (output / name).mkdir() if name == "metrics.jsonl" else (output / name).write_text("in the way", encoding="utf-8")
     command = [sys.executable, str(ROOT / "train.py"), *arguments(data, output, mesh__data=1, mesh__fsdp=1)]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     run = subprocess.run(command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=240)

@@ -34,7 +34,7 @@ def strikes(step: int, what: str) -> bool:
 
 def after_step(step: int) -> None:
     time.sleep(float(os.environ.get("MESH_LM_PACE", "0")))
-    (FAULTS / f"at-{jax.process_index()}").write_text(str(step))
+    (FAULTS / f"at-{jax.process_index()}").write_text(str(step), encoding="utf-8")
     if strikes(step, "kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if strikes(step, "stop"):

@@ -31,7 +31,7 @@ MODEL = DecoderConfig(vocab_size=512, seq_len=32, n_layers=2, d_model=32, dtype=
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of four steps on two devices; the tests give it an output."""
     directory = tmp_path_factory.mktemp("api")
-    (directory / "text.txt").write_text(inspect.getsource(argparse))
+    (directory / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     return TrainConfig(
         model=MODEL,
         output=str(directory / "none"),
@@ -90,14 +90,14 @@ def test_importing_the_package_costs_nothing() -> None:
 
 
 def test_a_run_tells_what_it_measured(trained: mesh_lm.Run) -> None:
-    rows = [json.loads(line) for line in (trained.output / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (trained.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert trained.metrics == rows and trained.losses == [row["loss"] for row in rows if "loss" in row]
     assert len(trained.losses) == 4 and trained.losses[-1] < trained.losses[0]
     assert (trained.step, int(trained.state["step"]), trained.status, trained.unfinished) == (4, 4, 0, False)
     assert {"params", "mu", "nu"} < trained.state.keys()
     assert {"mean_loss", "tokens", "epoch", "wait_ms"} < {*rows[0]} and rows[0]["tokens"] == 256
-    assert json.loads((trained.output / "config.json").read_text())["model"]["d_model"] == 32
-    log = (trained.output / "log.txt").read_text()
+    assert json.loads((trained.output / "config.json").read_text(encoding="utf-8"))["model"]["d_model"] == 32
+    log = (trained.output / "log.txt").read_text(encoding="utf-8")
     assert "attention: xla (model.attention=auto)" in log and "k parameters, 256 tokens a step, rules ddp" in log
     assert log.startswith("--- ") and "training a byte-level BPE" in log and "saving step 4 (state " in log
     assert "0.03 epochs\n" in log and "step 4/4  loss" in log and "step 4: held-out" in log and "wall time" in log
@@ -115,9 +115,11 @@ def test_the_same_run_again_and_in_two_halves(config: TrainConfig, trained: mesh
     assert noted.order == [("start", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("end", 4)]
     before = (tmp_path / "loss.png").stat().st_mtime_ns
     assert mesh_lm.train(to(tmp_path, config)).losses == trained.losses
-    last = (tmp_path / "log.txt").read_text().rpartition("--- ")[2]
+    last = (tmp_path / "log.txt").read_text(encoding="utf-8").rpartition("--- ")[2]
     assert "already finished (step 4 of 4): nothing to do; raise train.steps to train on (" in last and "loss curve" not in last
-    assert (tmp_path / "loss.png").stat().st_mtime_ns == before and "resumed at step 2" in (tmp_path / "log.txt").read_text()
+    assert (tmp_path / "loss.png").stat().st_mtime_ns == before and "resumed at step 2" in (tmp_path / "log.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_kept_config_repeats_the_run(config: TrainConfig, trained: mesh_lm.Run, tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_data_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
     run = mesh_lm.train(counting, data=NothingHeldOut(), callbacks=[noted := Noted()])
     assert run.losses != by_array.losses and len(run.losses) == 4
     assert noted.order == [("start", 2), ("step", 3), ("step", 4), ("end", 4)]
-    assert (tmp_path / "counting" / "log.txt").read_text().count("the data has no held-out part: evaluation is off\n") == 1
+    assert (tmp_path / "counting" / "log.txt").read_text(encoding="utf-8").count("the data has no held-out part: evaluation is off\n") == 1
     for wrong, said in (([0.5, 1.5], r"not float64 \[2\]"), ([[1, 2], [3]], "not list"), (np.ones(5, int), "5 token ids are too few")):
         with pytest.raises(ConfigError, match=said):
             mesh_lm.train(config, data=wrong)  # pyright: ignore[reportArgumentType]

@@ -85,5 +85,5 @@ def test_a_failing_disk_is_no_mistake() -> None:
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "..", ""])
 def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}), encoding="utf-8")
     assert files.scan(tmp_path) == ({}, [f"{files.INDEX} names {name}, which is not a file of this directory"])

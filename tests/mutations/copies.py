@@ -97,7 +97,7 @@ class Server:
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         log = copy / server.LOG
-        said = log.read_text(errors="replace") if log.exists() else ""
+        said = log.read_text(errors="replace", encoding="utf-8") if log.exists() else ""
         return Outcome(answer["status"], time.monotonic() - began, answer["cases"], said)
 
     def close(self) -> None:
@@ -176,9 +176,9 @@ class Copies:
             shutil.copytree(self._pristine, copy, copy_function=os.link, dirs_exist_ok=True)
             if mutation:
                 path = copy / mutation.file
-                changed = path.read_text().replace(mutation.old, mutation.new)
+                changed = path.read_text(encoding="utf-8").replace(mutation.old, mutation.new)
                 path.unlink()
-                path.write_text(changed)
+                path.write_text(changed, encoding="utf-8")
             [expression] = {tiers.ci_selects(test.partition("::")[0]) for test in tests}
             outcome = running.run(copy, expression, tests, seconds=seconds, first_only=first_only)
             if not mutation:

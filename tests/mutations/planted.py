@@ -34,7 +34,7 @@ class Mutation:
     def place(self, root: Path) -> str:
         """Why it does not apply to the files below `root`, or nothing."""
         path = root / self.file
-        times = path.read_text().count(self.old) if path.is_file() else 0
+        times = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
         return "" if times == 1 else f"its old text is {times} times in {self.file}" if path.is_file() else f"there is no {self.file}"
 
 
@@ -45,7 +45,11 @@ def load() -> list[Mutation]:
 
 def load_texts() -> list[Mutation]:
     """Those whose text run.py replaces, in the order of the files and of the entries in them."""
-    entries = [entry for path in sorted(Path(__file__).parent.glob("*.toml")) for entry in tomllib.loads(path.read_text())["mutation"]]
+    entries = [
+        entry
+        for path in sorted(Path(__file__).parent.glob("*.toml"))
+        for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
+    ]
     return [Mutation(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
 
 
@@ -53,7 +57,7 @@ def load_kernels() -> list[Mutation]:
     """Those that the tests in KERNELS plant."""
     path = (ROOT / KERNELS).with_name("kernel_mutations.toml")
     found = []
-    for entry in tomllib.loads(path.read_text())["mutation"] if path.exists() else []:
+    for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"] if path.exists() else []:
         file = f"pallas_kernels/{entry.get('folder', 'attention/hopper')}/{entry['file']}"
         function = COMPILED if entry["runs"] == "compiled" else INTERPRETED
         test = f"{KERNELS}::{function}[{entry['id']}]"

@@ -101,7 +101,9 @@ def write(kind: str, verdicts: dict[str, Verdict]) -> Path:
     record = Record("mutations", RESULTS, kind=kind)
     record.data["command"] = f"python tests/mutations/run.py --write={kind}"
     before = RESULTS / f"{record.stem}.json"
-    rows = {row["id"]: row for row in json.loads(before.read_text())["tables"]["Verdicts"]["rows"]} if before.exists() else {}
+    rows = (
+        {row["id"]: row for row in json.loads(before.read_text(encoding="utf-8"))["tables"]["Verdicts"]["rows"]} if before.exists() else {}
+    )
     mutations = planted.load()
     for mutation in mutations:
         if verdict := verdicts.get(mutation.id):

@@ -74,7 +74,7 @@ def serve() -> None:
             run(request)
         status = ended(process, request["seconds"])
         try:
-            cases = json.loads((Path(request["root"]) / ANSWER).read_text())
+            cases = json.loads((Path(request["root"]) / ANSWER).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # pytest did not get as far
             cases = {}
         print(json.dumps({"status": status, "cases": cases}), flush=True)
@@ -89,7 +89,7 @@ def run(request: dict[str, Any]) -> NoReturn:
         log = os.open(LOG, os.O_WRONLY | os.O_CREAT, 0o666)
         for descriptor, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
             os.dup2(file, descriptor)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115, the server's has read ahead
+        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, the server's has read ahead
         os.environ.clear()
         os.environ.update(request["environment"])
         tempfile.tempdir = None  # so that TMPDIR is read again
@@ -101,7 +101,7 @@ def run(request: dict[str, Any]) -> NoReturn:
 
         recorder = Recorder()
         status = int(pytest.main(request["arguments"], plugins=[recorder]))
-        Path(request["root"], ANSWER).write_text(json.dumps(recorder.cases))
+        Path(request["root"], ANSWER).write_text(json.dumps(recorder.cases), encoding="utf-8")
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     finally:

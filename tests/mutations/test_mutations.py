@@ -28,7 +28,7 @@ TOPICS = ("lease", "wire", "health", "digest", "context", "tensor2d", "flat")
 @functools.cache
 def marks_of(file: str) -> dict[str, set[str]]:
     """The marks of each test function of a file. Those of single cases are not among them."""
-    tree = ast.parse((planted.ROOT / file).read_text())
+    tree = ast.parse((planted.ROOT / file).read_text(encoding="utf-8"))
     everywhere = set()
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
@@ -49,7 +49,7 @@ def test_a_mutation_has_its_place_and_its_tests(mutation: planted.Mutation) -> N
     assert not mutation.place(planted.ROOT)
     assert mutation.new != mutation.old and mutation.plants.endswith(".") and mutation.tests
     path = planted.ROOT / mutation.file
-    ast.parse(path.read_text().replace(mutation.old, mutation.new))
+    ast.parse(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new))
     for test in mutation.tests:
         file, _, function = test.partition("[")[0].partition("::")
         marks = marks_of(file)
@@ -93,12 +93,13 @@ def test_the_tiers_have_every_test_that_needs_no_gpu() -> None:
 def test_a_mistake_that_lives_a_mistaken_one_and_tests_that_fail_anyway(tmp_path: Path, monkeypatch, capsys) -> None:
     """The script itself, on a repository of two files."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    (tmp_path / "code_here.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "code_here.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
     (tmp_path / "test_code.py").write_text(
         "import code_here as code, pytest\n\ndef test_2():\n    assert code.double(2) == 4\n\n"
         "def test_0():\n    assert code.double(0) == 0\n\n"
         "def test_wrong():\n    assert False\n\n@pytest.mark.gpu\ndef test_4():\n    assert code.double(4) == 8\n\n"
-        "def test_that_writes():\n    open('test_code.py', 'w').write('')\n    assert code.double(2) == 4\n"
+        "def test_that_writes():\n    open('test_code.py', 'w').write('')\n    assert code.double(2) == 4\n",
+        encoding="utf-8",
     )
     monkeypatch.setattr(planted, "ROOT", tmp_path)
     monkeypatch.setattr(copies, "PREPARED", ())
@@ -119,8 +120,8 @@ def test_a_mistake_that_lives_a_mistaken_one_and_tests_that_fail_anyway(tmp_path
     assert found == {"dead": "killed", "alive": "SURVIVED", "gone": "does not apply", "idle": "proves nothing", "syntax": "broken",
         "elsewhere": "not in CI", "written": "killed"}  # fmt: skip
     assert "7 mutations: 2 killed, 1 SURVIVED, 1 does not apply, 1 proves nothing, 1 broken, 1 not in CI" in out
-    assert "def test_2" in (tmp_path / "test_code.py").read_text()
-    assert "return 2 * x" in (tmp_path / "code_here.py").read_text()
+    assert "def test_2" in (tmp_path / "test_code.py").read_text(encoding="utf-8")
+    assert "return 2 * x" in (tmp_path / "code_here.py").read_text(encoding="utf-8")
     monkeypatch.setattr(run, "judge", lambda mutations, jobs: {mutation.id: copies.Verdict(copies.KILLED) for mutation in mutations})
     assert run.main(["dead"]) == 0
 
@@ -128,9 +129,9 @@ def test_a_mistake_that_lives_a_mistaken_one_and_tests_that_fail_anyway(tmp_path
 def test_tests_that_hang_are_ended_with_what_they_started(tmp_path: Path) -> None:
     hangs = subprocess.Popen(["sh", "-c", "sleep 99 & echo $! > child; wait"], cwd=tmp_path, start_new_session=True)
     assert server.ended(hangs.pid, 0.3) is None
-    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    child = Path("/proc", (tmp_path / "child").read_text(encoding="utf-8").strip(), "stat")
     deadline = time.monotonic() + 60
-    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+    while child.exists() and child.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "what it started is alive"
         time.sleep(0.01)  # the signal is on its way
     assert copies.verdict(["a"], copies.Outcome(None, 0.3, {}, "")).status == "timed out"

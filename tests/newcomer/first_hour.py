@@ -55,11 +55,11 @@ def too_many_epochs(reader: Newcomer) -> None:
 def what_a_run_keeps(reader: Newcomer) -> None:
     """The output has the resolved config, which repeats the run, and the log; the same run again says that there is nothing to do."""
     run = reader.home / "runs" / "mine"
-    kept = json.loads((run / "config.json").read_text())
+    kept = json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert (kept["mesh"]["data"], kept["model"]["d_model"], kept["train"]["steps"], kept["data"]["max_epochs"]) == (1, 32, 2, 0), kept
     says = "already finished (step 2 of 2): nothing to do; raise train.steps to train on"
     reader.does("a finished run, from its config.json", "mesh-lm", "train", "runs/mine/config.json", says=says)
-    log = (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text(encoding="utf-8")
     assert log.count("--- ") == 2 and "step 2/2  loss" in log and "saving step 2" in log and says in log, log
 
 
@@ -77,7 +77,7 @@ def items(reader: Newcomer) -> None:
     """Runs all items, in order: some use the run of an earlier one."""
     began = time.monotonic()
     lines = [json.dumps({"text": f"Document {n} of a few, none of which is long."}) for n in range(400)]
-    (reader.home / "my_text.jsonl").write_text("\n".join(lines))
+    (reader.home / "my_text.jsonl").write_text("\n".join(lines), encoding="utf-8")
     for item in ITEMS:
         item(reader)
     print(f"{time.monotonic() - began:6.1f} s  the first hour of three users", flush=True)

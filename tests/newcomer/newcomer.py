@@ -70,7 +70,7 @@ def wheel(into: Path) -> Path:
     copy, python = into / "checkout", str(into / "builder" / "bin" / "python")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
     subprocess.run([sys.executable, "-m", "venv", str(into / "builder")], check=True)
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requires], check=True)
     build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
     subprocess.run([python, "-c", build, str(into)], cwd=copy, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -104,7 +104,7 @@ def install(made: Path, venv: Path, dependencies: str) -> Path:
     (packages,) = venv.glob("lib/python*/site-packages")
     (theirs,) = Path(dependencies).resolve().glob("lib/python*/site-packages")
     # A plain path: an editable mesh_lm in there is not found by it, and the wheel comes first anyway.
-    (packages / "dependencies.pth").write_text(f"{theirs}\n")
+    (packages / "dependencies.pth").write_text(f"{theirs}\n", encoding="utf-8")
     return venv
 
 
@@ -117,18 +117,18 @@ def commands(reader: Newcomer) -> None:
     reader.does("mesh-lm train, again", "mesh-lm", "train", "gpt_tiny", *SMALL, says="already finished (step 3 of 3)")
     reader.does("mesh-lm generate", "mesh-lm", "generate", "--checkpoint=runs/gpt_tiny", "--prompt=def ", "--tokens=8", says="def ")
     reader.does("mesh-lm export", "mesh-lm", "export", "--checkpoint=runs/gpt_tiny", "--output=tiny-llama", says="to tiny-llama")
-    assert json.loads((reader.home / "tiny-llama" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((reader.home / "tiny-llama" / "config.json").read_text(encoding="utf-8"))["architectures"] == ["LlamaForCausalLM"]
     reader.does("mesh-lm plan", "mesh-lm", "plan", "gpt_tiny", "--devices=8", says="fits")
     code = "import mesh_lm\nprint(mesh_lm.load('runs/gpt_tiny').generate('def ', 8))\nprint(mesh_lm.plan('gpt_tiny', devices=8).fits)"
-    (reader.home / "script.py").write_text(code)
+    (reader.home / "script.py").write_text(code, encoding="utf-8")
     reader.does("a script of three lines", "python", "script.py", says="True")
 
 
 def experiment(reader: Newcomer) -> None:
     """The README's experiment, pasted into a file. CI runs it by tests/test_readme.py, with this environment's Python."""
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert block is not None, "the README has no Python"
-    (reader.home / "test_mine.py").write_text(block[1])
+    (reader.home / "test_mine.py").write_text(block[1], encoding="utf-8")
     reader.does("the README's experiment", "python", "-m", "pytest", "-q", "test_mine.py", says="1 passed")
 
 

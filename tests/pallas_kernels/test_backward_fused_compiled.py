@@ -67,7 +67,7 @@ def test_the_loop_has_the_products_of_five_matmuls(head_dims: tuple[int, int], t
     """S, dP, dV, dK, dQ, and nothing twice. Wide heads leave dV, and S for it, to another kernel: six matmuls."""
     (H, V), tiles = head_dims, TILES[head_dims]
     [path] = write_ptx(str(tmp_path), *call(tiles, H, V))
-    columns = [int(n) for n in re.findall(r"\bwgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.", path.read_text())]
+    columns = [int(n) for n in re.findall(r"\bwgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.", path.read_text(encoding="utf-8"))]
     width = 3 * H + 2 * V if H + V <= 256 else 3 * H + V
     assert 64 * 16 * sum(columns) == 64 * tiles.block * width  # of a warpgroup: 64 keys, a block of queries
 

@@ -69,7 +69,7 @@ class Mutation:
     @property
     def source(self) -> str:
         """The file with its changes. Raises AssertionError if a text is not there exactly once."""
-        source = (Path(pallas_kernels.__file__).parent / self.folder / self.file).read_text()
+        source = (Path(pallas_kernels.__file__).parent / self.folder / self.file).read_text(encoding="utf-8")
         for old, new in self.changes:
             times = source.count(old)
             assert times == 1, f"{self.id}: the text to change is {times} times in {self.file}, so find its new place:\n{old}"
@@ -77,7 +77,9 @@ class Mutation:
         return source
 
 
-MUTATIONS = [Mutation(**entry) for entry in tomllib.loads(Path(__file__).with_name("kernel_mutations.toml").read_text())["mutation"]]
+MUTATIONS = [
+    Mutation(**entry) for entry in tomllib.loads(Path(__file__).with_name("kernel_mutations.toml").read_text(encoding="utf-8"))["mutation"]
+]
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

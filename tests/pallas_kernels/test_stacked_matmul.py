@@ -27,7 +27,7 @@ HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
 XLA = {"implementation": "xla"}
 R = 3
 RESULTS = next((Path(__file__).parents[2] / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json"))
-MEASURED = json.loads(RESULTS.read_text())["tables"]["Stacked matmul"]["rows"]
+MEASURED = json.loads(RESULTS.read_text(encoding="utf-8"))["tables"]["Stacked matmul"]["rows"]
 """The times of two tiles of the result at the shapes of gpt_175b, on an H200."""
 
 

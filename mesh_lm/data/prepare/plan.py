@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from mesh_lm.data import formats, sources
+from mesh_lm.data import formats, sources, written
 from mesh_lm.errors import ConfigError
 
 SHARD = 2 * 2**20
@@ -102,7 +101,7 @@ def make(inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bo
     for given in inputs:
         path = Path(given).expanduser()
         if path.is_dir():
-            names = [name for name in sources.below(path) if (path / name).stat().st_size and not _is_of(output, path / name)]
+            names = [name for name in sources.below(path) if (path / name).stat().st_size and not written.is_of_prefix(output, path / name)]
             if not names:
                 raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
             formats.require_all_readable((path / name for name in names), "" if skip_bad_lines else field)
@@ -121,12 +120,6 @@ def make(inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bo
         else:
             planner.add(path)
     return planner.plan()
-
-
-def _is_of(output: str, path: Path) -> bool:
-    """Whether a file was written by an earlier, perhaps unfinished run for this output."""
-    prefix, name = f"{os.path.abspath(output)}.", os.path.abspath(path)
-    return name.startswith(prefix) and name[len(prefix) :].split(os.sep)[0] in ("bin", "idx", "json", "parts", "tokenizer")
 
 
 class _Planner:

@@ -77,12 +77,7 @@ def prepare(
     shown = output or sys.stdout
     work = plan.make(inputs, text_field, prefix, skip_bad_lines)
     given = None if vocab else load_tokenizer(tokenizer)
-    made_from = {
-        "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
-        "versions": _versions(given), "files": [list(file) for file in work.files],
-    }  # fmt: skip
-    if any(formats.newly_read(path) for path, _, _ in work.files):
-        made_from["reads"] = "json, bz2 and xz as what they are"
+    made_from = _made_from(work, given, tokenizer, text_field)
     identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     with Unfinished(prefix) as unfinished:
         if facts := _finished(prefix, identity):
@@ -105,6 +100,20 @@ def prepare(
         unfinished.finish(facts, dtype_of(used.vocab_size))
     print(f"{prefix}: {_summary(facts)}", file=shown)
     return facts
+
+
+def _made_from(work: ReadPlan, given: Tokenizer | None, tokenizer: str, text_field: str) -> dict[str, Any]:
+    """Returns all that determines the tokens, as JSON; given: the tokenizer that `tokenizer` names, if none is to be trained."""
+    made_from = {
+        "format": [_FORMAT, plan.SHARD, worker.PIECE], "tokenizer": given.fingerprint if given else tokenizer, "text_field": text_field,
+        "versions": _versions(given), "files": [list(file) for file in work.files],
+    }  # fmt: skip
+    # What older versions read in another way.
+    if any(formats.newly_read(path) for path, _, _ in work.files):
+        made_from["reads"] = "json, bz2 and xz as what they are"
+    if any(formats.has_mark(path) for path, _, _ in work.files):
+        made_from["marks"] = "byte order marks are dropped"
+    return made_from
 
 
 def _facts(totals: Totals, work: ReadPlan, tokenizer: Tokenizer, spec: str, text_field: str, identity: str) -> dict[str, Any]:

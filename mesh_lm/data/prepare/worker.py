@@ -122,7 +122,9 @@ class Encoder:
                 if segment.kind == "jsonl":
                     yield from self._rows(lines, path, shard.first_line, counts)
                 else:
-                    yield self._text(list(lines), segment, counts)
+                    text = self._text(list(lines), segment, counts)
+                    is_start = segment.start == 0 and shard.chunk == 0
+                    yield text.removeprefix("\ufeff") if is_start else text  # a byte order mark
         except OSError as error:
             raise formats.unreadable(path, error) from error
 

@@ -93,6 +93,6 @@ def named_in(command: Sequence[str], option: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return "unreadable"

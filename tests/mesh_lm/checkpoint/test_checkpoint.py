@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("rules", "mesh"), [("ddp", {}), ("hsdp+megatron+zero1", {"data": 2, "fsdp": 2, "tensor": 2})])
 def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules: str, mesh: dict[str, int]) -> None:
     """The fixture was written with jax 0.10.2 and is read with the installed jax."""
-    versions = json.loads((copy / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata").read_text())["versions"]
+    versions = json.loads((copy / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata").read_text(encoding="utf-8"))["versions"]
     assert versions["jax"] == "0.10.2"
     shard = shard_on(rules, **mesh)
     with Checkpoints(at(copy)) as checkpoints:
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules:
 
 def test_the_tree_on_disk_is_plain(copy: Path) -> None:
     """The keys are our parameter names: the format contains no class of Flax or optax."""
-    metadata = json.loads((copy / "checkpoints" / str(fixture.STEP) / "state" / "_METADATA").read_text())
+    metadata = json.loads((copy / "checkpoints" / str(fixture.STEP) / "state" / "_METADATA").read_text(encoding="utf-8"))
     keys = {tuple(key["key"] for key in leaf["key_metadata"]) for leaf in metadata["tree_metadata"].values()}
     names = fixture.abstract(fixture.CONFIG, shard_on("ddp"))["params"]
     assert keys == {("step",), ("skipped",), *((kind, name) for kind in ("params", "mu", "nu") for name in names)}

@@ -40,7 +40,7 @@ class Nodes:
         place = self.place(node, step)
         place.mkdir(parents=True)
         (place / FILES[0]).write_bytes(bytes([step]) + os.urandom(SIZE - 1))
-        (place / FILES[1]).write_text(f'{{"step": {step}}}')
+        (place / FILES[1]).write_text(f'{{"step": {step}}}', encoding="utf-8")
         return place
 
     def sender(self, port: int | None = None, secret: Secret | None = None) -> Sender:

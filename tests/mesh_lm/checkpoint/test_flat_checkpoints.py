@@ -210,14 +210,14 @@ def test_each_process_writes_its_own(tmp_path: Path) -> None:
     logs = [tmp_path / f"{n}.log" for n in range(2)]
     pair = []
     for n, log in enumerate(logs):
-        streams: dict[str, Any] = {"text": True, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"text": True, "stdout": log.open("w", encoding="utf-8"), "stderr": subprocess.STDOUT}
         environ = environment(PYTHONPATH=f"{ROOT}:{ROOT}/tests")
         pair.append(subprocess.Popen([*command, str(n), port, str(tmp_path / "run")], env=environ, **streams))
     for process in pair:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE)
         process.kill()
-    said = [log.read_text() for log in logs]
+    said = [log.read_text(encoding="utf-8") for log in logs]
     found = [json.loads(line.removeprefix("RESULT ")) for text in said for line in text.splitlines() if line.startswith("RESULT ")]
     assert len(found) == 2 and all(each["same"] for each in found), "\n".join(said)
     assert found[0]["digests"] == found[1]["digests"]

@@ -82,9 +82,9 @@ def test_a_holder_of_a_later_version_that_renews_is_refused(tmp_path: Path) -> N
             nonlocal n
             n += 1
             assert n < 10
-            (tmp_path / ".lease").write_text(text.replace('"renewed": 0', f'"renewed": {n}') + " " * n)
+            (tmp_path / ".lease").write_text(text.replace('"renewed": 0', f'"renewed": {n}') + " " * n, encoding="utf-8")
 
-        (tmp_path / ".lease").write_text(text)
+        (tmp_path / ".lease").write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match="in use: process 4194303" if "more" in text else "in use: an unknown process"):
             Lease.acquire(tmp_path, wait=renew)
 
@@ -165,7 +165,7 @@ def test_a_restart_gets_the_lease_when_its_predecessor_ends(tmp_path: Path) -> N
 def test_a_commit_between_the_look_at_the_lease_and_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is suspended there and replaced can no longer name its save, not even while the other one is removing it."""
     (saving := tmp_path / "7.saving-old").mkdir()
-    (saving / "arrays").write_text("complete")
+    (saving / "arrays").write_text("complete", encoding="utf-8")
     real, tried = shutil.rmtree, []
 
     def removed(path: Path, **options: bool) -> None:

@@ -321,7 +321,7 @@ def test_a_disk_that_fails_is_a_warning(run: Run, tmp_path: Path, capsys: pytest
     assert [path.parent.name for path in run.places] == ["12"], "no remains"
     run.require(12)
     shutil.rmtree(tmp_path / "local")
-    (tmp_path / "local").write_text("a file")
+    (tmp_path / "local").write_text("a file", encoding="utf-8")
     run.save(12)
     assert "Not a directory; training continues" in capsys.readouterr().out
     run.require(10)

@@ -76,7 +76,7 @@ def test_an_older_checkpoint_is_compared_with_its_state(tmp_path: Path, form: in
     """Descriptions of earlier versions have no step."""
     run = Path(shutil.copytree(fixture.FORMATS[form], tmp_path / "run"))
     right, wrong = run / "checkpoints" / str(fixture.STEP), run / "checkpoints" / "400"
-    assert "step" not in json.loads((right / "metadata" / "metadata").read_text())
+    assert "step" not in json.loads((right / "metadata" / "metadata").read_text(encoding="utf-8"))
     assert resumed(run) == (fixture.STEP, fixture.STEP) and command.main(["verify", str(run)]) == 0
     right.rename(wrong)
     found = find(run)
@@ -111,6 +111,6 @@ def test_something_else_in_place_of_a_description_is_damage(run: Path, item: str
         (place / "metadata").mkdir()
     else:
         shutil.rmtree(place)
-        place.write_text("a file")
+        place.write_text("a file", encoding="utf-8")
     assert resumed(run) == (20, 20)
     assert f"30 is damaged\n  - {item}/metadata is not a file" in capsys.readouterr().out

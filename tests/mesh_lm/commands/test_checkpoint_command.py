@@ -140,32 +140,32 @@ def index(step: Path) -> str:
 
 
 def tree(step: Path) -> str:
-    described = json.loads((step / "state" / "_METADATA").read_text())
+    described = json.loads((step / "state" / "_METADATA").read_text(encoding="utf-8"))
     described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if key != "('mu', 'embedding')"}
-    (step / "state" / "_METADATA").write_text(json.dumps(described))
+    (step / "state" / "_METADATA").write_text(json.dumps(described), encoding="utf-8")
     return "mu/embedding: is not in the list of arrays"
 
 
 def description(step: Path) -> str:
     metadata = step / "metadata" / "metadata"
-    metadata.write_text(metadata.read_text().replace('"seed": 0', '"seed": 1'))
+    metadata.write_text(metadata.read_text(encoding="utf-8").replace('"seed": 0', '"seed": 1'), encoding="utf-8")
     return r"data/metadata and metadata/metadata are not those that were written \(seal\)"
 
 
 def unsealed(step: Path) -> str:
     path = step / "metadata" / "metadata"
-    metadata = json.loads(path.read_text())
+    metadata = json.loads(path.read_text(encoding="utf-8"))
     del metadata["seal"]
-    path.write_text(json.dumps(metadata))
+    path.write_text(json.dumps(metadata), encoding="utf-8")
     return r"data/metadata and metadata/metadata are not those that were written \(seal\)"
 
 
 def undigested(step: Path) -> str:
     """As if a later version had saved an array that it did not digest."""
-    data, path = json.loads((step / "data" / "metadata").read_text()), step / "metadata" / "metadata"
-    metadata = json.loads(path.read_text())
+    data, path = json.loads((step / "data" / "metadata").read_text(encoding="utf-8")), step / "metadata" / "metadata"
+    metadata = json.loads(path.read_text(encoding="utf-8"))
     del metadata["digests"]["nu/embedding"]
-    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}))
+    path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}), encoding="utf-8")
     return "nu/embedding: was not saved: it has no digest"
 
 
@@ -201,7 +201,7 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, "ls", run)
     rows = [re.split(r"  +", line) for line in out.splitlines()]
     assert status == 0 and rows[0] == ["step", "written", "size", "format", "state", "samples"]
-    state = json.loads((steps / "2" / "metadata" / "metadata").read_text())["digests"]
+    state = json.loads((steps / "2" / "metadata" / "metadata").read_text(encoding="utf-8"))["digests"]
     assert rows[2][3:6] == ["3", combined(state), "0000000000000002"]
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
         "1": "complete",
@@ -271,7 +271,7 @@ def test_diff_of_a_damaged_one(run: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     for argv, message in (
         (["verify", tmp_path / "none"], "none: no such directory"),
         (["ls", tmp_path / "gpt2"], "gpt2 is a Hugging Face model, not a run"),

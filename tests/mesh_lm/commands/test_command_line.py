@@ -76,7 +76,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
     def write_(text: str) -> str:
-        (tmp_path / "mine.py").write_text(textwrap.dedent(text))
+        (tmp_path / "mine.py").write_text(textwrap.dedent(text), encoding="utf-8")
         return "mine.py"
 
     return write_

@@ -81,7 +81,7 @@ def test_windows(n: int, seq_len: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize("stride", [1, 20, SEQ])
 def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_TELL", 0.0)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
     arguments = [f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/texts.jsonl", f"--stride={stride}", f"--json={tmp_path}/r"]
     assert evaluate.main([*arguments, "--mesh=data=2,tensor=4", "--rules=megatron_sp"]) == 0
     nats, tokens = 0.0, 0
@@ -92,7 +92,7 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
             end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)  # end of the window that scores it
             cases.append((ids[max(0, end - SEQ) : i], ids[i]))
         nats, tokens = nats + cost(cases), tokens + len(cases)
-    found = json.loads((tmp_path / "r").read_text())
+    found = json.loads((tmp_path / "r").read_text(encoding="utf-8"))
     n_bytes = sum(len(text.encode()) for text in TEXTS)
     assert (found["texts"], found["tokens"], found["bytes"], found["stride"], found["step"]) == (4, tokens, n_bytes, stride, 3)
     assert found["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
@@ -108,12 +108,12 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
 def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:
     """One line, an unknown suffix, a compressed file, or a directory: the numbers are the same."""
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "notes.md").write_text(TEXTS[0])
+    (tmp_path / "a" / "notes.md").write_text(TEXTS[0], encoding="utf-8")
     (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
     found = []
     for text in ("a/notes.md", "a", "notes.txt.gz"):
         assert evaluate.main([f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/{text}", f"--json={tmp_path}/r"]) == 0
-        found.append({k: v for k, v in json.loads((tmp_path / "r").read_text()).items() if k != "text"})
+        found.append({k: v for k, v in json.loads((tmp_path / "r").read_text(encoding="utf-8")).items() if k != "text"})
     assert found[0] == found[1] == found[2] and found[0]["stride"] == SEQ // 2
 
 
@@ -133,8 +133,8 @@ MISTAKES = [
 @pytest.mark.parametrize(("more", "answer"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_mistakes(run: Path, more: list[str], answer: str, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "good").write_text("some text")
+    (tmp_path / "empty").write_text("", encoding="utf-8")
+    (tmp_path / "good").write_text("some text", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         evaluate.main([f"--checkpoint={run}", "--compile-cache=", *(word.replace("TMP", str(tmp_path)) for word in more)])
     assert str(caught.value) == answer.replace("TMP", str(tmp_path))

@@ -40,9 +40,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def describe(run: Path, **changes: Any) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     saved["config"]["model"] |= changes
-    path.write_text(json.dumps(saved))
+    path.write_text(json.dumps(saved), encoding="utf-8")
 
 
 def refused(command: str, *options: str) -> str:
@@ -68,10 +68,10 @@ def test_a_model_of_the_users_own(run: Path) -> None:
     assert error.startswith(
         "run is a Mine, a model of your own: no supported class of transformers can express it, unless Mine is a Decoder"
     )
-    Path("mine.py").write_text(MINE.replace("BODY", "def make(self, shard, rngs): ..."))
+    Path("mine.py").write_text(MINE.replace("BODY", "def make(self, shard, rngs): ..."), encoding="utf-8")
     error = refused("export", "run", "--output=out", "--config=mine.py")
     assert error.startswith("model is a Mine, which makes a model of its own: no supported class of transformers can express it, only")
-    Path("mine.py").write_text(MINE.replace("BODY", "pass"))
+    Path("mine.py").write_text(MINE.replace("BODY", "pass"), encoding="utf-8")
     with pytest.raises(pytest.fail.Exception, match="weights are read"):
         huggingface.main(["export", "run", "--output=out", "--config=mine.py"])
 

@@ -35,11 +35,11 @@ def arguments(run: Path, *more: str) -> list[str]:
 
 
 def test_several_prompts_to_a_file(run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "more.jsonl").write_text('{"prompt": ""}\n\n{"prompt": "a longer prompt"}\n')
+    (tmp_path / "more.jsonl").write_text('{"prompt": ""}\n\n{"prompt": "a longer prompt"}\n', encoding="utf-8")
     more = ["--prompt=def ", f"--prompts-file={tmp_path}/more.jsonl", f"--output={tmp_path}/out.jsonl"]
     assert generate.main(arguments(run, *more)) == 0
     assert capsys.readouterr().out == f"3 texts: {tmp_path}/out.jsonl\n"
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [(row["text"], row["tokens"], row["reason"]) for row in rows] == [(c.text, c.tokens, c.reason) for c in wanted]
 
@@ -54,7 +54,7 @@ def test_one_prompt_on_another_mesh(run: Path, wanted: list, capsys: pytest.Capt
 
 
 def test_lines_of_a_file(run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     assert generate.main(arguments(run, f"--prompts-file={tmp_path}/prompts.txt")) == 0
     heads = [f"--- {i} ({len(c.tokens)} tokens, {c.reason})\n{p}{c.text}\n" for i, (p, c) in enumerate(zip(PROMPTS, wanted, strict=True))]
     assert capsys.readouterr().out == "".join(heads)
@@ -62,7 +62,7 @@ def test_lines_of_a_file(run: Path, wanted: list, tmp_path: Path, capsys: pytest
 
 def test_as_many_tokens_as_fit(run: Path, tmp_path: Path) -> None:
     assert generate.main([*arguments(run, "--tokens=0", "--prompt=12345678", "--ignore-eod", f"--output={tmp_path}/out.jsonl")]) == 0
-    assert len(json.loads((tmp_path / "out.jsonl").read_text())["tokens"]) == tiny_run.MODEL.seq_len - 8
+    assert len(json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["tokens"]) == tiny_run.MODEL.seq_len - 8
 
 
 MISTAKES = [
@@ -97,7 +97,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_no_prompt(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         generate.main(arguments(run, f"--prompts-file={tmp_path}/prompts.jsonl"))
     assert str(caught.value) == (

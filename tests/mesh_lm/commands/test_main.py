@@ -125,7 +125,7 @@ def test_both_doors_are_one() -> None:
 def test_the_installed_launcher_starts_commands_and_modules_of_the_working_directory(tmp_path: Path) -> None:
     """Its sys.path has neither the working directory nor, in an editable installation, that of mesh_lm."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "hello.py").write_text("print('hello from', __name__)")
+    (tmp_path / "mine" / "hello.py").write_text("print('hello from', __name__)", encoding="utf-8")
     launcher = [str(Path(sys.executable).with_name("mesh-lm")), "launch", "--health=off"]
 
     def said(*words: str) -> str:

@@ -103,7 +103,7 @@ def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
         [f"{v}F{m}" for v in (p, p + 2) for m in range(3)] + [f"{v}B{m}" for v in (p + 2, p) for m in range(3)]
         for p in range(2)
     ]  # fmt: skip
-    (tmp_path / "own.json").write_text(json.dumps({"order": order}))
+    (tmp_path / "own.json").write_text(json.dumps({"order": order}), encoding="utf-8")
     text = shown(f"--schedule={tmp_path / 'own.json'}")
     assert text.startswith("own, 2 chunks: 2 stages, 3 microbatches")
     assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1
@@ -113,7 +113,9 @@ def test_files_of_the_command(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.csv", tmp_path / "out.json"
     shown("--stages=2", "--microbatches=4", f"--csv={file}", f"--trace={out}")
     assert custom.load(str(file)).ticks == make_schedule("1f1b", 2, 4).ticks
-    assert max(e["ts"] + e["dur"] for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X") == pytest.approx((4 + 1) * 3000)
+    assert max(e["ts"] + e["dur"] for e in json.loads(out.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X") == pytest.approx(
+        (4 + 1) * 3000
+    )
     text = shown(f"--schedule={file}")
     assert text.startswith("mine: 2 stages, 4 microbatches")
     assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1

@@ -174,7 +174,7 @@ def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
     from sharding_rules import MeshConfig, make_mesh
 
     text = tmp_path / "text.txt"
-    text.write_text("all work and no play makes jack a dull boy\n" * 2000)
+    text.write_text("all work and no play makes jack a dull boy\n" * 2000, encoding="utf-8")
     words = {"data.path": str(text), "data.cache": str(tmp_path / "cache"), "data.tokenizer": "bytes"}
     for documents in ("joined", "separate"):
         from mesh_lm.commands import command_line

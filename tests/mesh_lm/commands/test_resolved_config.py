@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def again(config: TrainConfig, file: Path) -> TrainConfig:
-    file.write_text(to_json(config))
+    file.write_text(to_json(config), encoding="utf-8")
     return load(str(file))
 
 
@@ -55,7 +55,7 @@ def test_it_repeats_a_run_from_the_command_line(file: Path, monkeypatch: pytest.
     """By its path, and with changes, also for a model of the user's own, whose code is in a config file."""
     monkeypatch.chdir(file.parent)
     given = parse([str(ROOT / "docs" / "custom_model.py"), "--train.steps=7", "--mesh.data=4"])
-    Path("config.json").write_text(to_json(given))
+    Path("config.json").write_text(to_json(given), encoding="utf-8")
     found = parse(["config.json", "--output=again"])
     assert found.output == "again" and as_dict(dataclasses.replace(found, output=given.output)) == as_dict(given)
     assert (type(found.model).__name__, found.train.steps, found.mesh.data) == (type(given.model).__name__, 7, 4)
@@ -96,13 +96,13 @@ def without(*path: str) -> Any:
 def test_a_file_that_was_changed(file: Path, change: Any, message: str) -> None:
     plain = json.loads(to_json(load("gpt_tiny")))
     change(plain)
-    file.write_text(json.dumps(plain))
+    file.write_text(json.dumps(plain), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"^--config={file}: {message}"):
         load(str(file))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model": {}}', "[" * 100_000, '{"architectures": ["LlamaForCausalLM"]}'])
 def test_what_is_no_config(file: Path, text: str) -> None:
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=f"^--config={file}: "):
         load(str(file))

@@ -33,17 +33,17 @@ def write_inputs(root: Path) -> dict[str, list[str]]:
     (root / "a.jsonl").write_bytes(LINES)
     (root / "b.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
     (root / "c.jsonl.zst").write_bytes(zstandard.compress(LINES[:3000]) + zstandard.compress(LINES[3000:]))
-    (root / "d.txt").write_text(LONG)
+    (root / "d.txt").write_text(LONG, encoding="utf-8")
     (root / "e.txt.gz").write_bytes(gzip.compress(LONG.encode(), mtime=0))
     table = pyarrow.table({"n": range(60), "text": [*TEXTS[:-1], None]})
     pyarrow.parquet.write_table(table, root / "f.parquet", row_group_size=25, use_dictionary=False, compression="none")
     (root / "g" / "sub").mkdir(parents=True)
     for i, each in enumerate(TEXTS[:20]):
-        (root / "g" / ("sub" if i % 2 else ".") / f"{i:02}.py").write_text(each)
+        (root / "g" / ("sub" if i % 2 else ".") / f"{i:02}.py").write_text(each, encoding="utf-8")
     (root / "g" / "binary.txt~").write_bytes(b"\xff\x00")
     (root / "g" / "late.dat").write_bytes(b"x" * 5000 + b"\xff")
     (root / "g" / "empty.txt").touch()
-    (root / "g" / ".hidden.txt").write_text("secret")
+    (root / "g" / ".hidden.txt").write_text("secret", encoding="utf-8")
     folder = [TEXTS[i] for i in range(0, 20, 2)] + [TEXTS[i] for i in range(1, 20, 2)]
     return {"a.jsonl": TEXTS, "b.jsonl.gz": TEXTS, "c.jsonl.zst": TEXTS, "d.txt": [LONG], "e.txt.gz": [LONG], "f.parquet": TEXTS[:-1],
             "g": folder}  # fmt: skip

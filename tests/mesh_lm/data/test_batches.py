@@ -206,7 +206,7 @@ def test_a_place_in_other_data_is_refused(data: Path, change: dict, tmp_path: Pa
 
 def write_about(data: Path, *names: str, **about: object) -> None:
     for name in names or "abc":
-        (data / f"{name}.json").write_text(json.dumps(about))
+        (data / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def remove_about(data: Path) -> None:
@@ -216,7 +216,7 @@ def remove_about(data: Path) -> None:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"line {i * i} of the text\n" for i in range(400)))
+    (tmp_path / "text.txt").write_text("".join(f"line {i * i} of the text\n" for i in range(400)), encoding="utf-8")
     return tmp_path
 
 
@@ -342,7 +342,7 @@ def test_errors(data: Path, tmp_path: Path):
     write_about(data, "b", tokenizer_fingerprint="2" * 64)
     with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/b: 2{16}\nprepare all of it with one"):
         batches(config(data, "a", "b"))
-    (data / "a.json").write_text("{")
+    (data / "a.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"a\.json cannot be read .* prepare the data again, or remove it"):
         batches(config(data, "a"))
     remove_about(data)

@@ -31,6 +31,6 @@ def test_a_file_that_repeats_itself_is_read(tmp_path: Path, suffix: str, compres
 
 
 def test_what_does_not_fit_into_memory(tmp_path: Path) -> None:
-    (path := tmp_path / "a.txt").write_text("text")
+    (path := tmp_path / "a.txt").write_text("text", encoding="utf-8")
     with pytest.raises(ConfigError, match="has a document or a line that does not fit into memory; split it"), formats.opened(path):
         raise MemoryError

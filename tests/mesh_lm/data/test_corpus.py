@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
         (root / name).write_bytes(f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode())
     (root / "empty.txt").touch()
     (root / "binary.dat").write_bytes(b"\xff\xfe\x00abc")
-    (root / ".hidden.txt").write_text("secret")
-    (root / "sub" / ".hidden" / "x.txt").write_text("secret")
+    (root / ".hidden.txt").write_text("secret", encoding="utf-8")
+    (root / "sub" / ".hidden" / "x.txt").write_text("secret", encoding="utf-8")
     os.mkfifo(root / "pipe")
     return root
 
@@ -80,7 +80,7 @@ def test_second_call_only_loads(folder: Path, tmp_path: Path, monkeypatch: pytes
             os.utime(path)  # the contents count, not their date
         assert prepare(settings, vocab=280) == made
     assert prepare(settings, vocab=281).directory != made.directory
-    (folder / "new.txt").write_text("new")
+    (folder / "new.txt").write_text("new", encoding="utf-8")
     assert prepare(settings, vocab=280).documents == made.documents + 1
     monkeypatch.setattr(corpus, "_FORMAT", 2)
     assert prepare(settings, vocab=280).directory.name not in {made.directory.name}
@@ -130,7 +130,7 @@ def test_jsonl(tmp_path: Path):
 
 @pytest.mark.parametrize("text, share", [("".join(f"line {i}\n" for i in range(1000)), 0.05), ("a" * 50 + "\n" + "b" * 950 + "\n", 0.95)])
 def test_txt(tmp_path: Path, text: str, share: float):
-    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     made = prepare(config(tmp_path / "book.txt", tmp_path), vocab=257)
     (train,), (heldout,) = decoded(made.train(), made.tokenizer()), decoded(made.heldout(), made.tokenizer())
     assert train + heldout == text
@@ -196,7 +196,7 @@ def test_exception_leaves_nothing(folder: Path, tmp_path: Path):
 
 def test_incomplete_corpus_is_named(folder: Path, tmp_path: Path):
     made = prepare(config(folder, tmp_path), vocab=280)
-    (made.directory / "corpus.json").write_text('{"documents":')
+    (made.directory / "corpus.json").write_text('{"documents":', encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"{made.directory.name} is not a complete corpus.*remove it"):
         prepare(config(folder, tmp_path), vocab=280)
 
@@ -220,9 +220,9 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
         path.write_bytes(intact)
     read()
     assert not said
-    facts = json.loads((made.directory / "corpus.json").read_text())
+    facts = json.loads((made.directory / "corpus.json").read_text(encoding="utf-8"))
     del facts["sealed"]
-    (made.directory / "corpus.json").write_text(json.dumps(facts))
+    (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
     (made.directory / "train.digests").unlink()
     read()
     assert [f"mesh-lm prepare seal {made.directory}/train {made.directory}/heldout" in line for line in said] == [True]
@@ -275,13 +275,13 @@ def test_errors(tmp_path: Path):
     fails(tmp_path / "folder", "no files")
     (tmp_path / "folder" / "x.dat").write_bytes(b"\xff")
     fails(tmp_path / "folder", "no text")
-    (tmp_path / "ok.txt").write_text("a\nb\n")
+    (tmp_path / "ok.txt").write_text("a\nb\n", encoding="utf-8")
     fails(tmp_path / "ok.txt", "data.cache=.*Not a directory", cache=tmp_path / "a.txt" / "cache")
 
 
 def test_vocabulary_above_uint16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The dtype of the file follows the actual vocabulary, not the requested one."""
-    (tmp_path / "x.txt").write_text("ab\n" * 40)
+    (tmp_path / "x.txt").write_text("ab\n" * 40, encoding="utf-8")
     assert prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype == np.uint16
 
 
@@ -297,7 +297,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
     folder.mkdir()
     os.rename(tmp_path / "b.jsonl.gz", folder / "b.jsonl.gz")
     os.link(tmp_path / "d.parquet", folder / "d.parquet")
-    (folder / "e.txt").write_text("single")
+    (folder / "e.txt").write_text("single", encoding="utf-8")
 
     def documents(path: Path) -> list[str]:
         return [document.text for document in sources.find(str(path), "body").documents()]
@@ -336,10 +336,10 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str):
 def test_a_directory_loses_nothing_in_silence(tmp_path: Path):
     """Every text file of a directory is read; only other files are skipped."""
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "a.txt").write_text("one")
+    (tmp_path / "real" / "a.txt").write_text("one", encoding="utf-8")
     (tmp_path / "root" / "sub").mkdir(parents=True)
     (tmp_path / "root" / "b.bin").write_bytes(b"\xff\xfe")
-    (tmp_path / "root" / "b.md").write_text("two")
+    (tmp_path / "root" / "b.md").write_text("two", encoding="utf-8")
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "real")
     (tmp_path / "root" / "sub" / "up").symlink_to(tmp_path / "root")
     root = str(tmp_path / "root")
@@ -355,7 +355,7 @@ def test_a_directory_loses_nothing_in_silence(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
     scan = os.scandir
 
     def denied(path: str):

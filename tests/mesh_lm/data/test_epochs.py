@@ -66,7 +66,7 @@ def test_of_a_weighted_blend_each_prefix_has_the_limit(here: Path) -> None:
 def test_what_is_known_before_anything_is_prepared(here: Path) -> None:
     """Of prefixes the sizes of the files; of text nothing until it was prepared once."""
     assert known_sources(config(1, blend=("1", "a", "3", "b")).data) == {"a": (1000, 0.25), "b": (10_000, 0.75)}
-    (here / "text.txt").write_text("one two three four\n" * 50)
+    (here / "text.txt").write_text("one two three four\n" * 50, encoding="utf-8")
     text = config(1000, path="text.txt")
     assert known_sources(text.data) == {} and refused(text, known=True) == []
     require_ready(text, thorough=True)

@@ -127,9 +127,9 @@ def test_all_json_without_the_field_is_listed(tmp_path: Path, read: Callable) ->
     """Settings on one line look like JSON lines; those of a directory are named at once, not one per attempt."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "lines.json").write_bytes(LINES)
-    (tmp_path / "in" / "a.json").write_text('{"compilerOptions": {"strict": true}}')
-    (tmp_path / "in" / "b.json").write_text('\n\n{"name": "x"}\n')
-    (tmp_path / "in" / "c.json").write_text('{"compilerOptions":\n {}}')
+    (tmp_path / "in" / "a.json").write_text('{"compilerOptions": {"strict": true}}', encoding="utf-8")
+    (tmp_path / "in" / "b.json").write_text('\n\n{"name": "x"}\n', encoding="utf-8")
+    (tmp_path / "in" / "c.json").write_text('{"compilerOptions":\n {}}', encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         read(tmp_path / "in")
     first, a, b, c = str(refused.value).split("\n  - ")
@@ -165,9 +165,9 @@ def test_the_kind_of_json_needs_its_start_alone(tmp_path: Path, monkeypatch: pyt
 
 
 def test_bad_items_are_skipped_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([ROWS[0], 1, {"text": None}, ROWS[1]]))
+    (tmp_path / "a.json").write_text(json.dumps([ROWS[0], 1, {"text": None}, ROWS[1]]), encoding="utf-8")
     assert by_prepare(tmp_path / "a.json", skip_bad_lines=True) == TEXTS[:2]
-    assert json.loads((tmp_path / "prepared" / "a.json.json").read_text())["skipped_lines"] == 2
+    assert json.loads((tmp_path / "prepared" / "a.json.json").read_text(encoding="utf-8"))["skipped_lines"] == 2
 
 
 @pytest.mark.parametrize(("name", "changed"), [("a.jsonl", False), ("a.html.gz", False), ("a.json", True), ("a.txt.bz2", True)])

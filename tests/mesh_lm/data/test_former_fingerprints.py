@@ -38,7 +38,7 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """A text that was prepared with the old pattern, as a blend and in the cache; what follows runs with the new one."""
     words = [*(bytes([byte]) for byte in range(256)), b"\n ", b"  "]
     (file := tmp_path / "tokenizer.model").write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words)))
-    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(run, "_pool", lambda workers: contextlib.nullcontext(_Here()))
     with monkeypatch.context() as before:
         before.setitem(ranks._PUBLISHED, len(words), (ranks._CL100K, ranks._PUBLISHED[128000][1]))
@@ -52,7 +52,7 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
 def test_the_former_fingerprint_is_that_of_cl100ks_pattern(old: DataConfig, tmp_path: Path) -> None:
     found = load_tokenizer(old.tokenizer)
     (made_with,) = found.former_fingerprints
-    assert made_with == json.loads((tmp_path / "old.json").read_text())["tokenizer_fingerprint"] != found.fingerprint
+    assert made_with == json.loads((tmp_path / "old.json").read_text(encoding="utf-8"))["tokenizer_fingerprint"] != found.fingerprint
     assert load_tokenizer("bytes").former_fingerprints == ()
 
 

@@ -97,7 +97,7 @@ def damages(directory: Path, other: Path) -> Iterator[tuple[str, str]]:
     sums.unlink()
     yield "no digests, as of earlier versions", r"has no digests \(older version\)"
     for text in ("", "[" * 9999, '{"x.npy": {}}', '{"x.npy": 1}'):
-        sums.write_text(text)
+        sums.write_text(text, encoding="utf-8")
         yield text, "(CRC-32 of|digests.json: )"
     shutil.rmtree(directory)
     shutil.copytree(other, directory)
@@ -133,7 +133,7 @@ def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(tmp_path: Pat
         raise OSError(errno.EROFS if at == "lock" else errno.EPERM, "refused", str(path))
 
     monkeypatch.setattr(index_cache, "_lock", refuse) if at == "lock" else monkeypatch.setattr(index_cache.os, "rename", refuse)
-    (directory / "digests.json").write_text("")
+    (directory / "digests.json").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*refused"):
         read(cache, {"n": 1})  # damaged
     (directory / "digests.json").unlink()
@@ -154,6 +154,6 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ):
         cache.get("other", {}, lambda: {})
     monkeypatch.undo()
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*file"):
         IndexCache(str(tmp_path / "file")).get("kind", {}, lambda: {"x": np.zeros(9)})

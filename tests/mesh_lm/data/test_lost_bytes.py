@@ -149,7 +149,7 @@ class _Here:
 
 
 def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig:
-    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "tokenizer").mkdir(exist_ok=True)
     return DataConfig(
         path=str(tmp_path / "text.txt"), tokenizer=str(tokenizer.save(tmp_path / "tokenizer")), cache=str(tmp_path / "cache"), **more
@@ -179,9 +179,9 @@ def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> No
     cases = ((lossy, False), (config, True), *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")))
     for settings, known in cases:
         made = corpus.prepare(settings, vocab=300)
-        facts = json.loads((made.directory / "corpus.json").read_text())
+        facts = json.loads((made.directory / "corpus.json").read_text(encoding="utf-8"))
         del facts["lost_bytes"], facts["sealed"]
-        (made.directory / "corpus.json").write_text(json.dumps(facts))
+        (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
         old = corpus.prepare(settings, vocab=300)
         assert (old.heldout_bytes, old.train_bytes) == ((made.heldout_bytes, made.train_bytes) if known else (None, None))
         assert ("did not count what the tokenizer loses" in old.loss_of_bytes) is not known
@@ -209,10 +209,10 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
     blend = DataConfig(blend=(str(tmp_path / "out"),), split="0,1,0", cache=str(tmp_path / "cache"))
     read = corpus.prepare(dataclasses.replace(blend, split="0,1,0"), vocab=300)
     assert read.heldout_bytes == facts["bytes"] - facts["lost_bytes"] and read.loss_of_bytes
-    facts = json.loads((tmp_path / "out.json").read_text())
+    facts = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     del facts["lost_bytes"]  # of an older version: the tokens are decoded
     (tmp_path / "out.digests").unlink()
-    (tmp_path / "out.json").write_text(json.dumps(facts))
+    (tmp_path / "out.json").write_text(json.dumps(facts), encoding="utf-8")
     assert corpus.prepare(blend, vocab=300).heldout_bytes == read.heldout_bytes
 
 
@@ -243,8 +243,12 @@ def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(tm
         patch.setattr(unfinished.Appender, "append", dies)
         prepare(*arguments, output=io.StringIO(), max_lost_bytes=1)
     journal = tmp_path / "out.parts" / "journal.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
     assert all(line.pop("lost_bytes") for line in lines)
-    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     facts = prepare(*arguments, output=io.StringIO())
-    assert "lost_bytes" not in facts and facts["bytes"] == len(TEXT.encode()) and facts == json.loads((tmp_path / "out.json").read_text())
+    assert (
+        "lost_bytes" not in facts
+        and facts["bytes"] == len(TEXT.encode())
+        and facts == json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    )

@@ -20,7 +20,7 @@ from mesh_lm.errors import ConfigError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EOD = 0
-GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text())
+GOLDEN = json.loads((FIXTURES / "megatron_golden.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, n in (("a", 60), ("b", 40), ("v", 30)):
         write_documents(directory / name, (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)), vocab=VOCAB)
         about = {"eod": 0, "bytes": 7000 if name == "v" else 4000, "lost_bytes": 0, "tokens": 1000}
-        (directory / f"{name}.json").write_text(json.dumps(about))
+        (directory / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
     return directory
 
 
@@ -208,14 +208,16 @@ def test_tokenizers_of_the_validation_blend_count(data: Path, tmp_path: Path):
     for name, fingerprint in (("a", "1"), ("v", "2")):
         for suffix in (".bin", ".idx"):
             (tmp_path / f"{name}{suffix}").write_bytes((data / f"{name}{suffix}").read_bytes())
-        (tmp_path / f"{name}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint * 64}"}}')
+        (tmp_path / f"{name}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint * 64}"}}', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/v: 2{16}"):
         prepare(config(tmp_path, "a", valid_blend=(str(tmp_path / "v"),)).data, vocab=0)
 
 
 def test_nothing_held_out(data: Path, tmp_path: Path):
     """Prefixes, an array, and text of which no document falls in the held-out part."""
-    (tmp_path / "x.jsonl").write_text('{"text": "one document alone, long enough for a few sequences: ' + "words " * 50 + '"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "one document alone, long enough for a few sequences: ' + "words " * 50 + '"}\n', encoding="utf-8"
+    )
     text = dataclasses.replace(config(data), data=DataConfig(path=str(tmp_path / "x.jsonl"), cache=str(tmp_path), threads=0))
     text = dataclasses.replace(text, train=TrainLoop(steps=1, global_batch=1))
     for of, corpus in ((config(data, "a", split="1"), None), (config(data, ""), TokenArray(range(400), [])), (text, None)):

@@ -64,7 +64,7 @@ def test_shards_hold_every_document_once(name: str, size: int, inputs: Any, toke
 def test_a_line_longer_than_shards(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
     """Covers shards in which no line starts, one of them at the end of the document."""
     monkeypatch.setattr(plan, "SHARD", 50)
-    (tmp_path / "x.txt").write_text("a\n" + "b" * 500)
+    (tmp_path / "x.txt").write_text("a\n" + "b" * 500, encoding="utf-8")
     shards = encoded(plan.make((str(tmp_path / "x.txt"),), "text"), tokenizer_file)
     assert [each.lengths.tolist() for _, each in shards[1:]] == [[0]] * (len(shards) - 2) + [[1]]
     ids = load_tokenizer(tokenizer_file)
@@ -97,7 +97,7 @@ def test_a_line_is_read_once(tmp_path: Path):
 def test_an_output_inside_the_inputs(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
     """Files of a killed or a finished run for the same output are not read as input."""
     for name in ("a.txt", "mix.txt", "mix.more.txt"):
-        (tmp_path / name).write_text(name * 20)
+        (tmp_path / name).write_text(name * 20, encoding="utf-8")
     append = Appender.append
 
     def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
@@ -130,7 +130,7 @@ def test_what_is_written(inputs: Any, tmp_path: Path, tokenizer_file: str, capsy
     ids, found = load_tokenizer(tokenizer_file), Documents(prefix)
     wanted = [document for name in names for document in documents[name]]
     assert [ids.decode(found[i]) for i in range(len(found))] == [document + ids.decode([ids.eod]) for document in wanted]
-    facts = json.loads(Path(f"{prefix}.json").read_text())
+    facts = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
     assert facts.pop("identity") and facts.pop("versions").keys() == {"tokenizers"}
     listed = facts.pop("inputs")
     assert [entry["path"] for entry in listed[9:12]] == [str(root / "g" / name) for name in ("18.py", "late.dat", "sub/01.py")]
@@ -174,7 +174,7 @@ def test_a_trained_tokenizer(inputs: Any, tmp_path: Path):
 
 def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 100)
+        (tmp_path / f"{name}.txt").write_text(name * 100, encoding="utf-8")
     both = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
 
     def dies(self: Appender, shard: TextShard, encoded: Encoded) -> Totals:
@@ -194,9 +194,9 @@ def test_other_inputs_are_not_mixed(tmp_path: Path, tokenizer_file: str, monkeyp
     refuses("text_field was text, now body", text_field="body")
     refuses(r".*b\.txt is no longer among the inputs\.", inputs=both[:1])
     refuses("the inputs come in another order", inputs=both[::-1])
-    (tmp_path / "c.txt").write_text("c")
+    (tmp_path / "c.txt").write_text("c", encoding="utf-8")
     refuses(r".*c\.txt was not among the inputs\.", inputs=(*both, str(tmp_path / "c.txt")))
-    (tmp_path / "a.txt").write_text("a" * 101)
+    (tmp_path / "a.txt").write_text("a" * 101, encoding="utf-8")
     os.remove(tmp_path / "b.txt")
     refuses(r".*a\.txt has changed, and 1 more such\.", inputs=both[:1])
     with Unfinished(str(tmp_path / "x")), pytest.raises(ConfigError, match=r"another process is writing .*x\.parts; wait for it"):

@@ -87,7 +87,7 @@ def made(kind: str, directory: Path) -> Tokenizer:
             return load_tokenizer("bytes")
         case "llama2_json":
             path = directory / "tokenizer.json"
-            path.write_text(llama2_json())
+            path.write_text(llama2_json(), encoding="utf-8")
         case "sentencepiece":
             path = directory / "spiece.model"
             path.write_bytes(sentencepiece_model())
@@ -189,16 +189,16 @@ def test_fingerprints_tell_kinds_apart(tmp_path_factory: pytest.TempPathFactory)
 def test_fingerprints_follow_the_meaning(tmp_path: Path):
     trained().save(tmp_path)
     path = tmp_path / "tokenizer.json"
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     moved = tmp_path / "moved" / "other.json"
     moved.parent.mkdir()
     merges = [" ".join(pair) for pair in data["model"]["merges"]]
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    moved.write_text(json.dumps(data | {"truncation": truncation, "model": data["model"] | {"merges": merges}}, indent=3))
+    moved.write_text(json.dumps(data | {"truncation": truncation, "model": data["model"] | {"merges": merges}}, indent=3), encoding="utf-8")
     assert load_tokenizer(moved).fingerprint == trained().fingerprint
     assert load_tokenizer(moved).encode_batch(TEXTS)[1].tolist() == trained().encode_batch(TEXTS)[1].tolist()  # and not truncated to 2
     data["model"]["merges"][0], data["model"]["merges"][5] = data["model"]["merges"][5], data["model"]["merges"][0]
-    moved.write_text(json.dumps(data))
+    moved.write_text(json.dumps(data), encoding="utf-8")
     assert load_tokenizer(moved).fingerprint != trained().fingerprint
 
 
@@ -218,15 +218,15 @@ def test_training_is_a_function_of_the_texts():
 def with_eos(directory: Path, *added: str, **config: object) -> Path:
     """Returns a model directory whose tokenizer.json has these special tokens instead of <|endoftext|>."""
     directory.mkdir(exist_ok=True)
-    data = json.loads(trained().save(directory).read_text())
+    data = json.loads(trained().save(directory).read_text(encoding="utf-8"))
     shutil.rmtree(directory)
     directory.mkdir()
     data["model"]["vocab"]["<unused>"] = data["model"]["vocab"].pop(EOD)
     token = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     data["added_tokens"] = [token | {"id": 300 + i, "content": name} for i, name in enumerate(added)]
-    (directory / "tokenizer.json").write_text(json.dumps(data))
+    (directory / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     if config:
-        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
 
@@ -244,7 +244,7 @@ def test_end_of_document_token_of_a_model_directory(tmp_path: Path):
 
 def test_a_token_that_is_not_special_still_ends_no_document(tmp_path: Path):
     path = with_eos(tmp_path / "a", "</s>", "<think>") / "tokenizer.json"
-    path.write_text(path.read_text().replace('"special": true', '"special": false'))
+    path.write_text(path.read_text(encoding="utf-8").replace('"special": true', '"special": false'), encoding="utf-8")
     tokenizer = load_tokenizer(path)
     (ids,) = tokenizer.encode_batch(["a</s><think>"])
     assert 300 not in ids
@@ -284,7 +284,7 @@ def test_published_rank_files_are_known_by_their_size(n: int, eod: int, size: in
 
 def test_patterns_are_tiktokens_own():
     """Compares with cl100k and o200k of tiktoken_ext.openai_public, without downloading their ranks."""
-    source = Path(tiktoken.__file__).parents[1].joinpath("tiktoken_ext", "openai_public.py").read_text()
+    source = Path(tiktoken.__file__).parents[1].joinpath("tiktoken_ext", "openai_public.py").read_text(encoding="utf-8")
     assert ranks._GPT2 in source
     assert ranks._CL100K in source
     for part in ranks._O200K.split("|\\p")[0].replace("|[^\\r", "\n[^\\r").split("\n"):
@@ -342,7 +342,7 @@ def test_errors(tmp_path: Path):
     fails(tmp_path / "bad.json", r"bad\.json: ", '{"model": {"type": "X"}, "added_tokens": [{"id": 0, "content": "</s>"}]}')
     fails(with_eos(tmp_path / "a", "</s>", eos_token="<end>"), "no token '<end>', which the files beside it name")
     fails(with_eos(tmp_path / "b", "<s>"), "none of <.endoftext.>, .*name one of them as eos_token in a tokenizer_config.json")
-    wordpiece = json.loads((tmp_path / "a" / "tokenizer.json").read_text()) | {
+    wordpiece = json.loads((tmp_path / "a" / "tokenizer.json").read_text(encoding="utf-8")) | {
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}
     }
     fails(

@@ -22,7 +22,7 @@ def driver(tmp_path: Path) -> Path:
     """A machine with two H100s, as /proc/driver/nvidia/gpus shows them."""
     for bus in ("0000:19:00.0", "0000:3b:00.0"):
         (tmp_path / bus).mkdir()
-        (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n")
+        (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n", encoding="utf-8")
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def test_none_sets_nothing(driver: Path) -> None:
 
 def test_a_gpu_that_nothing_is_vetted_for_gets_nothing_and_hears_of_it(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "information").write_text("Model: \t\t Tesla V100-SXM2-16GB\n")
+    (tmp_path / "0" / "information").write_text("Model: \t\t Tesla V100-SXM2-16GB\n", encoding="utf-8")
     environment: dict[str, str] = {"JAX_PLATFORMS": "cuda,cpu"}
     assert set_flags("auto", environment, tmp_path) == "XLA flags: none, because none are vetted for Tesla V100-SXM2-16GB"
     assert "XLA_FLAGS" not in environment
@@ -77,12 +77,12 @@ def test_a_gpu_that_nothing_is_vetted_for_gets_nothing_and_hears_of_it(tmp_path:
 def test_without_the_drivers_files_nvidia_smi_is_asked(tmp_path: Path) -> None:
     assert visible({"PATH": str(tmp_path)}, tmp_path) == ""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA B200'\necho 'NVIDIA B200'\n")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA B200'\necho 'NVIDIA B200'\n", encoding="utf-8")
     tool.chmod(0o755)
     environment = {"PATH": str(tmp_path)}
     assert visible(environment, tmp_path / "nothing") == "NVIDIA B200"
     assert OVERLAP in set_flags("auto", environment, tmp_path / "nothing")
-    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     assert visible(environment, tmp_path / "nothing") == "", "a driver that does not answer is no GPU"
 
 

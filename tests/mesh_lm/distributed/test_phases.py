@@ -144,14 +144,14 @@ def test_a_process_whose_launcher_is_gone_ends() -> None:
 
 def life(directory: Path, born: float, first: int, last: int, **seconds: float) -> None:
     directory.mkdir(exist_ok=True)
-    (directory / f"{born}.json").write_text(json.dumps({"born": born, "first": first, "step": last, "seconds": seconds}))
+    (directory / f"{born}.json").write_text(json.dumps({"born": born, "first": first, "step": last, "seconds": seconds}), encoding="utf-8")
 
 
 def test_goodput_over_lives(tmp_path: Path) -> None:
     """30 steps, of which 10 are repeated; 5 s in which no process ran."""
     life(tmp_path, 1000, 0, 30, step=60.0, compile=10.0)
     life(tmp_path, 1075, 20, 50, step=60.0, compile=5.0)
-    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     found = total(tmp_path)
     assert (found["starts"], found["lost_steps"]) == (2, 10)
     assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"]["step"] == pytest.approx(100.0)

@@ -29,7 +29,7 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     directory = tmp_path_factory.mktemp("text")
-    (directory / "corpus.txt").write_text(inspect.getsource(argparse))
+    (directory / "corpus.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
 
     def make(**changes: object) -> list[str]:
         values = FIELDS | {"data.path": directory / "corpus.txt", "data.cache": directory / "cache"}
@@ -46,8 +46,8 @@ def local(processes: int, devices: int, script: Path, *arguments: str) -> subpro
 
 def outcome(output: Path) -> tuple[dict, np.ndarray]:
     """Returns the digests that the worker wrote, and the losses of train.py."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((output / "bits.json").read_text()), np.array([row["loss"] for row in rows if "loss" in row])
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return json.loads((output / "bits.json").read_text(encoding="utf-8")), np.array([row["loss"] for row in rows if "loss" in row])
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,8 @@ def test_two_nodes_of_slurm_under_launchers(fields: Callable[..., list[str]], al
         "if os.environ['MESH_LM_GENERATION'] + os.environ['MESH_LM_PROCESS_INDEX'] == '11':\n"
         "    threading.Timer(5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         f"sys.path[0], sys.argv[0] = {str(WORKER.parent)!r}, {str(WORKER)!r}\n"
-        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(WORKER)!r}, run_name='__main__')\n",
+        encoding="utf-8",
     )
     with cluster(directory) as slurm:
         launch = [sys.executable, "-m", "mesh_lm.launch", "--devices=4", str(script), str(tmp_path / "run"), *fields()]
@@ -138,7 +139,7 @@ def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list
     arguments = fields(output=tmp_path, train__steps=100_000, train__eval_every=7)
     process = local(2, 4, ROOT / "train.py", *arguments)
     metrics = tmp_path / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, process)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= 4, process)
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
     out = ended(process)
@@ -171,7 +172,7 @@ sys.exit(distributed.run(main, sys.argv[1:]))
 
 @pytest.mark.parametrize(("divisor", "status"), [("1", 0), ("0", 70)])
 def test_a_log_that_takes_no_more_changes_no_status(divisor: str, status: int) -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run([sys.executable, "-c", ENDS, divisor], env=environment(), stdout=full, stderr=full, timeout=PATIENCE)
     assert done.returncode == status
 
@@ -183,7 +184,8 @@ def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tm
     script.write_text(
         "import os, sys\n"
         "sys.argv.append(f\"--config.seed={os.environ['MESH_LM_PROCESS_INDEX']}\")\n"
-        f"exec(compile(open({str(ROOT / 'train.py')!r}).read(), 'train.py', 'exec'))\n"
+        f"exec(compile(open({str(ROOT / 'train.py')!r}).read(), 'train.py', 'exec'))\n",
+        encoding="utf-8",
     )
     process = local(2, 1, script, *fields(output=tmp_path / "run"))
     out = ended(process)
@@ -218,7 +220,7 @@ def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path
     homes = [tmp_path / "a", tmp_path / "b"]
     for home in homes:
         home.mkdir()
-    (homes[1 - absent] / "corpus.txt").write_text(inspect.getsource(argparse))
+    (homes[1 - absent] / "corpus.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     arguments = fields(output=tmp_path / "run", data__path="~/corpus.txt", data__cache="~/cache")
     for status, out in apart(arguments, *({"HOME": str(home)} for home in homes)):
         assert status == 1 and "Traceback" not in out, out
@@ -240,8 +242,8 @@ def test_config_files_that_differ_inside_are_told_apart(fields: Callable[..., li
     """Two files with the same name and equal configs, but different code."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        text = (ROOT / "configs" / "gpt_tiny.py").read_text() + f"\nNOTE = {name!r}\n"
-        (tmp_path / name / "mine.py").write_text(text)
+        text = (ROOT / "configs" / "gpt_tiny.py").read_text(encoding="utf-8") + f"\nNOTE = {name!r}\n"
+        (tmp_path / name / "mine.py").write_text(text, encoding="utf-8")
     arguments = ["--config=~/mine.py", *fields(output=tmp_path / "run")[1:]]
     for status, out in apart(arguments, *({"HOME": str(tmp_path / name)} for name in ("a", "b"))):
         assert status == 1 and "code.mine.py: " in out, out
@@ -285,7 +287,9 @@ def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(1)\ntime.sleep(600)\n")
+    script.write_text(
+        "import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(1)\ntime.sleep(600)\n", encoding="utf-8"
+    )
     process = local(2, 1, script)
     ended(process)
     assert process.returncode == 1

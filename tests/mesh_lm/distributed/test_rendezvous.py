@@ -176,7 +176,9 @@ def test_a_run_on_one_host_listens_there_only() -> None:
         meeting = pool.submit(meet, two[0], 20, RUN, SECRET)
         connected(two[0]).close()
         port = f"{two[0].address[1]:04X}"
-        found = [line.split()[1:4] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        found = [
+            line.split()[1:4] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text(encoding="utf-8").splitlines()
+        ]
         assert [address for address, _, state in found if state == "0A" and address.endswith(f":{port}")] == [f"0100007F:{port}"]
         meet(two[1], 20, RUN, SECRET)
         meeting.result()

@@ -1,4 +1,4 @@
-"""SIGTERM to one process: at once with status 99 where no step is new, and else after the step."""
+"""SIGTERM or Ctrl-C to one process: at once with status 99 or 130 where no step is new, and else after the step."""
 
 import json
 import os
@@ -13,26 +13,26 @@ from processes import PATIENCE, ROOT, ended, environment, wait_for
 
 SCRIPT = """
 import hashlib, json, os, pathlib, signal, sys, time
-from mesh_lm.distributed import StopOnSigterm
+from mesh_lm.distributed import StopOnSignal
 from mesh_lm.distributed.phases import Phases
 
 directory = pathlib.Path(sys.argv[1])
 
-def run(what):
+def run(what, key):
     phases = Phases()
-    with StopOnSigterm(phases) as stop:
+    with StopOnSignal(phases) as stop:
         phases.at("data" if what == "prepare" else "compile")
-        if what == "step":
+        if what in ("step", "save"):
             phases.step = 1
         if what == "resumed":
             phases.saved = phases.step = 5
-        (directory / what).touch()
+        (directory / key).touch()
         if what == "prepare":
             try:
                 while True:
                     time.sleep(0.01)
             finally:
-                (directory / "removed").touch()
+                (directory / f"removed {key}").touch()
         elif what == "child":
             if not (child := os.fork()):
                 (directory / "forked").touch()  # what arrives earlier, during the fork, is lost
@@ -46,48 +46,80 @@ def run(what):
         elif what == "step":
             while not stop.poll():
                 time.sleep(0.01)
+            return 8 if stop.interrupted else 7
         else:  # as XLA: it does not return, and lets no handler of Python run
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
     return 7
 
 running = {}
-for what in ("prepare", "compile", "resumed", "step", "child"):
+terminal, behind = os.openpty()
+by_term = [(what, signal.SIGTERM) for what in ("prepare", "compile", "resumed", "step", "child")]
+by_interrupt = [(what, signal.SIGINT) for what in ("prepare", "compile", "step", "save", "ignored")]
+for what, number in by_term + by_interrupt:
+    key = f"{what} {number.name}"
     if not (pid := os.fork()):
         try:
-            code = run(what)
+            if what == "ignored":
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if key == "compile SIGINT":
+                os.dup2(behind, 1)
+            code = run("step" if what == "ignored" else what, key)
         except SystemExit as left:
             code = left.code
         os._exit(code)
-    running[what] = pid
-while not all((directory / what).exists() for what in running):
+    running[key] = pid
+while not all((directory / key).exists() for key in running):
     time.sleep(0.01)
 asked = time.monotonic()
-for what, pid in running.items():
-    if what != "child":
-        os.kill(pid, signal.SIGTERM)
-ended = {what: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for what, pid in running.items()}
-print(json.dumps(ended | {"seconds": time.monotonic() - asked}))
+for key, pid in running.items():
+    if not key.startswith("child"):
+        os.kill(pid, signal.Signals[key.split()[1]])
+time.sleep(0.5)
+os.kill(running["save SIGINT"], signal.SIGINT)
+os.kill(running["ignored SIGINT"], signal.SIGTERM)
+ended = {key: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for key, pid in running.items()}
+print(json.dumps(ended | {"cursor": os.read(terminal, 64).decode(), "seconds": time.monotonic() - asked}))
 """
 
 
 def test_at_once_or_after_the_step(tmp_path: Path) -> None:
     """prepare: Python is interrupted, and cleans up. compile, resumed: it cannot be. step: there is something to save.
-    child: SIGTERM to a forked child is none to its parent.
+    child: SIGTERM to a forked child is none to its parent. save: a second SIGINT while the first is obeyed. ignored: as a shell's
+    background job, which SIGTERM ends.
     """
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     found = json.loads(done.stdout)
     assert found.pop("seconds") < 2 + 10
-    assert found == {"prepare": 99, "compile": 99, "resumed": 99, "step": 7, "child": 7}, done.stderr
-    assert (tmp_path / "removed").exists()
-    assert done.stderr.count("stopped by SIGTERM in phase compile: there is nothing new to save") == 2, done.stderr
-    assert done.stderr.count("stopped by SIGTERM in phase data") == 1 and "Traceback" not in done.stderr
+    assert found.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
+    by_term = {"prepare SIGTERM": 99, "compile SIGTERM": 99, "resumed SIGTERM": 99, "step SIGTERM": 7, "child SIGTERM": 7}
+    by_interrupt = {"prepare SIGINT": 130, "compile SIGINT": 130, "step SIGINT": 8, "save SIGINT": 130, "ignored SIGINT": 7}
+    assert found == by_term | by_interrupt, done.stderr
+    assert (tmp_path / "removed prepare SIGTERM").exists() and (tmp_path / "removed prepare SIGINT").exists()
+    assert sorted(done.stderr.splitlines()) == [
+        "ended at once by a second Ctrl-C, without a save; the same command starts again",
+        "stopped by Ctrl-C in phase compile: there is nothing new to save",
+        "stopped by Ctrl-C in phase data: there is nothing new to save",
+        "stopped by SIGTERM in phase compile: there is nothing new to save",
+        "stopped by SIGTERM in phase compile: there is nothing new to save",
+        "stopped by SIGTERM in phase data: there is nothing new to save",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [(str(ROOT / "train.py"), "--config=gpt_tiny"), ("-m", "mesh_lm", "train", "gpt_tiny")])
+def test_ctrl_c_while_jax_is_imported(program: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, *program, f"--output={tmp_path}"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: "jaxlib" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"), process)
+    process.send_signal(signal.SIGINT)
+    assert (ended(process), process.returncode) == ("stopped by Ctrl-C\n", 130)
 
 
 @pytest.mark.slow
 def test_train_py_stops_while_it_compiles(tmp_path: Path) -> None:
     """A run without a launcher ends with 99 in its first compilation, and leaves no checkpoint; the same command then begins."""
-    (tmp_path / "corpus.txt").write_text((ROOT / "mesh_lm" / "launch" / "controller.py").read_text())
+    (tmp_path / "corpus.txt").write_text((ROOT / "mesh_lm" / "launch" / "controller.py").read_text(encoding="utf-8"), encoding="utf-8")
     command = [
         sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/gpt_tiny.py", f"--data.path={tmp_path}/corpus.txt",
         f"--data.cache={tmp_path}/cache", f"--output={tmp_path}/run", "--launch.compile_cache=", "--data.tokenizer_vocab=512",

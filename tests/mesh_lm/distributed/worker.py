@@ -61,7 +61,7 @@ def main(output: str, *argv: str) -> int:
         return status
     found = bits([*argv, f"--config.output={output}"])
     if jax.process_index() == 0:
-        (Path(output) / "bits.json").write_text(json.dumps(found))
+        (Path(output) / "bits.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 

@@ -37,7 +37,7 @@ QWEN3_0_6B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hea
 
 
 def written(directory: Path, described: dict[str, Any]) -> Path:
-    (directory / "config.json").write_text(json.dumps(described))
+    (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
     return directory
 
 
@@ -147,7 +147,7 @@ def test_learned_positions_end(tmp_path: Path) -> None:
 
 def test_damaged_and_missing(tmp_path: Path) -> None:
     assert refused(tmp_path) == ["cannot read DIR/config.json: No such file or directory"]
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert refused(tmp_path)[0].startswith("DIR/config.json is not a config of transformers: ")
     assert not huggingface.is_huggingface(tmp_path)
     written(tmp_path, {"a": 1})

@@ -42,7 +42,7 @@ def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32", max_shard_bytes=16_000)
     wanted = tensors(FIXTURES / name)
     same(tensors(tmp_path / "out"), {n: x[:24] if "wpe" in n else x for n, x in wanted.items()})
-    index = json.loads((tmp_path / "out" / files.INDEX).read_text())
+    index = json.loads((tmp_path / "out" / files.INDEX).read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(tmp_path / "out").values())
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
@@ -71,7 +71,7 @@ def test_bfloat16_in_one_file(tmp_path: Path) -> None:
     import ml_dtypes
 
     same(tensors(tmp_path / "out"), {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors(FIXTURES / "qwen3").items()})
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    described = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert (described["torch_dtype"], described["eos_token_id"]) == ("bfloat16", load_tokenizer("bytes").eod)
     assert load_tokenizer(tmp_path / "out").fingerprint == load_tokenizer("bytes").fingerprint
 
@@ -99,14 +99,14 @@ def test_a_flipped_bit_is_found_by_the_digests(tmp_path: Path) -> None:
     """An export lists the digests of all its files, and an import of any directory with such a list compares them."""
     found = golden("qwen3")
     huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32")
-    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
+    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()}
     assert listed == {"config.json", "model.safetensors"}
     data = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
     data[-100] ^= 1
     (tmp_path / "out" / "model.safetensors").write_bytes(data)
     with pytest.raises(ConfigError, match=r"model\.safetensors is not as SHA256SUMS has it: one of them is damaged"):
         huggingface.load(tmp_path / "out", found.layout)
-    (tmp_path / "out" / "SHA256SUMS").write_text("# of another tool\n" + "0" * 64 + "  another.bin\n")
+    (tmp_path / "out" / "SHA256SUMS").write_text("# of another tool\n" + "0" * 64 + "  another.bin\n", encoding="utf-8")
     huggingface.load(tmp_path / "out", found.layout)
 
 

@@ -161,7 +161,7 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
 def test_quantized_weights(dtype: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which mean nothing without their scales, and which numpy may have no type for."""
     norm = "model.norm.weight"
-    file = json.loads((copy / files.INDEX).read_text())["weight_map"][norm]
+    file = json.loads((copy / files.INDEX).read_text(encoding="utf-8"))["weight_map"][norm]
     data = (copy / file).read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -175,7 +175,7 @@ def test_quantized_weights(dtype: str, copy: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite(value: float, copy: Path) -> None:
     norm = "model.norm.weight"
-    file = json.loads((copy / files.INDEX).read_text())["weight_map"][norm]
+    file = json.loads((copy / files.INDEX).read_text(encoding="utf-8"))["weight_map"][norm]
     bad = tensors(copy)[norm].copy()
     bad[3] = value
     change(copy, file, model__norm__weight=bad)
@@ -192,7 +192,7 @@ def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object)
 
 
 def test_every_problem_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = json.loads((copy / files.INDEX).read_text())
+    index = json.loads((copy / files.INDEX).read_text(encoding="utf-8"))
     at = dict(index["weight_map"])
     first = min(at.values())
     norm, up = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -201,7 +201,7 @@ def test_every_problem_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> N
     change(copy, first, model__layers__0__self_attn__q_proj__bias=np.zeros(16, np.float32))
     at["model.layers.0.self_attn.q_proj.bias"] = first
     del at["lm_head.weight"]
-    (copy / files.INDEX).write_text(json.dumps({"weight_map": at}))
+    (copy / files.INDEX).write_text(json.dumps({"weight_map": at}), encoding="utf-8")
     assert refused(copy, monkeypatch) == [
         "DIR cannot be read",
         f"{at[norm]}: {norm} is missing, but {files.INDEX} lists it",
@@ -230,7 +230,7 @@ def test_no_weights_or_no_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
         path.unlink()
     (copy / "pytorch_model.bin").touch()
     assert refused(copy, monkeypatch) == ["DIR cannot be read", f"{expected} is none; pytorch_model.bin is not read"]
-    (copy / files.INDEX).write_text("[]")
+    (copy / files.INDEX).write_text("[]", encoding="utf-8")
     assert refused(copy, monkeypatch)[1].startswith(f"{files.INDEX} is not an index of tensors: ValueError: expected an object, got list")
 
 

@@ -149,9 +149,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, logprobs) -> Path:
     answers[1]["answer"] += "?"
     rows = {"questions": QUESTIONS, "pages": [{"text": page} for page in PAGES], "answers": answers}
     for name, each in rows.items():
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
     for name, text in TASKS.items():
-        (directory / f"{name}.yaml").write_text(text.replace("TMP", str(directory)))
+        (directory / f"{name}.yaml").write_text(text.replace("TMP", str(directory)), encoding="utf-8")
     return directory
 
 
@@ -174,13 +174,13 @@ def test_scores(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path
     arguments = [f"--checkpoint={run}", "--compile-cache=", f"--include-path={tasks}", f"--json={tmp_path}/r.json"]
     mesh = ["--mesh=data=2,tensor=4", "--rules=megatron_sp"]
     assert evaluate.main([*arguments, "--tasks=choice,pages,writing", *mesh]) == 0
-    record = json.loads((tmp_path / "r.json").read_text())
+    record = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     found = {name.partition(",")[0]: value for task in record["results"].values() for name, value in task.items()}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
     assert record["step"] == 3 and record["n-samples"]["choice"]["effective"] == 3
     assert "bits_per_byte" in capsys.readouterr().out
     assert evaluate.main([*arguments, "--tasks=choice", "--limit=1"]) == 0
-    assert json.loads((tmp_path / "r.json").read_text())["n-samples"]["choice"]["effective"] == 1
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["n-samples"]["choice"]["effective"] == 1
     with pytest.raises(ConfigError, match=r"--tasks: no task 'chioce'; did you mean 'choice'\?"):
         evaluate.main([*arguments, "--tasks=chioce"])
     with pytest.raises(ConfigError, match="--include-path=no/such: no such directory"):
@@ -204,4 +204,6 @@ def test_its_own_command_line(run: Path, tasks: Path, wanted: dict[str, float], 
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,) = tmp_path.rglob("results*.json")
-    assert json.loads(results.read_text())["results"]["pages"]["bits_per_byte,none"] == pytest.approx(wanted["bits_per_byte"], rel=1e-5)
+    assert json.loads(results.read_text(encoding="utf-8"))["results"]["pages"]["bits_per_byte,none"] == pytest.approx(
+        wanted["bits_per_byte"], rel=1e-5
+    )

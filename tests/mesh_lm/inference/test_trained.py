@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def describe(run: Path, **changes: object) -> None:
     """Changes the JSON of the checkpoint's data position."""
     path = run / "checkpoints" / str(fixture.STEP) / "data" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_run_is_loaded_on_any_mesh(run: Path) -> None:
 
 def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     saved["config"]["mesh"] |= {"data": 512, "tensor": 8}
-    path.write_text(json.dumps(saved))
+    path.write_text(json.dumps(saved), encoding="utf-8")
     assert TrainedModel.load(run).config.mesh == MeshConfig(data=8)
     with pytest.raises(ConfigError, match="mesh has 3 devices"):
         TrainedModel.load(run, mesh=MeshConfig(tensor=3))
@@ -80,11 +80,11 @@ def test_the_mesh_of_training_gives_way_to_the_devices_here(run: Path) -> None:
 
 def test_stages_of_training_are_merged_into_fsdp(run: Path) -> None:
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     saved["config"]["mesh"] |= {"pipeline": 2, "data": 2, "tensor": 2}
     saved["config"]["rules"] = preset("megatron+reduce_bfloat16").as_dict()
     saved["config"]["pipeline"] = {"schedule": "1f1b", "layers": [1, 1]}
-    path.write_text(json.dumps(saved))
+    path.write_text(json.dumps(saved), encoding="utf-8")
     trained = TrainedModel.load(run)
     assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
     assert trained.config.rules == trained.layout.shard.rules and trained.config.rules.params["embed"] == "fsdp"
@@ -111,13 +111,13 @@ def test_what_is_not_a_model(run: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"):
             TrainedModel.load(path)
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     saved["config"]["model"]["n_moons"] = 2
-    path.write_text(json.dumps(saved))
+    path.write_text(json.dumps(saved), encoding="utf-8")
     with pytest.raises(ConfigError, match="its model has fields that this version does not know: n_moons"):
         TrainedModel.load(run)
     saved["config"]["model"]["class"] = "MyModel"
-    path.write_text(json.dumps(saved))
+    path.write_text(json.dumps(saved), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"is a MyModel, which is not a class of mesh_lm; name the config file"):
         TrainedModel.load(run)
     assert TrainedModel.load(run, model=fixture.CONFIG.model).step == fixture.STEP

@@ -44,7 +44,7 @@ def act(action: str) -> None:
         os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
     elif name == "child":
         child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        (Path(directory) / "child").write_text(str(child.pid))
+        (Path(directory) / "child").write_text(str(child.pid), encoding="utf-8")
     elif name == "wait":
         while not asked:
             beat()
@@ -60,7 +60,7 @@ def act(action: str) -> None:
 
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 note.parent.mkdir(exist_ok=True)
-note.with_suffix(".new").write_text(json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}))
+note.with_suffix(".new").write_text(json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}), encoding="utf-8")
 note.with_suffix(".new").rename(note)
 for action in actions:
     when, _, action = action.rpartition("@")

@@ -63,19 +63,19 @@ def life(directory: Path, number: int, process: int, launcher: Launcher) -> dict
     """Returns what a worker wrote at the start of its life `number`; waits until it has begun."""
     note = directory / f"life-{number}-{process}"
     wait_for(note.exists, launcher)
-    return json.loads(note.read_text())
+    return json.loads(note.read_text(encoding="utf-8"))
 
 
 def lives(directory: Path, process: int = 0) -> list[dict[str, Any]]:
     """Returns all lives of a process."""
     notes = sorted(directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1]))
-    return [json.loads(note.read_text()) for note in notes]
+    return [json.loads(note.read_text(encoding="utf-8")) for note in notes]
 
 
 def alive(pid: int) -> bool:
     """Returns whether a process runs (or is stopped), and is not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 

@@ -197,7 +197,7 @@ def test_brackets_in_strings_do_not_nest() -> None:
 
 
 def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
-    (path := tmp_path / "file.json").write_text('\ufeff{"a": 1}')
+    (path := tmp_path / "file.json").write_text('\ufeff{"a": 1}', encoding="utf-8")
     assert strict_json.read(path) == {"a": 1}
     with pytest.raises(ValueError, match="longer than 1000 bytes"):
         strict_json.read(Path("/dev/zero"), size=1000)
@@ -239,7 +239,7 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
     made = Secret.shared(home)
     path = Path(secret.OWN_FILE.replace("~", str(tmp_path)))
     assert path.stat().st_mode & 0o777 == 0o600 and [*path.parent.iterdir()] == [path]
-    assert Secret.shared(home).text() == made.text() == path.read_text().strip() != Secret.new().text()
+    assert Secret.shared(home).text() == made.text() == path.read_text(encoding="utf-8").strip() != Secret.new().text()
     assert "Secret(...)" == repr(made) == f"{made}"
     assert Secret.shared(home | {"MESH_LM_SECRET": made.text()}).text() == made.text()
     assert Secret.shared({"MESH_LM_SECRET_FILE": str(path)}).text() == made.text(), "what a variable names comes first"

@@ -144,7 +144,7 @@ def test_xids() -> None:
 
 
 def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
-    (log := tmp_path / "kmsg").write_text(f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n")
+    (log := tmp_path / "kmsg").write_text(f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n", encoding="utf-8")
     gpus = gpu.Gpus(Smi(), {})
     assert gpus.kernel_log(log)[0] == "failed"
     (found,) = wait(Examination({"kernel log": lambda: gpus.kernel_log(tmp_path / "none")}))
@@ -154,7 +154,7 @@ def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
 def test_network_ports_that_were_active_must_stay_so(tmp_path: Path) -> None:
     def plant(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{text}\n")
+        (tmp_path / path).write_text(f"{text}\n", encoding="utf-8")
 
     plant("net/eth0/operstate", "up")
     plant("net/eth0/device/vendor", "0x15b3")
@@ -242,7 +242,7 @@ def test_the_checks_of_this_gpu() -> None:
 
 
 def planted(path: Path, text: str) -> Path:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -67,8 +67,11 @@ def test_a_run_whose_output_was_taken_over_is_not_restarted(tmp_path: Path) -> N
 def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
     """Nor does it block a process that prints more than a pipe holds."""
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nfor _ in range(3000): print('x' * 100)\nsys.exit(os.environ['MESH_LM_GENERATION'] == '1' and 70)\n")
-    with open("/dev/full", "w") as full:
+    script.write_text(
+        "import os, sys\nfor _ in range(3000): print('x' * 100)\nsys.exit(os.environ['MESH_LM_GENERATION'] == '1' and 70)\n",
+        encoding="utf-8",
+    )
+    with open("/dev/full", "w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "mesh_lm.launch", "--per-node=2", str(script)]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
         assert subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=full, timeout=PATIENCE).returncode == 0
@@ -108,7 +111,7 @@ sys.exit(70 if life < 3 else 0)
 
 def test_a_life_that_did_not_come_to_its_checkpoints_is_none_before(tmp_path: Path) -> None:
     """The run has not yet checked whether checkpoint.resume=never rejects an existing checkpoint."""
-    (script := tmp_path / "script.py").write_text(BEGINNING)
+    (script := tmp_path / "script.py").write_text(BEGINNING, encoding="utf-8")
     command = [sys.executable, "-m", "mesh_lm.launch", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and re.findall(r"life \d after \d", done.stdout) == ["life 1 after 0", "life 2 after 0", "life 3 after 1"]
@@ -126,7 +129,7 @@ def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path) -> None:
 
 def test_who_never_says_anything_has_longer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time\ntime.sleep(3)\n")
+    script.write_text("import time\ntime.sleep(3)\n", encoding="utf-8")
     for limit, status in ((1, 75), (0, 0)):
         command = [sys.executable, "-m", "mesh_lm.launch", f"--start={limit}", "--heartbeat=2", "--restarts=0", str(script)]
         assert subprocess.run(command, cwd=ROOT, timeout=PATIENCE).returncode == status
@@ -190,7 +193,7 @@ def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     """Not even a stopped worker, which could not notice that its launcher is gone."""
     process = start(tmp_path, "--per-node=2", "1:stop deaf")
     workers = [life(tmp_path, 1, index, process)["pid"] for index in (0, 1)]
-    wait_for(lambda: Path(f"/proc/{workers[1]}/stat").read_text().rpartition(")")[2].split()[0] == "T", process)
+    wait_for(lambda: Path(f"/proc/{workers[1]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T", process)
     process.kill()
     assert all(dies(pid, 5) for pid in workers)
     process.communicate()
@@ -199,7 +202,7 @@ def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
     status, out = outcome(tmp_path, "", "child exit=0")
     assert status == 0, out
-    assert dies(int((tmp_path / "child").read_text()), 5)
+    assert dies(int((tmp_path / "child").read_text(encoding="utf-8")), 5)
 
 
 def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 1, 2, (4, 5, 6, 7)),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1, 2, None),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 3, 4, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4, (3,)),  # the user made 4 of 8 visible: each sees all 4
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1, 4, (1,)),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 2, 3, (4, 5)),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "2"}, 2, 4, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}, 2, 4, None),  # on the CPU
         ({}, 3, 4, (3,)),
     ],
 )
@@ -50,6 +55,50 @@ def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks
     slot = ProcessSlot.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
     assert slot is not None and slot.local_devices == mine
     assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1") and 61_440 <= slot.address[1] < 65_536
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-node1-99@1",
+}  # fmt: skip
+INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+FOUR_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+@pytest.mark.parametrize("started", [TORCHRUN, OPEN_MPI | {"MASTER_ADDR": "node1"}, INTEL_MPI | {"MASTER_ADDR": "node1"}])
+@pytest.mark.parametrize("below_slurm", [False, True])
+def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) -> None:
+    """Also where srun has started one of them per node, whose tasks are not the processes; what this project sets wins over both."""
+    environment = started | FOUR_GPUS | (SLURM if below_slurm else {})
+    slot = ProcessSlot.of(LaunchConfig(), environment)
+    assert slot is not None and (slot.count, slot.index, slot.local_devices) == (8, 5, (1,))
+    assert slot.address[0] == "node1" and 61_440 <= slot.address[1] < 65_536, "torchrun itself listens at MASTER_PORT"
+    assert ProcessSlot.of(LaunchConfig(), environment | VARIABLES) == ProcessSlot("node1:99", 4, 3)
+    own_gpu = ProcessSlot.of(LaunchConfig(), environment | {"CUDA_VISIBLE_DEVICES": "3", "PATH": ""})
+    assert own_gpu is not None and own_gpu.local_devices is None
+
+
+def test_starters_of_one_host_need_no_address() -> None:
+    for started in (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, INTEL_MPI | {"PMI_SIZE": "4", "PMI_RANK": "1"}):
+        slot = ProcessSlot.of(LaunchConfig(), started | FOUR_GPUS)
+        assert slot is not None and (slot.count, slot.index, slot.local_devices) == (4, 1, (1,)) and slot.address[0] == "127.0.0.1"
+    one = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    assert ProcessSlot.of(LaunchConfig(), one) is None
+
+
+def test_torchruns_variables_without_torchrun() -> None:
+    """As a PyTorchJob of Kubernetes sets them, one process per pod; a batch script's do not replace what srun says."""
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "23456"}
+    assert ProcessSlot.of(LaunchConfig(), job) == ProcessSlot("[fd00::1]:23456", 2, 1)
+    by_local_rank = ProcessSlot.of(LaunchConfig(), job | FOUR_GPUS | {"LOCAL_RANK": "3"})
+    assert by_local_rank is not None and by_local_rank.local_devices == (3,)
+    exported = SLURM | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    assert ProcessSlot.of(LaunchConfig(), exported) == ProcessSlot.of(LaunchConfig(), SLURM)
+    assert ProcessSlot.of(LaunchConfig(), {"WORLD_SIZE": "8"}) is None, "one variable alone says nothing of this process"
 
 
 def test_two_steps_of_a_job_use_two_ports() -> None:
@@ -78,6 +127,25 @@ def test_tasks_here() -> None:
         ({"coordinator": "a:1", "processes": 2, "index": 2}, {}, "launch.index=2 must be 0 to launch.processes - 1 = 1"),
         ({}, VARIABLES | {"MESH_LM_PROCESSES": "four"}, "MESH_LM_PROCESSES=four and MESH_LM_PROCESS_INDEX=3 must be integers"),
         ({}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_GPUS_ON_NODE": "8"}, "8 GPUs of this node cannot be divided equally"),
+        (
+            {},
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2"},
+            "3 GPUs of this node cannot be divided equally among its 2 tasks",
+        ),
+        ({}, {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=4 must be 0 to WORLD_SIZE - 1 = 3"),
+        ({}, {"RANK": "one", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=one: torchrun gives each process an integer; unset its"),
+        (
+            {},
+            {"RANK": "1", "WORLD_SIZE": "4"},
+            "RANK=1 and WORLD_SIZE=4: torchrun has started this process, but does not say on which host",
+        ),
+        (
+            {},
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=4: mpirun has started this process, but does not say on which host process 0 "
+            "is; give all processes MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set MESH_LM_COORDINATOR, MESH_LM_PROCESSES, "
+            "MESH_LM_PROCESS_INDEX",
+        ),
     ],
 )
 def test_an_impossible_place(config: dict, environment: dict[str, str], message: str) -> None:
@@ -107,6 +175,13 @@ def test_where_a_launcher_is() -> None:
         job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
 
 
+def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
+    with pytest.raises(ConfigError, match=r"^OMPI_COMM_WORLD_SIZE=8: mpirun has started this launcher as one of several, .*; give each of"):
+        job(**OPEN_MPI)
+    assert job(**OPEN_MPI, **NODE).nodes == 4 and job("--nodes=1", **OPEN_MPI).nodes == 1
+    assert job(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1").nodes == 1
+
+
 def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
@@ -120,10 +195,13 @@ def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
     assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == gpus_here({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
     assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}) == 0
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n",
+        encoding="utf-8",
+    )
     tool.chmod(0o755)
     assert gpus_here({"PATH": str(tmp_path)}) == 2
-    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match=f"cannot count the GPUs of {socket.gethostname()}: .*exit status 9"):
         gpus_here({"PATH": str(tmp_path)})
     assert job().devices_of(0, {"PATH": str(tmp_path)}) == "", "one process takes what JAX finds"

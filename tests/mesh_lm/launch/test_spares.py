@@ -17,13 +17,15 @@ from tests.mesh_lm.launch.launchers import dies, life, lives, nodes
 def site(tmp_path: Path) -> str:
     """The option for a check that fails on node N while there is a file unhealthy-N, with its text as the reason."""
     script = tmp_path / "check.sh"
-    script.write_text(f"#!/bin/sh\nfound={tmp_path}/unhealthy-$MESH_LM_NODE\necho checking\n[ ! -e $found ] || ! cat $found\n")
+    script.write_text(
+        f"#!/bin/sh\nfound={tmp_path}/unhealthy-$MESH_LM_NODE\necho checking\n[ ! -e $found ] || ! cat $found\n", encoding="utf-8"
+    )
     script.chmod(0o755)
     return f"--health=quick --health-command={script}"
 
 
 def unhealthy(directory: Path, node: int) -> None:
-    (directory / f"unhealthy-{node}").write_text(f"fan {node} has stopped\n")
+    (directory / f"unhealthy-{node}").write_text(f"fan {node} has stopped\n", encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -93,4 +95,4 @@ def test_a_run_on_fewer_nodes_leaves_an_unhealthy_one_out(tmp_path: Path, site: 
         outs = [ended(each) for each in launchers]
         assert [each.returncode for each in launchers] == [0, 0], outs
     assert "continuing with 1 of 2 nodes: 0" in outs[0], outs[0]
-    assert json.loads((tmp_path / "life-1-0").read_text())[environment.ELASTIC] == "2"
+    assert json.loads((tmp_path / "life-1-0").read_text(encoding="utf-8"))[environment.ELASTIC] == "2"

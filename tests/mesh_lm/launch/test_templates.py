@@ -66,14 +66,14 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
         (0, "", False), (1, "", False), (2, "", False),
         (75, "", True), (137, "19", True), (75, "20", False), (99, "", True), (99, "20", True),
     ):  # fmt: skip
-        (tmp_path / "srun").write_text(f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n")
-        (tmp_path / "scontrol").write_text("#!/bin/sh\necho $@\n")
+        (tmp_path / "srun").write_text(f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n", encoding="utf-8")
+        (tmp_path / "scontrol").write_text("#!/bin/sh\necho $@\n", encoding="utf-8")
         for name in ("srun", "scontrol"):
             (tmp_path / name).chmod(0o755)
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": before}
         ran = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
         assert ran.returncode == status and ran.stdout == ("requeue 17\n" if requeued else "")
-    made = (tmp_path / "secrets").read_text().split()
+    made = (tmp_path / "secrets").read_text(encoding="utf-8").split()
     assert len({*made}) == len(made) == 8 and all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "each start has a secret of its own"
 
 
@@ -85,7 +85,9 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
     for name in ("notes", "slurm"):
         (tmp_path / name).mkdir()
     text = printed("--template=slurm", "--nodes=2", command=[str(DUMMY), str(tmp_path / "notes"), "wait"])
-    (tmp_path / "job.sh").write_text("".join(line for line in text.splitlines(True) if "--gpus" not in line and "--exclusive" not in line))
+    (tmp_path / "job.sh").write_text(
+        "".join(line for line in text.splitlines(True) if "--gpus" not in line and "--exclusive" not in line), encoding="utf-8"
+    )
     with cluster(tmp_path / "slurm") as environment:
         environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
 
@@ -98,14 +100,14 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         def wait_for(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + PATIENCE
             while not condition():
-                assert time.monotonic() < deadline, log.read_text() + slurm("scontrol", "show", "job", job_id)
+                assert time.monotonic() < deadline, log.read_text(encoding="utf-8") + slurm("scontrol", "show", "job", job_id)
                 time.sleep(0.2)
 
         wait_for(life.exists)
         life.unlink()
         slurm("scancel", "--signal=TERM", job_id)
         wait_for(lambda: "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id)) and "Restarts=1" in shown)
-        assert log.read_text().count("Exited with exit code 99") == 2
+        assert log.read_text(encoding="utf-8").count("Exited with exit code 99") == 2
         # Slurm would wait for two minutes. slurmd refuses a credential that is not at least a second younger than the one it has revoked.
         time.sleep(3)
         slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")

@@ -62,8 +62,8 @@ class Alone:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an importable module with RULES."""
-    (tmp_path / "rules_of_my_own.py").write_text(RULES)
-    (tmp_path / "broken_rules.py").write_text("1 / 0\n")
+    (tmp_path / "rules_of_my_own.py").write_text(RULES, encoding="utf-8")
+    (tmp_path / "broken_rules.py").write_text("1 / 0\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return "rules_of_my_own"
 
@@ -79,7 +79,8 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     file.write_text(
         "import dataclasses\n\nfrom configs.gpt_tiny import get_config as tiny\nfrom mesh_lm.config import OptimizerConfig\n"
         + RULES
-        + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
+        + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n",
+        encoding="utf-8",
     )
     config = check(load(str(file)), 1)
     assert type(make_rule(config.optimizer)).__name__ == "Plain"

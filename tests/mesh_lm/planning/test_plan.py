@@ -38,8 +38,8 @@ def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
     page, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
     assert plan("gpt_175b", f"--plan={page}", "--devices=8", **SMALL) == 0
     assert plan("gpt_175b", f"--plan={data}", "--devices=8", **SMALL) == 0
-    assert "<html" in page.read_text()
-    found = json.loads(data.read_text())
+    assert "<html" in page.read_text(encoding="utf-8")
+    found = json.loads(data.read_text(encoding="utf-8"))
     memory = found["report"]["memory"]
     assert sum(buffer["bytes"] for buffer in memory["buffers"]) == memory["peak"]
     assert memory["arguments"] <= memory["peak"] <= (memory["arguments"] + memory["temporaries"] + memory["outputs"]) * 1.001
@@ -50,7 +50,7 @@ def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
     assert found["state"].keys() == {"params", "mu", "nu"} and len(set(found["state"].values())) == 1
     assert sum(found["state"].values()) == sum(a["bytes"] for a in found["report"]["arguments"] if a["kind"] in ("params", "moments"))
     assert re.fullmatch(r"params (.* MiB) fp32, mu \1 fp32, nu \1 fp32", state := found["facts"]["state"])
-    assert state in page.read_text() and state in " ".join(said.split())
+    assert state in page.read_text(encoding="utf-8") and state in " ".join(said.split())
     assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
 
 
@@ -70,16 +70,16 @@ def test_too_large_is_refused_with_a_fix_that_fits(plan, tmp_path: Path, capsys,
     fields = SMALL | {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "rules": "ddp", "train.microbatches": 1, "model.remat": "none"}
     file = tmp_path / "report.json"
     assert plan("gpt_175b", f"--plan={file}", "--devices=8", "--max-microbatch", **fields) == 0
-    largest = int(json.loads(file.read_text())["facts"]["largest microbatch"].split()[0])
+    largest = int(json.loads(file.read_text(encoding="utf-8"))["facts"]["largest microbatch"].split()[0])
     over = fields | {"train.global_batch": 8 * round(largest * 1.1 / 4) * 4}
     with pytest.raises(ConfigError) as caught:
         plan("gpt_175b", f"--plan={file}", "--devices=8", **over)
     said = str(caught.value)
     assert "on each device, and h100 has 72.8" in said and "in the way: " in said
-    fixes = json.loads(file.read_text())["fixes"]
+    fixes = json.loads(file.read_text(encoding="utf-8"))["fixes"]
     assert len({fix["kind"] for fix in fixes}) >= 4 and fixes[0]["fits"] and f"  - {fixes[0]['text']}: " in said
     fitting = [fix["cost"] for fix in fixes if fix["fits"]]
     assert fitting == sorted(fitting), "the cheapest first"
     changed = dict(word.removeprefix("--config.").split("=", 1) for word in fixes[0]["text"].split())
     assert plan("gpt_175b", f"--plan={file}", "--devices=8", **{**over, **changed}) == 0
-    assert json.loads(file.read_text())["report"]["memory"]["peak"] == fixes[0]["peak_bytes"]
+    assert json.loads(file.read_text(encoding="utf-8"))["report"]["memory"]["peak"] == fixes[0]["peak_bytes"]

@@ -41,7 +41,7 @@ class Terminal(io.StringIO):
 
 
 def lines(path: Path) -> list[dict[str, float | None]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def run(progress: Progress, clock: Clock, start: int, total: int) -> dict[int, dict[str, float]]:
@@ -212,7 +212,9 @@ def test_writer_appends_and_flushes_every_line(tmp_path: Path) -> None:
         writer.write(1, {"loss": np.float32(2.5), "skipped": 0})
         assert lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "skipped": 0.0}]
         writer.write(2, {"loss": math.nan, "grad_norm": math.inf})
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1] == '{"step": 2, "loss": null, "grad_norm": null}'
+    assert (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[
+        1
+    ] == '{"step": 2, "loss": null, "grad_norm": null}'
 
 
 def test_writer_of_another_process_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,7 @@ def test_resume_takes_back_what_the_killed_run_wrote(tmp_path: Path) -> None:
     with Writer(tmp_path) as writer:
         for step in (10, 20, 30, 40):
             writer.write(step, {"loss": float(step)})
-    path.write_text(path.read_text() + '{"step": 20, "lo')
+    path.write_text(path.read_text(encoding="utf-8") + '{"step": 20, "lo', encoding="utf-8")
     with Writer(tmp_path, start_step=20) as writer:
         assert [line["step"] for line in lines(path)] == [10, 20]
         writer.write(30, {"loss": 31.0})
@@ -242,7 +244,7 @@ def test_damaged_rows_are_counted_and_left_out(tmp_path: Path, old: str, new: st
     with Writer(tmp_path) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"loss": step / 10})
-    path.write_text(path.read_text().replace(old, new))
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     with Writer(tmp_path, start_step=20) as writer:
         assert writer.damaged == (2 if old == "step" else 1)
     assert lines(path) == ([] if old == "step" else [{"step": 10, "loss": 1.0}])
@@ -263,7 +265,7 @@ def test_the_file_is_whole_if_the_resume_is_killed_too(tmp_path: Path, monkeypat
     with Writer(tmp_path) as writer:
         writer.write(10, {"loss": 1.0})
         writer.write(20, {"loss": 2.0})
-    before = (tmp_path / "metrics.jsonl").read_text()
+    before = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
 
     def killed(fd: int) -> None:
         raise KeyboardInterrupt
@@ -271,7 +273,7 @@ def test_the_file_is_whole_if_the_resume_is_killed_too(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         Writer(tmp_path, start_step=10)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == before
 
 
 def events(directory: Path) -> Iterator[Event]:
@@ -297,7 +299,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_plot(tmp_path: Path, metric: str) -> None:
     rows = [{"step": step, metric: 2 + 3 / step if step != 7 else None} for step in range(1, 300)]
     rows += [{"step": step, metric.replace("train", "heldout"): 2.1} for step in (100, 200)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3, "xz -9": 2.29})
     png = (tmp_path / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n")
@@ -310,7 +312,7 @@ def test_a_plot_shows_the_newest_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     parts = [{"loss": 4.0}, {"loss": 3.0}]
     parts[known_last]["train_bpb"] = 1.0
     rows = [{"step": 1 + part * 50 + i, **parts[part]} for part in (0, 1) for i in range(50)] + [{"step": 100, "heldout_loss": 3.1}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     shown: list[str] = []
     monkeypatch.setattr(plot, "_label_right", lambda axes, labels: shown.extend(text for _, text, _ in labels))
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3})
@@ -318,6 +320,6 @@ def test_a_plot_shows_the_newest_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_plot_of_nothing_is_no_plot(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n', encoding="utf-8")
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {})
     assert not (tmp_path / "loss.png").exists()

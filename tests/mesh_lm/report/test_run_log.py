@@ -20,7 +20,7 @@ def test_each_start_appends(tmp_path: Path) -> None:
             print("only there", file=log, flush=True)
             log.say(f"after {n}")
     assert printed == ["before 1", "after 1", "before 2", "after 2"]
-    text = (tmp_path / "run" / "log.txt").read_text()
+    text = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert re.fullmatch("".join(rf"{HEAD}before {n}\nonly there\nafter {n}\n" for n in (1, 2)), text), text
 
 
@@ -29,7 +29,7 @@ def test_it_says_what_ended_the_run(tmp_path: Path) -> None:
         with pytest.raises(type(error)), RunLog(print, speaks=True) as log:
             log.open(tmp_path)
             raise error
-        assert (tmp_path / "log.txt").read_text().endswith(said)
+        assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith(said)
 
 
 def test_other_processes_and_runs_that_never_begin_write_nothing(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_full_disk_is_said_once_and_loses_nothing(tmp_path: Path, monkeypatch:
         assert printed == [f"warning: log.txt cannot be written: {said}"]
         (tmp_path / "log.txt").unlink()
         log.open(tmp_path)
-    lines = (tmp_path / "log.txt").read_text().splitlines()
+    lines = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
     assert lines[1:] == [f"line {n}" for n in range(100)]
 
 

@@ -52,5 +52,5 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if record.WhichOneof("record_type") == "history":
                 row = {(item.key or item.nested_key[0]): float(item.value_json) for item in record.history.item}
                 history.append((row["step"], row["train/loss"]))
-    assert ids == {((tmp_path / "wandb_run").read_text(), "tiny")}
+    assert ids == {((tmp_path / "wandb_run").read_text(encoding="utf-8"), "tiny")}
     assert sorted(history) == [(1, 3), (2, 2.25), (2, 2.5)]

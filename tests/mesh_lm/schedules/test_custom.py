@@ -18,7 +18,7 @@ JSON = 'expected {"ticks": [["0F0", "0F1;0B0", ...], ...]} with a list for each 
 
 
 def written(folder: Path, text: str, name: str = "mine.csv") -> str:
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8")
     return str(folder / name)
 
 
@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: 
     file = tmp_path_factory.getbasetemp() / f"{one.name}.csv"
     write_csv(one, str(file))
     assert load(str(file)) == one
-    rows = file.read_text().splitlines()[1:]
+    rows = file.read_text(encoding="utf-8").splitlines()[1:]
     assert len({tuple(i for i, letter in enumerate(row) if letter == ",") for row in rows}) == 1  # columns are aligned
 
 

@@ -111,5 +111,5 @@ def test_a_worker_asks_for_fewer_nodes() -> None:
     with pytest.raises(distributed.FewerNodes):
         fit(config(MeshConfig(fsdp=4)), environment | {"MESH_LM_ELASTIC": "2", "MESH_LM_HEARTBEAT": str(theirs)})
     os.close(theirs)
-    with open(ours) as lines:
+    with open(ours, encoding="utf-8") as lines:
         assert json.loads(lines.read()) == {"nodes": 2}

@@ -30,7 +30,7 @@ def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
     for name, age in ages.items():
         path = tmp_path / "checkpoints" / name / "metadata" / "metadata" if name.isdecimal() else tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        path.write_text("", encoding="utf-8")
         os.utime(path, (1e9 - age, 1e9 - age))
     monitor: Any = SimpleNamespace(speaks=True, output=tmp_path)
     assert Monitor.has_finished(monitor, with_sample=with_sample) is finished

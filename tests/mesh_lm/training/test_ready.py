@@ -38,7 +38,7 @@ def test_a_config_of_a_size_has_no_data_of_its_own(name: str) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: a text of two documents, and the same text as Megatron's files."""
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("one\ntwo\n")
+    Path("text.txt").write_text("one\ntwo\n", encoding="utf-8")
     Path("empty.jsonl").touch()
     Path("data").mkdir()
     write_documents("data/web", [np.arange(1000)] * 2, vocab=1000)
@@ -72,6 +72,18 @@ def test_data_by_path_or_blend(here: Path) -> None:
 def test_data_that_is_not_there(here: Path, data: DataConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {message}"):
         require_ready(given(data))
+
+
+@pytest.mark.parametrize(("encoding", "errors"), [("latin-1", "strict"), ("ascii", "surrogateescape")])
+def test_an_output_whose_name_two_libraries_would_spell_differently(
+    here: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    """In a locale that is not UTF-8; ASCII letters are the same in all of them."""
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode(encoding, errors))
+    data = DataConfig(path="text.txt")
+    require_ready(given(data, output="run"))
+    with pytest.raises(ConfigError, match=r"output=.*: names of this locale are in .*, .*; set the environment variable PYTHONUTF8=1, or"):
+        require_ready(given(data, output="über".encode().decode(encoding, errors)))
 
 
 def test_an_output_that_cannot_be_written(here: Path) -> None:

@@ -38,7 +38,7 @@ SHRUNK = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    path.write_text(inspect.getsource(argparse))
+    path.write_text(inspect.getsource(argparse), encoding="utf-8")
     return path
 
 
@@ -55,7 +55,7 @@ def arguments(text: Path):
 
 
 def metrics(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def losses(output: Path) -> list[float]:
@@ -166,14 +166,15 @@ def test_another_mesh_continues_with_the_same_losses(arguments, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_leaves(arguments, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 99), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_saves_and_leaves(arguments, tmp_path: Path, number: int, name: str, status: int) -> None:
     process = spawn(arguments(tmp_path, train__steps=100_000))
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out = ended(process)
-    assert process.returncode == 99, out
+    assert process.returncode == status and "Traceback" not in out, out
     (step,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert f"stopped by SIGTERM after step {step}; the same command continues from there" in out
+    assert f"stopped by {name} after step {step}; the same command continues from there" in out
     assert leaves(tmp_path, step)["['step']"] == step
 
 
@@ -198,17 +199,18 @@ def test_an_evaluation_that_dies_is_made_up_for(arguments, tmp_path: Path, monke
         assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [2]
 
 
-def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 99), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+def test_a_signal_during_evaluation_ends_it(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int) -> None:
     seen = []
 
     def mean_loss(step, params, batches):
         for batch in batches:
             seen.append(batch)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return 0.0
 
     monkeypatch.setattr(loop, "mean_loss", mean_loss)
-    assert train.main(arguments(tmp_path, train__eval_every=2)) == 99
+    assert train.main(arguments(tmp_path, train__eval_every=2)) == status
     assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
 
@@ -223,6 +225,39 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
     assert train.main(arguments(tmp_path)) == 0
     assert [row["step"] for row in metrics(tmp_path) if "heldout_bpb" in row] == [4]
+
+
+@pytest.mark.slow
+def test_an_output_below_the_text(arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cd corpus; mesh-lm train --data.path=.`: what the first start has written is not text to the second."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(inspect.getsource(json.decoder), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    changes = {"data__path": ".", "data__cache": "cache", "checkpoint__every": 1}
+    assert train.main(arguments(Path("run"), **changes, train__steps=1)) == 0
+    assert train.main(arguments(Path("run"), **changes, train__steps=2)) == 0
+    assert "resumed at step 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_locale_that_is_not_utf_8(arguments, tmp_path: Path) -> None:
+    """In the C locale, where Python would encode as ASCII: the text, the log, the sample and what is printed are not."""
+    corpus = tmp_path / "naïve.txt"
+    corpus.write_text("".join(f"{number} naïve ≈ é\n" for number in range(4000)), encoding="utf-8")
+    changes = {"data__path": corpus, "data__tokenizer": "bytes", "train__steps": 2, "train__sample_tokens": 32, "train__eval_sequences": 2}
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *arguments(tmp_path / "run", **changes)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ | locale,
+    )  # fmt: skip
+    out = ended(process)
+    assert process.returncode == 0, out
+    assert "already finished" not in out
+    sample = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")
+    assert not sample.isascii() and "\\u" not in sample, "bytes that are no character are written as U+FFFD"
+    path = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["path"]
+    assert os.fsencode(path) == os.fsencode(corpus)
+    assert (tmp_path / "run" / "log.txt").read_bytes().decode()
 
 
 def test_bad_steps_are_noticed_however_often_is_evaluated(arguments, tmp_path: Path) -> None:

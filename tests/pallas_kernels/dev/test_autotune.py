@@ -43,7 +43,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(path: Path) -> list[dict]:
-    return json.loads(path.read_text())["rows"]
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 def test_each_shape_gets_its_fastest_tiles_above_those_that_nobody_timed(table: Path) -> None:
@@ -87,7 +87,7 @@ def test_no_two_candidates_are_the_same_kernel() -> None:
 
 
 def test_the_file_has_every_candidate_once() -> None:
-    lines = [autotune.of_line(line) for line in json.loads(autotune.CANDIDATES.read_text())["candidates"]]
+    lines = [autotune.of_line(line) for line in json.loads(autotune.CANDIDATES.read_text(encoding="utf-8"))["candidates"]]
     assert len(set(lines)) == len(lines)
     for one in lines:
         assert one.tiles in autotune.tiles_to_try(one.kernel, one.head_dims)

@@ -47,7 +47,7 @@ def check(facts, say):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes")
     if FAULT == "slow start":
         if "pid" in facts:
-            Path(facts["pid"]).write_text(str(os.getpid()))
+            Path(facts["pid"]).write_text(str(os.getpid()), encoding="utf-8")
         time.sleep(600)
     return self_test.faults(facts, say, partial(planted, q_chunk=64, kv_chunk=64))
 

@@ -58,7 +58,7 @@ def counted(tmp_path: Path, line: str = '{"status": "passed", "reason": "fine"}'
 
 
 def runs(tmp_path: Path) -> int:
-    return len((tmp_path / "runs").read_text().splitlines())
+    return len((tmp_path / "runs").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_a_test_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
     )
     run, pid = subprocess.Popen([sys.executable, "-c", code, str(PLANTED), str(tmp_path / "pid")]), tmp_path / "pid"
     until = time.monotonic() + 60
-    while not (pid.is_file() and pid.read_text()) and time.monotonic() < until:
+    while not (pid.is_file() and pid.read_text(encoding="utf-8")) and time.monotonic() < until:
         time.sleep(0.1)
     run.kill()
     run.wait()
-    status = Path("/proc") / pid.read_text() / "status"
-    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < until:
+    status = Path("/proc") / pid.read_text(encoding="utf-8") / "status"
+    while status.exists() and "State:\tZ" not in status.read_text(encoding="utf-8") and time.monotonic() < until:
         time.sleep(0.1)
     assert time.monotonic() < until, "the test is still running"
 
@@ -141,10 +141,10 @@ def test_a_failure_is_kept_with_its_output_and_a_warning_says_how_to_report_it(s
     with warnings.catch_warnings(action="error"):
         assert not trusted(small(), store, failing).passed  # once is enough
     file = Path(store.get(small()).report)
-    row = json.loads(file.read_text())
+    row = json.loads(file.read_text(encoding="utf-8"))
     assert (row["status"], row["reason"], row["gpu"], row["kind"]) == ("failed", "out is wrong", list(GPU), small().values)
     assert runs(tmp_path) == 1
-    file.write_text("{")
+    file.write_text("{", encoding="utf-8")
     assess(small(), store, failing)
     assert runs(tmp_path) == 2, "a damaged file was believed"
 
@@ -157,7 +157,7 @@ def test_a_test_that_could_not_run_is_repeated(store: Store, tmp_path: Path) -> 
 
 
 def test_a_cache_that_cannot_be_written_costs_only_another_test(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")  # root may write into any directory, but not below a file
+    (tmp_path / "file").write_text("", encoding="utf-8")  # root may write into any directory, but not below a file
     store, once = Store(tmp_path / "file" / "kernels", GPU, "source"), counted(tmp_path)
     for n in (1, 2):
         found = assess(small(), store, once)
@@ -243,8 +243,10 @@ def test_both_grids_of_the_backward_pass_are_tested(S: int) -> None:
 
 def test_the_gpu_is_known_without_using_it(tmp_path: Path) -> None:
     (tmp_path / "gpus" / "0000:19:00.0").mkdir(parents=True)
-    (tmp_path / "gpus" / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 18\n")
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n")
+    (tmp_path / "gpus" / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 18\n", encoding="utf-8")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n", encoding="utf-8"
+    )
     assert gpu_here(tmp_path) == GPU
 
 

@@ -43,6 +43,6 @@ def test_the_same_program_and_memory(tmp_path: Path) -> None:
     tool = Path(option["xla_gpu_cuda_data_dir"]) / "bin" / "ptxas"
     made = tmp_path / "made"
     subprocess.run([tool, "program.ptx", "-o", made, "-arch=sm_90a"], check=True)
-    assert made.read_text() == "none\n"
+    assert made.read_text(encoding="utf-8") == "none\n"
     version = subprocess.run([tool, "--version"], check=True, capture_output=True, text=True).stdout
     assert "assembler" in version

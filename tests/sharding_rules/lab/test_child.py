@@ -21,7 +21,7 @@ from sharding_rules.lab.child import server
 from sharding_rules.lab.vocabulary import NEUTRAL
 
 COMPILE_BUDGET = 9
-LINE = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# the lookup"))
+LINE = next(n for n, line in enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), 1) if line.endswith("# the lookup"))
 
 
 def lookup(mesh: Any) -> tuple[Any, ...]:

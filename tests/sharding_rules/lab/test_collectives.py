@@ -302,8 +302,8 @@ def test_golden_ledger(reports: str, program: Program) -> None:
     path, now = golden(str(program)), ledger_text(compiled(program.config, reports))
     if os.environ.get("MESH_LM_GOLDEN") == "write":
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(now)
-    said = explain(path.read_text(), now)
+        path.write_text(now, encoding="utf-8")
+    said = explain(path.read_text(encoding="utf-8"), now)
     assert not said, f"{program} sends something else than golden/ says (MESH_LM_GOLDEN=write writes it anew):\n{said}"
 
 
@@ -311,7 +311,7 @@ def test_golden_ledger(reports: str, program: Program) -> None:
 def test_an_edit_of_the_rules_is_told_in_words(reports: str) -> None:
     program = next(p for p in GOLDENS if p.preset == "fsdp")
     edited = dataclasses.replace(program.config, rules=program.config.rules.replace(params={"norm": "fsdp"}))
-    said = explain(golden(str(program)).read_text(), ledger_text(compiled(edited, reports)))
+    said = explain(golden(str(program)).read_text(encoding="utf-8"), ledger_text(compiled(edited, reports)))
     assert re.search(r"^\+ reduce-scatter of f32\[1024\].* over fsdp, 8 x, in backward of layers/attention\+mlp: \+ ", said, re.M), said
     assert "sent in a step over\n  fsdp" in said
 

@@ -6,7 +6,10 @@ import pytest
 
 from sharding_rules.lab import hlo
 
-CUTS = {version: hlo.parse((Path(__file__).parent / f"hlo/gpt_jax_{version}.txt").read_text()) for version in ("0.10.2", "0.11.2")}
+CUTS = {
+    version: hlo.parse((Path(__file__).parent / f"hlo/gpt_jax_{version}.txt").read_text(encoding="utf-8"))
+    for version in ("0.10.2", "0.11.2")
+}
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 

@@ -16,7 +16,9 @@ from sharding_rules.lab.lint import lint
 
 COMPILE_BUDGET = 20
 pytestmark = pytest.mark.deviceless
-DEVICES = {row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text())["tables"][plan_page.CONFIGS]["rows"]}
+DEVICES = {
+    row["name"]: row["devices"] for row in json.loads(plan_page.newest().read_text(encoding="utf-8"))["tables"][plan_page.CONFIGS]["rows"]
+}
 SLOW = ("gpt_175b",)
 """The one that CI lints, with stages and tensor parallelism. The others are exhaustive."""
 

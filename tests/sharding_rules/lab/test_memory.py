@@ -95,7 +95,7 @@ def arguments() -> tuple[Argument, ...]:
 
 def parts(version: str) -> tuple[hlo.Module, SimpleNamespace, str, str]:
     """Of a sample: the program, memory_analysis, buffer assignment, live ranges."""
-    text, stats, assignment, live = (SAMPLES / f"memory_jax_{version}.txt").read_text().split("\n=====\n")
+    text, stats, assignment, live = (SAMPLES / f"memory_jax_{version}.txt").read_text(encoding="utf-8").split("\n=====\n")
     return hlo.parse(text), SimpleNamespace(**json.loads(stats)), assignment, live
 
 

@@ -45,7 +45,7 @@ def broken(devices):
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    (tmp_path / "mine.py").write_text(PROGRAM)
+    (tmp_path / "mine.py").write_text(PROGRAM, encoding="utf-8")
     return str(tmp_path / "mine.py")
 
 
@@ -67,14 +67,16 @@ def test_two_saved_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFi
     line = dataclasses.replace(before.timeline, step=before.timeline.step * 2, exposed=before.timeline.exposed * 3)
     after = dataclasses.replace(before, name="other", timeline=line, collectives=before.collectives[1:])
     files = [str(tmp_path / f"{n}.json") for n in (1, 2)]
-    Path(files[0]).write_text(before.to_json())
-    Path(files[1]).write_text(json.dumps({"report": json.loads(after.to_json()), "findings": []}))  # as --plan=FILE.json writes it
+    Path(files[0]).write_text(before.to_json(), encoding="utf-8")
+    Path(files[1]).write_text(
+        json.dumps({"report": json.loads(after.to_json()), "findings": []}), encoding="utf-8"
+    )  # as --plan=FILE.json writes it
     assert main(["diff", *files]) == 0
     said = capsys.readouterr().out
     assert said.startswith("gpt_175b -> other") and "- all-gather of bf16[2,2048,12288] over tensor" in said
     assert "step 6.01 s -> 12 s" in " ".join(said.split()) and "exposed 1.5 s -> 4.49 s" in " ".join(said.split())
     assert main(["diff", *files, f"--out={tmp_path / 'both.html'}"]) == 0
-    page = (tmp_path / "both.html").read_text()
+    page = (tmp_path / "both.html").read_text(encoding="utf-8")
     for words in ("gpt_175b → other", "<td>step</td><td>6.01 s</td><td>12 s</td><td>+ 6.01 s</td>", "<td>MFU</td><td>4 %</td><td>2 %</td>",
                   "<td>exposed share</td><td>25 %</td><td>37 %</td>", "- 31.50 GiB"):  # fmt: skip
         assert words in page, words

@@ -100,7 +100,7 @@ def test_a_report_with_segments_survives_json() -> None:
     assert Report.from_json(made.to_json()) == made
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "sharding.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "sharding.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.deviceless

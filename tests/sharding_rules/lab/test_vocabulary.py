@@ -14,7 +14,7 @@ HOME = Path(__file__).parents[3] / "sharding_rules"
 def test_sharding_rules_names_no_trainer() -> None:
     files = [path for path in HOME.rglob("*") if path.suffix in (".py", ".css", ".js")]
     assert len(files) > 25
-    assert [str(path) for path in files if "mesh_lm" in path.read_text().replace("-", "_")] == []
+    assert [str(path) for path in files if "mesh_lm" in path.read_text(encoding="utf-8").replace("-", "_")] == []
 
 
 def test_a_kept_report_speaks_as_the_one_that_made_it() -> None:
