@@ -81,7 +81,7 @@ def _recorded(record: Record) -> dict[str, Row]:
     path = record.directory / f"{record.stem}.json"
     if not path.exists():
         return {}
-    outcomes = json.loads(path.read_text())["tables"][_ROWS]["rows"]
+    outcomes = json.loads(path.read_text(encoding="utf-8"))["tables"][_ROWS]["rows"]
     return {outcome["features"]: outcome for outcome in outcomes if outcome["as expected"]}
 
 

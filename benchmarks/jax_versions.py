@@ -53,7 +53,7 @@ def kept(record: Record) -> dict[tuple[str, str], Row]:
     dated = sorted(record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json"))
     if not dated:
         return {}
-    rows = json.loads(dated[-1].read_text())["tables"][COMPILED]["rows"]
+    rows = json.loads(dated[-1].read_text(encoding="utf-8"))["tables"][COMPILED]["rows"]
     return {(row["config"], row["jax"]): row for row in rows}
 
 

@@ -45,7 +45,7 @@ class Runner:
 
     def _answer(self, line: str) -> tuple[str, str]:
         if self._process is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said.open("w")}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said.open("w", encoding="utf-8")}
             environ = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") | {"XLA_FLAGS": ""}
             environ["XLA_FLAGS"] = f"{environment()['XLA_FLAGS']} --xla_force_host_platform_device_count={self._n_devices}"
             self._process = subprocess.Popen([sys.executable, str(self._script)], text=True, env=environ, **pipes)
@@ -64,7 +64,7 @@ class Runner:
         process.kill()
         process.wait()
         self._process = None
-        return "hung" if hung else "aborted", self._said.read_text()[-3000:]
+        return "hung" if hung else "aborted", self._said.read_text(encoding="utf-8")[-3000:]
 
     def close(self) -> None:
         """Ends the process."""

@@ -105,7 +105,7 @@ def main(directory: Path, names: list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         for program, text in lowered(CONFIGURATIONS[name]).items():
-            (directory / f"{name}.{program}").write_text(text)
+            (directory / f"{name}.{program}").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_every_library_that_the_packages_import_is_declared() -> None:
 def _imported_libraries(path: Path) -> set[str]:
     """The top-level packages that a file imports, deferred imports included, without the standard library."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -38,7 +38,9 @@ def test_versions_are_side_by_side_in_their_order(jax_versions: ModuleType) -> N
 def test_rows_of_other_versions_are_kept(jax_versions: ModuleType, tmp_path: Path) -> None:
     record = SimpleNamespace(directory=tmp_path, stem="jax_versions_2026-11-24_h100", data={"date": "2026-11-24"})
     assert jax_versions.kept(record) == {}
-    (tmp_path / "jax_versions_2026-11-20_h100.json").write_text(json.dumps({"tables": {"Compiled": {"rows": [OLD, NEW]}}}))
+    (tmp_path / "jax_versions_2026-11-20_h100.json").write_text(
+        json.dumps({"tables": {"Compiled": {"rows": [OLD, NEW]}}}), encoding="utf-8"
+    )
     assert [*jax_versions.kept(record)] == [("gpt_1_3b", "0.9.3"), ("gpt_1_3b", "0.10.2")]
 
 

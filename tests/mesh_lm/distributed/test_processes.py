@@ -264,7 +264,7 @@ class Layer(DenseLayer):
 @pytest.mark.exhaustive
 def test_programs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
     """A layer that iterates over a set is another program under another hash seed: an error, not two processes that wait for each other."""
-    (tmp_path / "mine.py").write_text(SET)
+    (tmp_path / "mine.py").write_text(SET, encoding="utf-8")
     arguments = fields(output=tmp_path / "run", model__block=f"{tmp_path / 'mine.py'}:Layer")
     for status, out in apart(arguments, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"}):
         assert status == 1 and "Traceback" not in out, out

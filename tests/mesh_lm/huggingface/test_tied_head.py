@@ -32,10 +32,10 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
 
 def write(directory: Path, name: str, head: str, **changes: Any) -> dict[str, np.ndarray]:
     """Writes a fixture as a tied model with a head: "copy" of the embedding, or "another". Returns its tensors."""
-    described = json.loads((FIXTURES / name / "config.json").read_text()) | {"tie_word_embeddings": True}
+    described = json.loads((FIXTURES / name / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": True}
     if name == "gpt2":
         del described["tie_word_embeddings"]  # the default of GPT-2
-    (directory / "config.json").write_text(json.dumps(described | changes))
+    (directory / "config.json").write_text(json.dumps(described | changes), encoding="utf-8")
     tensors = stored(FIXTURES / name)
     embedding = tensors[family_of(directory).embedding]
     tensors[HEAD] = embedding.copy() if head == "copy" else embedding[::-1].copy()
@@ -74,7 +74,7 @@ def test_an_export_is_untied(tmp_path: Path) -> None:
     tensors = write(tmp_path, "gpt2", "another")
     layout = ModelLayout.of(huggingface.config_of(tmp_path), shard_on("ddp"))
     huggingface.save(tmp_path / "out", layout, huggingface.load(tmp_path, layout), dtype="float32")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"] is False
     np.testing.assert_array_equal(stored(tmp_path / "out")[HEAD], tensors[HEAD])
 
 
@@ -91,8 +91,8 @@ def test_one_bit_in_the_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_several_files(tmp_path: Path) -> None:
     """The fixture has an embedding and a head in different files."""
     shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
-    described = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
+    described = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}), encoding="utf-8")
     wanted = load(FIXTURES / "llama3")
     found = load(tmp_path)
     assert found.keys() == wanted.keys()

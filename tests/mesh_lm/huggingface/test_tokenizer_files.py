@@ -83,7 +83,7 @@ def test_every_file_survives_training_and_export(tmp_path: Path) -> None:
     assert {name: described[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
         name: GENERATION[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    listed = {line.split()[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
+    listed = {line.split()[1] for line in (out / "SHA256SUMS").read_text(encoding="utf-8").splitlines()}
     assert listed == {path.name for path in out.iterdir()} - {"SHA256SUMS", "README.md"}
     assert load_tokenizer(out).fingerprint == load_tokenizer(source).fingerprint
 
@@ -146,7 +146,7 @@ def test_a_tokenizer_that_transformers_lacks(kind: str, tmp_path: Path, capsys: 
         f"warning: transformers cannot load the tokenizer of this export ({name}), only the model; mesh_lm.data.tokenizer.load_tokenizer "
         "reads it\n"
     )
-    assert "transformers cannot load the tokenizer" in (out / "README.md").read_text()
+    assert "transformers cannot load the tokenizer" in (out / "README.md").read_text(encoding="utf-8")
     assert read(out / "generation_config.json") == {"eos_token_id": 256}
 
 

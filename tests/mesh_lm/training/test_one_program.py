@@ -30,7 +30,7 @@ _FEW = ("zero3-stages", "experts-zero3")
 
 
 def _texts(directory: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(directory.iterdir())}
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(directory.iterdir())}
 
 
 @pytest.mark.parametrize("names", some([_FEW, ALL], [_FEW]))
