@@ -86,11 +86,13 @@ def _cover(
         if pair not in missing:
             continue
         candidates: list[Row] = []
-        for _ in range(_PATIENCE):
-            candidate = _filled(factors, pair, missing, constraints, draw)
+        for attempt in range(_PATIENCE):
+            # At random after a while: what covers the most may rule out, again and again, what the pair needs.
+            wanted = missing if attempt < _PATIENCE // 2 else {}
+            candidate = _filled(factors, pair, wanted, constraints, draw)
             if candidate:
                 candidates.append(candidate)
-            if len(candidates) == _TRIES:
+            if len(candidates) == _TRIES or (candidates and not wanted):
                 break
         if not candidates:
             continue

@@ -104,10 +104,10 @@ def _sequences(replicas: str, microbatches: int) -> int:
 
 
 def _within(n_devices: int) -> tuple[Constraint, ...]:
-    """The meshes of at most so many devices, known by each of their parts, too."""
-    parts = {"replicas": "", "tensor": "", "context": "", "stages": 1}
+    """The meshes of at most so many devices, known by some of their parts, too."""
+    parts = {"replicas": "ddp", "tensor": "", "context": "", "stages": 1}  # the least of each
     found: list[Constraint] = []
-    for n in range(2, len(parts) + 1):
+    for n in range(1, len(parts) + 1):
         for names in itertools.combinations(parts, n):
 
             def fits(*values: Any, names: tuple[str, ...] = names) -> bool:
