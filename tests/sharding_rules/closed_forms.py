@@ -97,7 +97,11 @@ SYMBOLS = {
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
     "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
-    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys and values of this device's tokens"),
+    "K": (
+        "4 b s / C x kv heads of one device",
+        "bf16",
+        "context parallelism: keys and values of this device's tokens; their gradients travel in fp32: 2K",
+    ),
     "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
     "CK": ("C x K", "bf16", "those of all tokens"),
     "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide"),
@@ -210,6 +214,7 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "J/2": flat / 2,
         **tensor_2d.sizes(model, strategy, b),
     }
+        "2K": 2 * kv,
 
 
 def padded(elements: float, replicas: int) -> int:
