@@ -104,7 +104,11 @@ SYMBOLS = {
     ),
     "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
     "CK": ("C x K", "bf16", "those of all tokens"),
-    "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide"),
+    "Q+K": (
+        "Q + K",
+        "bf16",
+        "in one array; kv heads are repeated until they divide, under `megatron_sp` those of all b sequences together",
+    ),
     "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
     **tensor_2d.SYMBOLS,
 }
@@ -181,7 +185,12 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     seq = model.seq / (strategy.sequence * strategy.ulysses)
     E, P = 2.0 * model.vocab * h / TY, 2.0 * seq * h * model.learned_positions / (T if strategy.sp else 1)
     X = 2.0 * b * seq * h
-    kv_heads = math.lcm(model.kv_heads // (1 if model.kv_heads % T else T), strategy.ulysses if "usp" in strategy.parts else 1)
+    kv_heads = model.kv_heads // (1 if model.kv_heads % T else T)
+    # With the sequence first, attention sees the heads of all sequences as those of one, and Ulysses divides them together.
+    together = b if strategy.sp and T > 1 else 1
+    ulysses = strategy.sequence if "ulysses" in strategy.parts else strategy.ulysses
+    exchanged_kv_heads = math.lcm(together * kv_heads, ulysses) / together
+    kv_heads = exchanged_kv_heads if "usp" in strategy.parts else kv_heads  # the ring of usp is around that exchange
     kv = 4.0 * b * seq * kv_heads * model.head_dim
     return {
         "X": X,
@@ -205,16 +214,16 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "Y/2": 2 * staged * tables,
         "S-Y": 4 * staged * last,
         "K": kv,
+        "2K": 2 * kv,
         "CK": strategy.sequence * kv,
         "Q": (q := 2.0 * b * seq * model.heads // T * model.head_dim),
-        "Q+K": q + 4.0 * b * seq * math.lcm(kv_heads, strategy.sequence if "ulysses" in strategy.parts else 1) * model.head_dim,
+        "Q+K": q + 4.0 * b * seq * exchanged_kv_heads * model.head_dim,
         "R": (row := 4 * padded(model.matrices / (TY * F), strategy.replicas)),
         "R/2": row / 2,
         "J": (flat := 4 * sum(padded(n, strategy.replicas * strategy.pipeline) for n in each_table)),
         "J/2": flat / 2,
         **tensor_2d.sizes(model, strategy, b),
     }
-        "2K": 2 * kv,
 
 
 def padded(elements: float, replicas: int) -> int:
